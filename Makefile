@@ -22,9 +22,11 @@ OUT ?= docs/benchmarks
 # Images of Python set it, and then each process of a test compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What reads and writes with other libraries' code: data, templates, weights, adapters, the Python API, and whole runs.
+# What reads and writes with other libraries' code: data, templates, weights, adapters, the Python API, whole runs, and
+# the packages of the extras: loggers, wandb, peft and bitsandbytes.
 VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests/checkpoint/test_hf_export.py \
-    tests/checkpoint/test_adapter.py tests/train/test_model_card.py tests/models/test_generation.py tests/report \
+    tests/checkpoint/test_adapter.py tests/models/test_generation.py tests/models/test_quantization.py tests/report \
+    $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
 .PHONY: install quickstart test lint docs nightly long-tests chaos fuzz versions bench-gpu clean
@@ -85,7 +87,7 @@ versions-%: install
 	rm -rf build/$* && mkdir -p build/$*
 	grep '^torch==' constraints.txt > build/$*/torch.txt
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --resolution $* --constraint build/$*/torch.txt \
-	    --python $(BIN)/python --extra lora --extra quickstart pyproject.toml > build/$*/all.txt
+	    --python $(BIN)/python $(addprefix --extra ,lora quickstart wandb loggers quant) pyproject.toml > build/$*/all.txt
 	grep -vE '^(torch==|triton|nvidia-|cuda-)' build/$*/all.txt > build/$*/versions.txt
 	$(BIN)/uv venv --quiet --python $(BIN)/python build/$*/env
 	$(BIN)/uv pip install --quiet --no-deps --python build/$*/env/bin/python -r build/$*/versions.txt

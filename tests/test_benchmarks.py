@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sftron.commands import bench_kernels, bench_step
+from sftron.commands import bench_kernels, bench_step, bench_ways
 from tests.conftest import ASSETS
 
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
@@ -55,12 +55,12 @@ def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
 def test_a_way_to_train_that_computes_something_else_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = bench_step.lay_out
+    whole = bench_ways.lay_out
 
     def leaking(*arguments: object, **options: object) -> object:
         return whole(*arguments, **{**options, "remove_cross_attention": False})  # pyright: ignore
 
-    monkeypatch.setattr(bench_step, "lay_out", leaking)
+    monkeypatch.setattr(bench_ways, "lay_out", leaking)
     assert bench_step.main(["--quick"]) == 1
     assert "sftron, minibatch does not compute what transformers, padded does" in capsys.readouterr().err
 

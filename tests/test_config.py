@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
+from sftron.config.data_schema import Dataset
 from sftron.config.help import OTHER_TRAINERS, keys_of, locate, section_in, suggest_key
-from sftron.config.schema import Dataset, General, Lora, Section
+from sftron.config.schema import General, Lora
+from sftron.config.values import Section
 from sftron.sweep.recorded_run import flat_config
 
 GOOD = """\

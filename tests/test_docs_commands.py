@@ -176,7 +176,7 @@ def test_the_picture_of_the_masks_is_what_the_tool_draws(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_option_in_the_running_text_is_one_of_its_tool(page: Path) -> None:
-    pattern = r"`(?:python )?(sftron (?:bench )?[\w-]+|(?:tools|examples)/[\w/]+\.py) ([^`]*)`"
+    pattern = r"`(?:python )?(sftron (?:bench [\w-]+|(?!bench)[\w-]+)|(?:tools|examples)/[\w/]+\.py) ([^`]*)`"
     for script, text in re.findall(pattern, page.read_text(encoding="utf-8")):
         command = script.removeprefix("sftron ").replace(" ", "_").replace("-", "_")
         path = script if script.endswith(".py") else f"src/sftron/commands/{command}.py"

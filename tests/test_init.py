@@ -79,6 +79,19 @@ def dry_run(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("bücherei.csv", "bucherei"),
+        ("data/Café №1/*.jsonl", "my-run"),
+        ("a b (1).csv", "a-b-1"),
+        ("日本.csv", "my-run"),
+    ],
+)
+def test_the_runs_name_is_that_of_the_file_in_letters_that_a_name_may_have(data: str, name: str) -> None:
+    assert init._run_name(data) == name
+
+
+@pytest.mark.parametrize(
     ("name", "model", "read_as"),
     [
         ("chats.jsonl", "models/tiny", "messages"),

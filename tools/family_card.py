@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.hf_weights import load_model
-from sftron.commands.bench_step import random_rows
+from sftron.commands.bench_ways import random_rows
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation, Pack

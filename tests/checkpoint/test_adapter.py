@@ -13,11 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sftron.checkpoint.adapter import CONFIG, WEIGHTS, adapter_config, read_adapter, vllm_limits, write_adapter
+from sftron.checkpoint.adapter import WEIGHTS, model_projections, read_adapter, vllm_limits, write_adapter
+from sftron.checkpoint.adapter_config import CONFIG, adapter_config
 from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.models.adapters import LoraSpec, add_adapters, peft_name
 from sftron.models.llama import LlamaForSFT
+from sftron.models.wrappers import TEXT_MODEL
 from tests.conftest import LazyModule, rest_nightly
 from tests.models.reference import FAMILIES, make_reference, pack
 from tests.models.test_adapters import CASES, make_peft, spec_of, trained
@@ -82,7 +85,8 @@ def test_an_export_has_the_trained_logits_in_peft_and_comes_back_to_the_bit(case
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     again = read_adapter(out, source.architecture)
     assert again.spec == spec
-    assert (again.base_model, again.base_revision) == (str(source.folder), "1f")
+    assert again.base_model == str(source.folder)
+    assert read_json(out / CONFIG)["revision"] == "1f"
     assert again.tensors.keys() == tensors.keys()
     assert all(again.tensors[name].equal(tensor) for name, tensor in tensors.items())
     files = {"LICENSE", "README.md", CONFIG, WEIGHTS, "generation_config.json", "tokenizer.json"}
@@ -119,7 +123,8 @@ def test_ranks_and_targets_have_their_smallest_form(
     ranks: dict[str, int], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     config = make_base(tmp_path / "base", "Llama 3").architecture
-    stated = adapter_config(LoraSpec(ranks=ranks, alphas=dict.fromkeys(ranks, 8.0)), config)
+    spec = LoraSpec(ranks=ranks, alphas=dict.fromkeys(ranks, 8.0))
+    stated = adapter_config(spec, model_projections(config), config, TEXT_MODEL)
     assert expected.items() <= stated.items()
     assert (stated["lora_alpha"], stated["alpha_pattern"]) == (8, {})
 

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_export import ExportSource, export_hf, lacking_for_loaders
-from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config
 from tests.models.reference import FAMILIES, make_reference
 
 

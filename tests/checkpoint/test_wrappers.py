@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.adapter import model_projections, read_adapter, tensor_shapes, write_adapter
 from sftron.checkpoint.hf_export import ExportSource, export_hf
-from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.verify.parity import load_reference
+from sftron.verify.reference import load_reference
 from tests.models.reference import QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -29,8 +29,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint  # noqa: E402
 from sftron.config import ConfigError, dump_config, load_config  # noqa: E402
 from sftron.data.chat.tokenizer import ChatTokenizer  # noqa: E402
-from sftron.data.formats.detect import Format, RowFormat, parse_conversation  # noqa: E402
 from sftron.data.formats.messages import apply_reasoning_policy  # noqa: E402
+from sftron.data.formats.table import Format, RowFormat, parse_conversation  # noqa: E402
 from sftron.data.lanes.lane import EpochSampler, Stream  # noqa: E402
 from sftron.data.lanes.mixture import Mixture  # noqa: E402
 from sftron.data.sources.jsonl import parse_row  # noqa: E402

@@ -19,7 +19,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from sftron.models import experts as native_experts
-from sftron.models.experts import BiasedExperts, Experts, Router, Routing, grouped_linear, sort_by_expert
+from sftron.models.experts import BiasedExperts, Experts, grouped_linear, sort_by_expert
+from sftron.models.routing import Router, Routing
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
 HIDDEN, NUM_EXPERTS, NUM_SELECTED, INNER = 48, 10, 3, 40

@@ -1,6 +1,7 @@
 """Linear layers, alone and after a norm or SwiGLU, against fp64, with and without recompute, whole, frozen, adapted."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sftron.models import linear as linear_module
-from sftron.models.linear import LowRank, gated_linear, linear, normed_linear
+from sftron.models.linear import LowRank, linear
 
 T, IN, OUT, EPS = 11, 24, 10, 1e-5
 
@@ -17,11 +18,12 @@ Layer = Callable[..., Tensor]
 
 
 def _native(recompute: bool, adapters: Sequence[LowRank] = ()) -> dict[str, Layer]:
-    options = {"recompute": recompute, "adapters": adapters}
+    options: dict[str, Any] = {"recompute": recompute, "adapters": adapters}
+    gated = options | {"activation": "silu", "is_gated": True}
     return {
         "linear": lambda x, norm, weight, bias: linear(x, weight, bias, **options),
-        "after a norm": lambda x, norm, weight, bias: normed_linear(x, norm, EPS, weight, bias, **options),
-        "after SwiGLU": lambda x, norm, weight, bias: gated_linear(x, weight[:, : IN // 2], bias, **options),
+        "after a norm": lambda x, norm, weight, bias: linear(x, weight, bias, norm_weight_H=norm, eps=EPS, **options),
+        "after SwiGLU": lambda x, norm, weight, bias: linear(x, weight[:, : IN // 2], bias, **gated),
     }
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sftron.checkpoint.hf_export import export_hf
-from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model, read_config
+from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.models.mxfp4 import dequantize
 from tests.models.packed_experts import pack_experts
 from tests.models.reference import FAMILIES, make_native, make_reference

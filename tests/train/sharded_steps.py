@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart, LoraSpec, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.generation import greedy_generate

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import rest_nightly
 from tests.train.chaos import ROUNDING, Chaos, Who
 from tests.train.ranks import start_forked
 
 
-@pytest.mark.parametrize("whom", rest_nightly(["launcher", "rank"], ["launcher"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_a_run_survives_the_kill_of_its_launcher_or_of_a_rank(tmp_path: Path, whom: Who) -> None:
     chaos = Chaos(tmp_path, start_forked)
     chaos.kill(1, whom=(whom,))

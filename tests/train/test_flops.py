@@ -15,7 +15,8 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
-from sftron.models.delta import causal_convolution, recurrent_gated_delta_rule
+from sftron.models.delta import causal_convolution
+from sftron.models.delta_rule import recurrent_gated_delta_rule
 from sftron.models.llama import LlamaForSFT
 from sftron.train.flops import TrainedMatrices, block_parameters, find_peak, peak_of, step_flops
 from sftron.train.step import loss_of

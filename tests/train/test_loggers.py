@@ -200,6 +200,37 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
 
 
 @pytest.mark.filterwarnings("default")  # of their own code
+def test_what_trackio_prints_and_warns_of_is_on_the_console_alone(
+    tmp_path: Path,
+    model_folder: Path,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "metrics"))
+    monkeypatch.setenv("TRACKIO_STORAGE_MODE", "no-such-mode")
+    utils = pytest.importorskip("trackio").utils
+    log_step = trackers.TrackioLogger.log_step
+
+    def log_and_speak(self: trackers.TrackioLogger, step: int, numbers: Numbers) -> None:
+        log_step(self, step, numbers)
+        utils._emit_nonfatal_warning("no room")
+        utils.print_dashboard_instructions("here")
+
+    monkeypatch.setattr(trackers.TrackioLogger, "log_step", log_and_speak)
+    folder = run(make_config(tmp_path, model_folder, logging__to=["trackio"], **options)).directory.folder
+    printed, logged = capfd.readouterr(), (folder / "console.log").read_text()
+    assert not printed.err
+    assert set(printed.out.splitlines()) <= set(logged.splitlines())
+    lines = [line for line in logged.splitlines() if line.startswith("trackio ")]
+    assert lines[1].startswith("trackio    run run-")
+    assert "trackio    warning: Invalid TRACKIO_STORAGE_MODE" in lines[0]
+    assert lines.count("trackio    warning: no room") == 1
+    assert 'trackio    trackio show --project "here"' in lines
+    assert not [line for line in lines if "Created new run" in line or "project initialized" in line]
+
+
+@pytest.mark.filterwarnings("default")  # of their own code
 def test_numbers_of_a_resumed_run_are_read_back_once_from_each_package(
     tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model, read_config
+from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.commands.train import run as main
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out

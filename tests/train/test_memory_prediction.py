@@ -7,20 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4
-from sftron.train.memory import (
-    GROWTH_OF_TENSORS,
-    MeasuredPeak,
-    StepMemory,
-    default_spec,
-    make_unloaded,
-    peak_of_step,
-    predict,
-    resident_memory,
-)
+from sftron.train.measured_memory import MeasuredPeak, peak_of_step, resident_memory
+from sftron.train.memory import GROWTH_OF_TENSORS, StepMemory, default_spec, make_unloaded, predict
 from sftron.train.optimizer import make_adamw
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly

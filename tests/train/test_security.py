@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from sftron.checkpoint.hf_weights import check_files, load_model, read_json
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import check_files, read_json
 from sftron.config import ConfigError, load_config
 from sftron.data.chat import pretrained
 from sftron.data.chat.pretrained import load_chat_tokenizer

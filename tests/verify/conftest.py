@@ -1,3 +1,5 @@
+import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -5,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from sftron.verify import run_checks
 from tests.train.ranks import launch, run_script
@@ -42,3 +46,20 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return CompletedProcess(command, status, out, err)
 
     monkeypatch.setattr(run_checks, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves out what TRL and transformers report of their own options."""
+    monkeypatch.setenv("CI", "1")  # no telemetry
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    transformers.logging.set_verbosity_warning()
+
+
+@pytest.fixture
+def own(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer that a test may change."""
+    return copy.deepcopy(tokenizer)

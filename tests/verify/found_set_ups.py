@@ -1,5 +1,6 @@
 """Set-ups of the zoo whose fault is in the evaluation, in a loss or a mask of one's own, or in a detail of the text."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 from tests.verify.zoo_materials import (
     ANSWERS,
+    LONG,
+    PAIRS,
     ROWS,
     CompletionOnly,
     Pad,
@@ -26,6 +29,7 @@ from tests.verify.zoo_proofs import (
     batches,
     evaluated,
     labels_are_ids,
+    leak,
     loss_ratio,
     moved_by_the_future,
     read,
@@ -127,6 +131,58 @@ def sum_without_division() -> Trainer:
     return plain(encoded(tokenizer), tokenizer, compute_loss_func=undivided, gradient_accumulation_steps=2)
 
 
+# ── As LLaMA-Factory does ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@broken("trained tokens", may="stop tokens",
+        proof=lambda t: "custard tarts" not in trained(t) and "Use the wet afternoon" in trained(t))  # fmt: skip
+def mask_history() -> Trainer:
+    """mask_history: true trains the last answer of each conversation, and leaves out the stop tokens of the others."""
+    tokenizer = tok()
+    features = encoded(tokenizer)
+    for row in features:
+        labels = row["labels"]
+        last = max(n for n, (before, label) in enumerate(pairwise([-100, *labels])) if before == -100 != label)
+        row["labels"] = [-100] * last + row["labels"][last:]
+    return plain(features, tokenizer)
+
+
+@broken(
+    "truncation|ids|trained tokens",
+    may="truncation, ids, trained tokens, stop tokens",
+    proof=lambda t: any(each and "<|im_start|>assistant" not in each for each in read(t).split("\n¶\n")),
+)
+def questions_and_answers_cut() -> Trainer:
+    """cutoff_len cuts a question and its answer each by itself, and loses the header between them."""
+    tokenizer = tok()
+    features = encoded(tokenizer, ROWS[12:])
+    for row in features:
+        size, first = len(row["input_ids"]), row["labels"].count(-100)
+        answer = min(size - first, 30)
+        is_long = size > 60 and first > 60 - answer
+        kept = [*range(60 - answer), *range(first, first + answer)] if is_long else range(size)
+        row.update({name: [values[n] for n in kept] for name, values in row.items()})
+    return plain(features, tokenizer)
+
+
+@broken("truncation", trained_roles="all", proof=lambda t: read(t).count("\n<|im_start|>\n¶") > 3)
+def cut_within_a_header() -> Trainer:
+    """A limit falls into the header of the next turn: what is there is the template's, and the rest is gone."""
+    tokenizer = tok("chatml")
+    features = encoded(tokenizer, LONG)
+    for row in features:
+        ends = [n for n, token in enumerate(row["input_ids"]) if token == tokenizer.eos_token_id]
+        ids = row["input_ids"][: ends[-2] + 3]
+        row.update(input_ids=ids, labels=ids)
+    return plain(features, tokenizer, per_device_train_batch_size=1)
+
+
+@sound(lambda t: leak(t) == 0.0 and read(t).count(t.processing_class.eos_token) >= len(PAIRS), trained_roles="all")
+def packed_texts() -> Trainer:
+    """Plain texts for more pretraining, packed by TRL, which keeps their ids alone."""
+    return sft([{"text": row["prompt"] + row["completion"]} for row in PAIRS], packing=True)
+
+
 # ── Masks and positions ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -223,7 +279,7 @@ def response_template_that_misses_some_rows() -> Trainer:
     return plain(ids, tokenizer, Some(tokenizer, "<|im_start|>assistant\n"))
 
 
-@broken("trained tokens", may="ids, stop tokens, padding, truncation, forgery, isolation, loss, generation",
+@broken("trained tokens", may="ids, stop tokens, padding, truncation, forgery, loss, generation",
         trained_roles="all", proof=lambda t: not labels_are_ids(t))  # fmt: skip
 def masked_language_modeling() -> Trainer:
     """DataCollatorForLanguageModeling without mlm=False: ids are masked, and a causal model learns the masks."""

@@ -88,7 +88,7 @@ def test_an_export_carries_and_links_the_card_of_its_run_directory(home: Path, t
     card = tmp_path / "runs" / "run" / "verify.yaml"
     export = run(load_config(file)).directory.hf(2)
     assert (export / "verify.yaml").read_bytes() == card.read_bytes()
-    sentence = "Of 3 checks before the run, 2 passed, 0 failed and 1 were not measured. They were a part of all checks"
+    sentence = "Of 3 checks before the run, 2 passed, 0 failed and 1 was not measured. They were a part of all checks"
     sentence += " (--only)"
     assert f"{sentence}: [verify.yaml](verify.yaml)." in (export / "README.md").read_text(encoding="utf-8")
 

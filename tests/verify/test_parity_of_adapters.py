@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftron.commands import check as check_sft
 from sftron.models.adapters import LoraSpec
-from sftron.verify import parity
+from sftron.verify import round_trip
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
 from tests.conftest import LazyModule
 from tests.models.reference import FAMILIES, make_theirs
@@ -74,7 +74,7 @@ def test_a_wrong_scale_fails_what_is_computed_and_not_the_files(
 def test_a_tensor_that_is_lost_on_the_way_through_the_model_fails_the_round_trip(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = parity.adapter_tensors
+    right = round_trip.adapter_tensors
 
     def wrong(model: Any) -> Mapping[str, torch.Tensor]:
         tensors = right(model)
@@ -83,7 +83,7 @@ def test_a_tensor_that_is_lost_on_the_way_through_the_model_fails_the_round_trip
         )
         return tensors
 
-    monkeypatch.setattr(parity, "adapter_tensors", wrong)
+    monkeypatch.setattr(round_trip, "adapter_tensors", wrong)
     assert failed(folders) == ["adapter, peft -> native -> peft"]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from sftron.commands.audit import main
-from sftron.verify.ledger import OpenedRun, audit_run, name_step
+from sftron.verify.ledger import OpenedRun, audit_run
+from sftron.verify.named_step import name_step
 from tests.train.killed_run import run_killed
 from tests.train.runs import NUM_ROWS, chat_line, make_config, make_model_folder, metrics, run, write_rows
 

@@ -1,17 +1,17 @@
 """An export passes against a server that serves it, and each mistake of a server is found and named.
 
-The server of these tests renders, generates and decodes with transformers, and shares no code with sftron.
+The server of these tests, chat_server.py, shares no code with sftron.
 """
 
 import importlib.metadata
 import json
+import os
 import re
-import threading
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftron.commands import check
+from sftron.verify import servers
 from sftron.verify.parity import EXAMPLE_PROMPTS
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder
+from tests.verify.chat_server import Behavior, serving
 
 ANSWERS = ("Paris.", "The sea is blue and wide.", "42", "Guten Morgen, mein Freund.", "Mercury")
 STOP = "<|im_end|>"
@@ -51,108 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     return folder
-
-
-@dataclass
-class Behavior:
-    """What the server does; by default, what vLLM does."""
-
-    folder: Path
-    template: str | None = None
-    add_generation_prompt: bool = True
-    adds_bos: bool = False
-    stops: bool = True
-    gives_ids: bool = True
-    has_tokenize: bool = True
-    refuses_unknown_keys: bool = False
-    wrong_at_step: int | None = None
-    limit: int = 1000
-    """The most tokens of an answer."""
-    status: int = 200
-    body: bytes | None = None
-    seconds: float = 0.0
-    models: tuple[str, ...] = ("tiny",)
-
-
-def serve(behavior: Behavior) -> type[BaseHTTPRequestHandler]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(behavior.folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(behavior.folder, dtype=torch.float32)
-
-    def prompt_ids(messages: list[dict[str, str]]) -> list[int]:
-        options = {"add_generation_prompt": behavior.add_generation_prompt, "chat_template": behavior.template}
-        ids = tokenizer.apply_chat_template(messages, return_dict=False, **options)
-        return [tokenizer.bos_token_id] * behavior.adds_bos + ids
-
-    def change(_: Any, scores: torch.Tensor, state: list[int]) -> torch.Tensor:
-        state.append(0)
-        if len(state) - 1 == behavior.wrong_at_step:
-            scores = scores.scatter(1, scores.argmax(1, keepdim=True), -torch.inf)
-        return scores
-
-    def complete(request: dict[str, Any]) -> dict[str, Any]:
-        ids, state = prompt_ids(request["messages"]), []
-        output = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            do_sample=bool(request["temperature"]),
-            max_new_tokens=min(request["max_tokens"], behavior.limit),
-            eos_token_id=tokenizer.eos_token_id if behavior.stops else -1,
-            pad_token_id=0,
-            logits_processor=[lambda ids, scores: change(ids, scores, state)],
-        )
-        new = output[0, len(ids) :].tolist()
-        is_stopped = behavior.stops and new[-1] == tokenizer.eos_token_id
-        text = tokenizer.decode(new, skip_special_tokens=True)
-        choice = {"message": {"content": text}, "finish_reason": "stop" if is_stopped else "length"}
-        reply = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
-        if behavior.gives_ids and request.get("return_token_ids"):
-            reply["prompt_token_ids"], choice["token_ids"] = ids, new
-        return reply
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply({"data": [{"id": name} for name in behavior.models]})
-
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert request["model"] in behavior.models
-            if behavior.refuses_unknown_keys and "return_token_ids" in request:
-                self.reply({"error": "return_token_ids"}, 400)
-            elif self.path == "/v1/chat/completions":
-                self.reply(complete(request))
-            elif self.path == "/tokenize" and behavior.has_tokenize:
-                self.reply({"tokens": prompt_ids(request["messages"])})
-            else:
-                self.reply({"error": "no such path"}, 404)
-
-        def reply(self, content: dict[str, Any], status: int = 200) -> None:
-            time.sleep(behavior.seconds)
-            self.send_response(behavior.status if behavior.status != 200 else status)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode() if behavior.body is None else behavior.body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
-
-
-class QuietServer(ThreadingHTTPServer):
-    def handle_error(self, *_: object) -> None:
-        """Prints nothing where a client gave up."""
-
-
-@contextmanager
-def serving(behavior: Behavior) -> Iterator[str]:
-    server = QuietServer(("127.0.0.1", 0), serve(behavior))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture
@@ -279,8 +179,7 @@ def test_a_server_that_cannot_be_compared_is_status_2_and_a_remedy(
 def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path, capsys) -> None:
     for against, message in {
         ("vllm", "http://127.0.0.1:1"): "no server answers",
-        ("vllm", str(tmp_path / "absent")): "is no URL",
-        ("vllm", str(folder)): "start `vllm serve",
+        ("vllm", str(tmp_path / "absent")): "neither a folder nor a URL",
         ("other", "x"): "neither vllm nor gguf",
     }.items():
         assert check.main(["--model", str(folder), "--against", *against]) == 2
@@ -305,6 +204,104 @@ def test_a_key_that_no_request_can_carry_is_sent_without_its_line_end_and_never_
             printed = capsys.readouterr()
             assert printed.err
             assert "of-somebody" not in printed.err + printed.out
+
+
+# -- vllm serve ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Puts a program named `vllm` on PATH, which starts a child, as vLLM does, and then does what the text says.
+
+    Returns a file in which it writes its own process id, that of the child, and its arguments.
+    """
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which no request to this machine may use
+
+    def vllm(then: str) -> Path:
+        program, written = tmp_path / "bin" / "vllm", tmp_path / "started"
+        program.parent.mkdir()
+        start = f'#!/bin/sh\nsleep 1000 &\necho $$ $! "$@" > {written}\n'
+        (healthy := tmp_path / "healthy").mkdir()
+        (healthy / "health").touch()
+        then = then.format(python=sys.executable, root=ROOT, healthy=healthy)
+        program.write_text(start + then, encoding="utf-8")
+        program.chmod(0o755)
+        return written
+
+    return vllm
+
+
+SERVES = 'cd {root} && exec {python} -m tests.verify.chat_server "$@"\n'
+IS_READY = "cd /nowhere; exec {python} -m http.server --bind 127.0.0.1 --directory {healthy} $6\n"
+"""Serves a folder in which `health` is the only file."""
+
+
+def are_gone(written: Path) -> bool:
+    """Returns whether the program and its child have ended, and been waited for or inherited by init, in 5 s."""
+    for process in written.read_text().split()[:2]:
+        for _ in range(100):
+            with suppress(FileNotFoundError):
+                if Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z":
+                    time.sleep(0.05)
+                    continue
+            break
+        else:
+            return False
+    return True
+
+
+def test_a_folder_is_served_compared_and_no_longer_served(folder: Path, vllm: Callable[[str], Path], capsys) -> None:
+    written = vllm(SERVES)
+    assert check.main(["--model", str(folder), "--max-new-tokens", "20", "--against", "vllm", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert "PASS  greedy answers  5 of 5 equal" in printed.out
+    assert f"answers end as here, at {STOP}" in printed.out
+    assert f"vllm serve {folder}" in printed.err
+    assert {"serve", str(folder), "127.0.0.1", "float32"} < set(written.read_text().split())
+    assert are_gone(written)
+
+
+@pytest.mark.parametrize(
+    ("then", "messages"),
+    [
+        ("echo loading; echo no memory >&2; exit 3\n", ("ended with status 3", "loading\n  no memory")),
+        ("trap '' TERM; while true; do sleep 1; done\n", ("not ready after 1 s", "printed nothing", "give its URL")),
+        (IS_READY, ("HTTP 404", "cd to /nowhere", "GET /v1/models")),
+    ],
+)
+def test_a_server_that_fails_is_named_with_its_last_lines_and_ended(
+    then: str, messages: tuple[str, ...], folder: Path, vllm: Callable[[str], Path], monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(servers, "_END_SECONDS", 1)
+    if "not ready" in messages[0]:
+        monkeypatch.setattr(servers, "_START_SECONDS", 1)
+    written = vllm(then)
+    assert check.main(["--model", str(folder), "--against", "vllm", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert all(message in error for message in messages), error
+    assert are_gone(written)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_the_server_too(
+    number: signal.Signals, raised: type[BaseException], folder: Path, vllm: Callable[[str], Path]
+) -> None:
+    written, handler = vllm(IS_READY), signal.getsignal(number)
+    with pytest.raises(raised), servers._vllm_serve(str(folder), []):
+        signal.raise_signal(number)
+    assert are_gone(written)
+    assert signal.getsignal(number) == handler
+
+
+def test_a_folder_without_vllm_is_refused_with_the_remedy(folder: Path, monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check.main(["--model", str(folder), "--against", "vllm", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "no `vllm` is on PATH" in error
+    assert "give its URL" in error
+    assert check.main(["--model", str(folder), "--served-model", "x", "--against", "vllm", str(folder)]) == 2
+    assert "--served-model is x, but a folder is the only model" in capsys.readouterr().err
 
 
 # -- llama.cpp -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 import copy
 import json
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,116 +13,20 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import (
-    DataCollatorForSeq2Seq,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-)
-from trl import SFTConfig, SFTTrainer
+from transformers import DataCollatorForSeq2Seq, Trainer
+from trl import SFTTrainer
 
 from sftron import verify_trainer
 from sftron.commands.verify_trainer import main, read_conversations
-from sftron.verify.table import RunReport
 from sftron.verify.verify_trainer import RULES, page_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, rest_nightly
+from tests.verify.small_trainers import ANSWERS, ROWS, Means, cache, failed, plain, row_of, sft, tiny
 
 NAMES = (
     "ids, trained tokens, stop tokens, isolation, positions, truncation, loss, padding, forgery, adapters, generation"
 )
 MARKED = (ROOT / "tests/assets/templates/with_generation_marks.jinja").read_text(encoding="utf-8")
-pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("_quiet")]
-
-
-@pytest.fixture
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CI", "1")  # no telemetry
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    transformers.logging.set_verbosity_warning()
-
-
-def messages(number: int, num_turns: int = 1) -> list[dict[str, str]]:
-    turns = []
-    for turn in range(num_turns):
-        answer = f"{number} is " + "one more than " * ((number + turn) % 5) + f"{number}."
-        turns += [
-            {"role": "user", "content": f"What is {number} plus {turn}?"},
-            {"role": "assistant", "content": answer},
-        ]
-    return turns
-
-
-ROWS = [{"messages": messages(number, 1 + number % 2)} for number in range(24)]
-ANSWERS = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in ROWS]
-QUIET: dict[str, Any] = {
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "save_strategy": "no",
-}
-
-
-def tiny(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.3, **sizes, **ids, **settings
-    )
-    return LlamaForCausalLM(config)
-
-
-def sft(tokenizer: Any, folder: Path, rows: list[dict[str, Any]], model: Any = None, **options: Any) -> SFTTrainer:
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **QUIET, **options}
-    return SFTTrainer(
-        model or tiny(tokenizer),
-        SFTConfig(str(folder / "out"), **options),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-
-
-def encoded(tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
-    """Single answers with labels, found by rendering the prompt alone."""
-    features = []
-    for row in rows:
-        ids = tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
-        prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=True)
-        start = len(prompt["input_ids"])
-        features.append({"input_ids": ids, "labels": [-100] * start + ids[start:]})
-    return features
-
-
-def plain(tokenizer: Any, folder: Path, kind: type[Trainer] = Trainer, collator: Any = None, **options: Any) -> Trainer:
-    features = encoded(tokenizer, [{"messages": messages(number)} for number in range(24)])
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **QUIET, **options}
-    return kind(
-        tiny(tokenizer),
-        TrainingArguments(str(folder / "out"), **options),
-        train_dataset=Dataset.from_list(features),
-        processing_class=tokenizer,
-        data_collator=collator or DataCollatorForSeq2Seq(tokenizer),
-    )
-
-
-def failed(report: RunReport) -> list[str]:
-    return [row.name for row in report.rows if row.status == "FAIL"]
-
-
-def row_of(report: RunReport, name: str) -> Any:
-    return next(row for row in report.rows if row.name == name)
-
-
-@pytest.fixture
-def own(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer that a test may change."""
-    return copy.deepcopy(tokenizer)
+pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("quiet")]
 
 
 def test_a_sound_trainer_passes_in_every_row(own: Any, tmp_path: Path) -> None:
@@ -172,21 +75,8 @@ def forged(own: Any, folder: Path) -> Trainer:
     return sft(own, folder, rows)
 
 
-class Means(Trainer):
-    loss_is_scaled_for_ga = False
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        return model(**inputs).loss
-
-
 def means(own: Any, folder: Path) -> Trainer:
     return plain(own, folder, Means)
-
-
-def cache(own: Any, folder: Path) -> Trainer:
-    return plain(own, folder, collator=transformers.DataCollatorWithFlattening(), use_cache=True)
 
 
 class Shifted(DataCollatorForSeq2Seq):
@@ -277,7 +167,7 @@ def losses_and_weights(trainer: Trainer) -> tuple[list[float], list[torch.Tensor
     return losses, [each.detach().clone() for each in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("is_adapter", [False, True])
+@pytest.mark.parametrize("is_adapter", rest_nightly([False, True], [True]))
 def test_a_run_after_it_has_the_bits_of_a_run_without_it(own: Any, tmp_path: Path, is_adapter: bool) -> None:
     def make() -> SFTTrainer:
         model = tiny(own, attention_dropout=0.1)
@@ -379,7 +269,7 @@ def test_text_without_roles_is_not_passed_unless_everything_is_meant(own: Any, t
 
 SCRIPT = """
 from pathlib import Path
-from tests.verify.test_verify_trainer import ANSWERS, ROWS, sft
+from tests.verify.small_trainers import ANSWERS, ROWS, sft
 from transformers import AutoTokenizer
 
 def of(rows):

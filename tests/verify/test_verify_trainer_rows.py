@@ -9,60 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 
 from sftron import verify_trainer
 from sftron.verify.verify_trainer import REQUIRED
-from tests.verify.test_verify_trainer import (
+from tests.verify.small_trainers import (
     ANSWERS,
-    QUIET,
-    _quiet,  # noqa: F401  the fixture of the mark below
+    collated,
     encoded,
     failed,
+    features_of,
     messages,
+    of_features,
     plain,
     row_of,
     sft,
     tiny,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("_quiet")]
-
-
-@pytest.fixture
-def own(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer that a test may change."""
-    return copy.deepcopy(tokenizer)
-
-
-class Collator(DataCollatorForSeq2Seq):
-    """Pads labels by position, and then changes the batch."""
-
-    change: Callable[[Any], None]
-
-    def __call__(self, features: Any, return_tensors: Any = None) -> Any:
-        batch = super().__call__(features)
-        type(self).change(batch)
-        return batch
-
-
-def collated(own: Any, folder: Path, change: Callable[[Any], None], kind: type[Trainer] = Trainer) -> Trainer:
-    return plain(own, folder, kind, type("Changing", (Collator,), {"change": staticmethod(change)})(own))
-
-
-def of_features(own: Any, folder: Path, features: list[dict[str, Any]], model: Any = None, collator: Any = None) -> Any:
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **QUIET}
-    return Trainer(
-        model or tiny(own),
-        TrainingArguments(str(folder / "out"), **options),
-        train_dataset=features,  # pyright: ignore[reportArgumentType]
-        processing_class=own,
-        data_collator=collator or DataCollatorForSeq2Seq(own),
-    )
-
-
-def features_of(own: Any) -> list[dict[str, Any]]:
-    return encoded(own, [{"messages": messages(number)} for number in range(24)])
+pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("quiet")]
 
 
 # -- the rows --------------------------------------------------------------------------------------------------------
@@ -208,6 +173,33 @@ def another_template(own: Any, folder: Path) -> Trainer:
     return of_features(own, folder, features)
 
 
+def history_masked(own: Any, folder: Path) -> Trainer:
+    """LLaMA-Factory's mask_history: the answers before the last one have no label, and no stop token of theirs has."""
+    return of_features(own, folder, encoded(own, [{"messages": messages(number, 2)} for number in range(24)]))
+
+
+class WithMask(DataCollatorWithFlattening):
+    def __call__(self, features: Any, *given: Any, **options: Any) -> Any:
+        batch = super().__call__(features, *given, **options)
+        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def packed_with_a_mask(own: Any, folder: Path) -> Trainer:
+    """LLaMA-Factory's packing without neat_packing: positions restart, and a mask of ones is passed."""
+    return plain(own, folder, collator=WithMask())
+
+
+def cut_in_the_question(own: Any, folder: Path, limit: int = 36) -> Trainer:
+    """LLaMA-Factory's cutoff_len cuts the question and the answer of one turn, and the header between them is lost."""
+    features = features_of(own)
+    for each in (each for each in features if len(each["input_ids"]) > limit):
+        size, first = len(each["input_ids"]), each["labels"].count(-100)
+        kept = [*range(limit - (size - first)), *range(first, size)]
+        each.update({name: [ids[at] for at in kept] for name, ids in each.items()})
+    assert 1 < sum(len(each["input_ids"]) == limit for each in features) < len(features)
+    return of_features(own, folder, features)
+
+
 @pytest.mark.parametrize(
     ("make", "row", "measured", "remedy"),
     [
@@ -228,6 +220,9 @@ def another_template(own: Any, folder: Path) -> Trainer:
         (doubled_beginning, "ids", "0 of 24 documents", "add_special_tokens=False"),
         (no_beginning, "ids", "0 of 24 documents", "that the batch lacks"),
         (another_template, "ids", "0 of 24 documents", "save the template that you trained with"),
+        (history_masked, "stop tokens", "24 of 48 answers train", "The answers themselves have no label"),
+        (packed_with_a_mask, "isolation", "in one row: others change", "LLaMA-Factory: neat_packing: true"),
+        (cut_in_the_question, "trained tokens", "prompt tokens trained", "the longest document here has"),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
@@ -259,6 +254,66 @@ def test_an_evaluation_that_cannot_be_measured_is_named_in_its_rows(own: Any, tm
     assert not failed(report)
     for name in ("ids", "trained tokens", "stop tokens", "truncation"):
         assert "; eval: not measured: " in row_of(report, name).measured
+
+
+def test_a_cut_in_a_header_is_of_truncation_alone(own: Any, tmp_path: Path) -> None:
+    rows = encoded(own, [{"messages": messages(number, 2)} for number in range(24)])
+    for row in rows:
+        _, second, *_ = [at for at, token in enumerate(row["input_ids"]) if token == own.eos_token_id]
+        row["labels"][:] = [-100] * (second - 2) + row["input_ids"][second - 2 :]
+        row.update({name: ids[: second + 3] for name, ids in row.items()})  # the newline, and a begun header
+    report = verify_trainer(of_features(own, tmp_path, rows), trained_roles="all")
+    assert row_of(report, "ids").status == "PASS", row_of(report, "ids").detail
+    assert row_of(report, "truncation").measured == "24 conversations end early"
+
+
+def test_columns_for_images_are_refused_only_if_they_hold_one(own: Any, tmp_path: Path) -> None:
+    trainer = of_features(own, tmp_path, [{**each, "images": None, "audios": []} for each in features_of(own)])
+    assert not failed(verify_trainer(trainer))
+    trainer.train_dataset[3]["images"] = ["a.png"]
+    with pytest.raises(ValueError, match="a row of the data set has images; only text is checked"):
+        verify_trainer(trainer)
+
+
+def test_tokens_without_an_embedding_are_refused_with_both_numbers(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path)
+    size = own.eos_token_id
+    trainer.model.resize_token_embeddings(size)
+    with pytest.raises(ValueError, match=rf"embeddings for {size:,}.*resize_token_embeddings"):
+        verify_trainer(trainer)
+
+
+def test_given_conversations_show_what_other_ids_differ_in(own: Any, tmp_path: Path) -> None:
+    given = [messages(number) for number in range(24)]
+    given[5] = [{"role": "user", "content": "What is 5 plus 0!"}, *given[5][1:]]
+    row = row_of(verify_trainer(plain(own, tmp_path), given), "ids")
+    assert row.measured == "23 of 24 documents have the template's ids"
+    assert "of the nearest, token" in row.detail[0]
+    assert "begins '?" in row.detail[0]
+
+
+def test_given_conversations_that_are_held_out_are_not_dropped(own: Any, tmp_path: Path) -> None:
+    trainer, given = plain(own, tmp_path), [messages(number) for number in range(26)]
+    assert "2 conversations are in no batch" in row_of(verify_trainer(trainer, given), "truncation").measured
+    trainer.eval_dataset = encoded(own, [{"messages": each} for each in given[24:]])
+    assert row_of(verify_trainer(trainer, given), "truncation").status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, set()), ({"packing_strategy": "wrapped"}, {"truncation", "isolation", "positions"})],
+    ids=["bfd", "wrapped"],
+)
+def test_packed_texts_are_read_from_their_ids_if_everything_is_meant(
+    options: dict[str, Any], expected: set[str], own: Any, tmp_path: Path
+) -> None:
+    texts = [{"text": f"Once there were {number} birds." * (1 + number % 3)} for number in range(48)]
+    trainer = sft(own, tmp_path, texts, packing=True, max_length=100, **options)
+    assert row_of(verify_trainer(trainer), "ids").status == "SKIP"
+    report = verify_trainer(trainer, trained_roles="all")
+    assert set(failed(report)) == expected, [(row.name, row.measured) for row in report.rows]
+    assert "texts have the tokenizer's ids" in row_of(report, "ids").measured
+    assert report.passed == (not expected)
 
 
 # -- what is put back ------------------------------------------------------------------------------------------------

@@ -1,17 +1,15 @@
 """verify_trainer: the step that is computed shows what the accumulation does, or its row says that it does not."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, default_data_collator
+from transformers import DataCollatorForSeq2Seq, Trainer, default_data_collator
 
 from sftron import verify_trainer
-from tests.verify.test_verify_trainer import (
+from tests.verify.small_trainers import (
     Means,
-    _quiet,  # noqa: F401  the fixture of the mark below
     cache,
     encoded,
     messages,
@@ -19,13 +17,7 @@ from tests.verify.test_verify_trainer import (
     row_of,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("_quiet")]
-
-
-@pytest.fixture
-def own(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer that a test may change."""
-    return copy.deepcopy(tokenizer)
+pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("quiet")]
 
 
 def rows_of_equal_lengths(own: Any, folder: Path, kind: type[Trainer], **options: Any) -> Trainer:

@@ -141,6 +141,9 @@ class SingleProcess:
         return [dict(facts)]
 
 
+ALONE = SingleProcess()
+
+
 def all_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
     """Calls `make` on every rank and returns the results (JSON) of all ranks, on every rank.
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sftron.checkpoint.atomic import (
+    ALONE,
     ProcessGroup,
-    SingleProcess,
     all_or_raise,
     main_or_raise,
     publish,
@@ -73,7 +72,7 @@ def state_text(step: int, state: Mapping[str, Any]) -> bytes:
 
 
 def write_checkpoint(
-    folder: Path, step: int, shards: StoredShards, *, state: bytes, ranks: ProcessGroup | None = None
+    folder: Path, step: int, shards: StoredShards, *, state: bytes, ranks: ProcessGroup = ALONE
 ) -> Path:
     """Writes a checkpoint to `folder`, replacing any old one. Every rank has to call this.
 
@@ -84,23 +83,22 @@ def write_checkpoint(
         OSError: The checkpoint cannot be written. The error is raised on all ranks; `folder` is then unchanged, and no
             unfinished folder remains.
     """
-    group = ranks or SingleProcess()
 
     def write(unfinished: Path) -> None:
         def write_own() -> dict[str, Any]:
-            names = {kind: file_name(kind, group.dp_rank, group.dp_world_size) for kind in shards}
+            names = {kind: file_name(kind, ranks.dp_rank, ranks.dp_world_size) for kind in shards}
             return {names[kind]: write_shards(unfinished / names[kind], named) for kind, named in shards.items()}
 
-        files = {name: entry for own in all_or_raise(group, write_own) for name, entry in own.items()}
+        files = {name: entry for own in all_or_raise(ranks, write_own) for name, entry in own.items()}
 
         def complete() -> None:
             files[STATE] = write_file(unfinished / STATE, [state])
-            manifest = {"step": step, "num_ranks": group.dp_world_size, "files": files}
+            manifest = {"step": step, "num_ranks": ranks.dp_world_size, "files": files}
             write_file(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
 
-        main_or_raise(group, complete)
+        main_or_raise(ranks, complete)
 
-    return publish(folder, write, group)
+    return publish(folder, write, ranks)
 
 
 def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> None:
@@ -122,14 +120,14 @@ class Found:
     rejected: tuple[str, ...]
 
 
-def newest_checkpoint(root: Path, ranks: ProcessGroup | None = None) -> Found:
+def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> Found:
     """Returns the newest valid checkpoint under root. Every rank has to call this; each verifies a share of the files.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are broken.
     """
     rejected: list[str] = []
-    for step in main_or_raise(ranks or SingleProcess(), lambda: sorted(steps_in(root), reverse=True)):
+    for step in main_or_raise(ranks, lambda: sorted(steps_in(root), reverse=True)):
         folder = root / f"step-{step}"
         problem = verify_checkpoint(folder, ranks)
         if problem is None:
@@ -160,13 +158,12 @@ def steps_in(root: Path) -> list[int]:
     return [int(found[1]) for path in root.iterdir() if (found := _STEP_FOLDER.fullmatch(path.name))]
 
 
-def verify_checkpoint(folder: Path, ranks: ProcessGroup | None = None) -> str | None:
+def verify_checkpoint(folder: Path, ranks: ProcessGroup = ALONE) -> str | None:
     """Returns the problem with a checkpoint's files, or None if all of them match the manifest.
 
     Every rank has to call this; each hashes a share of the files.
     """
-    group = ranks or SingleProcess()
-    problems = all_or_raise(group, lambda: _problem(folder, group.dp_rank, group.dp_world_size))
+    problems = all_or_raise(ranks, lambda: _problem(folder, ranks.dp_rank, ranks.dp_world_size))
     return next((problem for problem in problems if problem), None)
 
 
@@ -328,29 +325,3 @@ def _read_like(parameter: Tensor, stored: ShardedTensors, key: str, shape: torch
     own = stored.read(key, offset, size).to(parameter.device)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class Background:
-    """A function call in a daemon thread, which does not keep the process alive at exit."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # raised again by wait
-            self._error = error
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the call ends or the timeout expires, and raises the exception of the call, if any."""
-        self._thread.join(timeout_s)
-        if not self.is_running and self._error is not None:
-            raise self._error

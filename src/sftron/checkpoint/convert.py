@@ -18,16 +18,9 @@ from torch import Tensor
 from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
 from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
-from sftron.checkpoint.hf_weights import (
-    EMBEDDINGS,
-    HEAD,
-    SafetensorsFolder,
-    digest_of,
-    file_digests,
-    load_model,
-    read_config,
-)
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.model_folder import read_config
 from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, own_shards
 from sftron.models.adapters import LoraSpec, peft_name
 from sftron.models.architecture import LlamaConfig, architecture_facts
@@ -44,7 +37,6 @@ def checkpoint_to_hf(
     *,
     source: ExportSource,
     dtype: torch.dtype,
-    chat_template: str | None = None,
     stop_token_ids: Collection[int] | None = None,
     model_card: str | None = None,
     read_base: Callable[[str, Tensor], Tensor] | None = None,
@@ -78,7 +70,6 @@ def checkpoint_to_hf(
             source_folder=source,
             dtype=dtype,
             stop_token_ids=state["stop_token_ids"],
-            chat_template=chat_template,
             vocab_size=vocab_size,
             model_card=model_card,
         )
@@ -93,7 +84,6 @@ def checkpoint_to_adapter(
     base_model: str,
     base_revision: str | None = None,
     dtype: torch.dtype = torch.float32,
-    chat_template: str | None = None,
     stop_token_ids: Collection[int] | None = None,
     model_card: str | None = None,
 ) -> None:
@@ -112,7 +102,6 @@ def checkpoint_to_adapter(
             stop_token_ids=state["stop_token_ids"],
             dtype=dtype,
             vocab_size=vocab_size,
-            chat_template=chat_template,
             model_card=model_card,
         )
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sftron.checkpoint.atomic import publish
-from sftron.checkpoint.hf_weights import (
-    EMBEDDINGS,
-    HEAD,
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder
+from sftron.checkpoint.model_folder import (
     PROCESSOR_FILES,
     TERMS,
     TOKENIZER_FILES,
-    SafetensorsFolder,
     check_files,
     read_config,
     read_files,
@@ -69,6 +67,7 @@ def export_hf(
     """
     read = isinstance(source_folder, ExportSource)
     source = source_folder if read else ExportSource.read(source_folder, tokenizer_folder)
+    source = source if chat_template is None else source.with_chat_template(chat_template)
 
     def write(unfinished: Path) -> None:
         names = _write_weights(_with_carried(_as_stored(weights, source, dtype), source), unfinished, bytes_per_shard)
@@ -79,7 +78,7 @@ def export_hf(
             )
         write_json(unfinished / "config.json", source.exported_config(dtype, vocab_size))
         write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
-        source.write_files(unfinished, chat_template=chat_template, model_card=model_card)
+        source.write_files(unfinished, model_card)
 
     publish(folder, write)
 
@@ -134,14 +133,16 @@ class ExportSource:
             files=read_files(folder, (*TERMS, *PROCESSOR_FILES)) | read_files(tokenizer_folder, TOKENIZER_FILES),
         )
 
-    def write_files(self, folder: Path, *, chat_template: str | None, model_card: str | None) -> None:
-        """Writes the copied files, the chat template if it is not the tokenizer's own, and README.md."""
+    def with_chat_template(self, template: str) -> ExportSource:
+        """Returns the source with another chat template than the tokenizer's own."""
+        # This file takes precedence over a template inside tokenizer_config.json.
+        return replace(self, files={**self.files, "chat_template.jinja": template.encode()})
+
+    def write_files(self, folder: Path, model_card: str | None) -> None:
+        """Writes the copied files, and README.md if there is a model card."""
         for name, content in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True, parents=True)
             (folder / name).write_bytes(content)
-        if chat_template is not None:
-            # This file takes precedence over a template inside tokenizer_config.json.
-            (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         if model_card is not None:
             (folder / "README.md").write_text(model_card, encoding="utf-8")
 

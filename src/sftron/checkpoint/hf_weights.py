@@ -1,13 +1,7 @@
-"""Loading of a Hugging Face folder: config.json and safetensors, with a check of every key (laws 9 and 10).
-
-The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
-"""
+"""Loading of the weights of a Hugging Face folder, with a check of every key (laws 9 and 10)."""
 
 import hashlib
-import json
-import math
-import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sftron.checkpoint.model_folder import read_config, read_json, require_inside
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
 from sftron.models.architecture import LlamaConfig
@@ -28,32 +23,10 @@ from sftron.models.mxfp4 import PackedWeight, names_of_parts, packed_weights
 from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
 from sftron.models.wrappers import text_names
-from sftron.regular_file import read_regular
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias")
 """The tensors with one row per token."""
-
-TOKENIZER_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("*.tiktoken", "chat_template*", "additional_chat_templates"),
-)
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""The files of the inputs of multimodal models."""
-TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Patterns of the files with the license terms of the model."""
-
-MAX_JSON_BYTES = 64 * 2**20
-"""The largest known file, the index of a model with 90,000 tensors, has 9 MB."""
-_MAX_FILE_BYTES = 512 * 2**20
-"""The largest known vocabulary has 35 MB."""
-_LIMITS = {
-    "*.safetensors": math.inf,
-    "*.jinja": 2**20,
-    **dict.fromkeys(("*config.json", "*.index.json", "special_tokens_map.json", "README.md", *TERMS), MAX_JSON_BYTES),
-    "*": _MAX_FILE_BYTES,
-}
-"""The maximum size of a file, by the first pattern that matches its name."""
 
 _ROWS_AT_A_TIME = 4096
 """34 MB for rows of 4096 numbers in bf16; a whole matrix of 128,256 rows takes 1 GB."""
@@ -66,90 +39,7 @@ _DERIVED = ".rotary_emb.inv_freq"
 _INDEX = "model.safetensors.index.json"
 
 
-# --- The files of a folder ---
-
-
-def check_files(folder: Path) -> None:
-    """Raises ValueError if a file is implausibly large or not a regular file, or is a link out of the folder."""
-    patterns = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)
-    for path in _matching(folder, patterns):
-        if path.is_dir() or not path.exists():
-            continue
-        _require_inside(folder, path)
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path}: is no regular file; take the model from where it was published")
-        limit = next(limit for pattern, limit in _LIMITS.items() if path.match(pattern))
-        if status.st_size > limit:
-            raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
-
-
-def _require_inside(folder: Path, path: Path) -> None:
-    """Raises ValueError if a file is a link out of the folder, unless it is in the Hub's own cache. The content would
-    be copied into an export, and might be a private key or the weights of a private model."""
-    target = path.resolve()
-    in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
-    if not in_cache and not target.is_relative_to(folder.resolve()):
-        raise ValueError(f"{path}: is a link to {target}, outside the folder, and would be exported; copy the file")
-
-
-def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """Returns the paths that match, and all that is in matching folders."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(found | {path for each in found if each.is_dir() for path in each.rglob("*")})
-
-
-def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of the files that match, by their path in the folder. Raises ValueError."""
-    paths = [path for path in _matching(folder, patterns) if not path.is_dir()]
-    return {path.relative_to(folder).as_posix(): _read_inside(folder, path, _MAX_FILE_BYTES) for path in paths}
-
-
-def _read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
-    _require_inside(folder, path)
-    try:
-        return read_regular(path, max_bytes)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file.
-
-    Raises:
-        ValueError: The file is missing, a link out of its folder, too large, or not a JSON object. The message names
-            the file.
-    """
-    data = _read_inside(path.parent, path, MAX_JSON_BYTES)
-    try:
-        content = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")
-    return content
-
-
-def read_config(folder: Path) -> LlamaConfig:
-    """Returns the architecture of the model in `folder`.
-
-    Raises:
-        ValueError: The config has unsupported values; the message lists all of them.
-    """
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
-        raise ValueError(
-            f"{folder}: is an adapter, not a whole model; merge it into its base (`sftron convert`), or "
-            "train it further (lora.adapter)"
-        )
-    try:
-        return LlamaConfig.from_hf(read_json(folder / "config.json"))
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-
-
-# --- The weights ---
+# --- The files of weights ---
 
 
 class SafetensorsFolder:
@@ -183,7 +73,7 @@ class SafetensorsFolder:
         files_of: dict[str, list[str]] = {}
         with ExitStack() as stack:
             for path in paths:
-                _require_inside(self.folder, path)
+                require_inside(self.folder, path)
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
@@ -422,22 +312,28 @@ def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tenso
         yield first, source.read_range(name, first, min(first + _ROWS_AT_A_TIME, num_rows))
 
 
+def wrong_tensors(found: Mapping[str, tuple[torch.Size, str]], expected: Mapping[str, torch.Size]) -> list[str]:
+    """Returns the problems of tensors with these shapes and types in a file, sorted by name."""
+    problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - found.keys()]
+    problems += [f"{name}: unexpected, has {list(found[name][0])}" for name in found.keys() - expected.keys()]
+    for name in found.keys() & expected.keys():
+        shape, dtype = found[name]
+        if shape != expected[name]:
+            problems.append(f"{name}: has {list(shape)}, expected {list(expected[name])}")
+        if dtype not in DTYPES:
+            problems.append(f"{name}: stored as {dtype}, implemented are {', '.join(DTYPES)}")
+    return sorted(problems)
+
+
 def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
-    found = {name: source.shape(name) for name in source.names()}
+    found = {name: (source.shape(name), source.dtype(name)) for name in source.names()}
     stores_tied_head = config.tie_word_embeddings and HEAD in found
     if stores_tied_head:
         expected = expected | {HEAD: expected[EMBEDDINGS]}
-    problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - found.keys()]
-    problems += [f"{name}: unexpected, has {list(found[name])}" for name in found.keys() - expected.keys()]
-    for name in found.keys() & expected.keys():
-        if found[name] != expected[name]:
-            problems.append(f"{name}: has {list(found[name])}, expected {list(expected[name])}")
-        if source.dtype(name) not in DTYPES:
-            problems.append(f"{name}: stored as {source.dtype(name)}, implemented are {', '.join(DTYPES)}")
-    if problems:
+    if problems := wrong_tensors(found, expected):
         raise ValueError(
             f"{source.folder}: the weights are not those that config.json describes:\n  "
-            + "\n  ".join(sorted(problems))
+            + "\n  ".join(problems)
             + "\nIs this the whole model, and its own config.json?"
         )
     if stores_tied_head and not all(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 OVERRIDES = "--section.key=value overrides the configuration, as in `sftron train`."
 
@@ -24,6 +26,12 @@ def add_reports(parser: argparse.ArgumentParser, html: str | None = "write the p
     if html is not None:
         parser.add_argument("--html", type=Path, metavar="FILE", help=html)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Writes a report, if a file is wanted. Raises OSError."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def positive(text: str) -> int:

@@ -9,12 +9,12 @@ data cannot be opened.
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
-from sftron.commands.arguments import add_reports, make_parser
+from sftron.commands.arguments import add_reports, make_parser, write_json
 from sftron.errors import refuse, show
-from sftron.verify.ledger import OpenedRun, audit_run, name_step
+from sftron.verify.ledger import OpenedRun, audit_run
+from sftron.verify.named_step import name_step
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -36,9 +36,8 @@ def main(arguments: list[str]) -> int:
         show(audit.as_text())
         if step is not None:
             show(f"\n{step.as_text()}")
-        if options.json:
-            found = audit.as_dict() | ({} if step is None else {"step": dataclasses.asdict(step)})
-            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        found = audit.as_dict() | ({} if step is None else {"step": dataclasses.asdict(step)})
+        write_json(options.json, found)
     except (ValueError, OSError) as error:
         return refuse(error, "sftron audit")
     return 0 if audit.passed else 1

@@ -11,17 +11,12 @@ Shape suffixes: T tokens, N query heads, K key-value heads, D head size, W = (N 
 F intermediate size, V vocabulary, R labeled rows.
 """
 
-import datetime
 import importlib.util
-import json
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -32,7 +27,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sftron.commands.arguments import make_parser
-from sftron.errors import show
+from sftron.commands.bench_report import WrongResultError, markdown_table, report_head, write_report
+from sftron.errors import refuse
 from sftron.kernels import rms_norm, swiglu
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.table import RopeSpec, build_rope_table
@@ -46,10 +42,6 @@ TOLERANCE = 0.02
 FLUSH_BYTES, SLEEP_CYCLES = 2**28, 10**7
 """Before each timed call, four times the size of the largest L2 cache is read. The GPU then sleeps for 5 ms, while the
 host launches the call."""
-
-
-class WrongResultError(Exception):
-    """A result differs from the reference by more than rounding."""
 
 
 Run = Callable[[], Sequence[Tensor]]
@@ -319,16 +311,15 @@ def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
 
 
 def report(cases: Sequence[dict[str, Any]], device: torch.device) -> str:
-    packages = ("torch", "triton", "transformers", "liger_kernel", "flash_attn")
-    versions = [f"{name} {version(name)}" for name in packages if importlib.util.find_spec(name)]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    parts = [", ".join([str(datetime.date.today()), name, *versions]), f"```\n{shlex.join(['python', *sys.argv])}\n```"]
+    parts = [report_head(name, "torch", "triton", "transformers", "liger_kernel", "flash_attn")]
     for case in cases:
-        lines = [f"| | ms | quartiles | {case['unit']} |", "|---|---:|---:|---:|"]
-        for name, way in case["ways"].items():
-            low, high = way["quartiles"]
-            lines.append(f"| {name} | {way['ms']:.4g} | {low:.4g} to {high:.4g} | {way['rate']:.4g} |")
-        parts += [f"## {case['title']}", "\n".join(lines), *(f"Left out: {each}." for each in case["left out"])]
+        rows = [
+            [name, f"{way['ms']:.4g}", "{:.4g} to {:.4g}".format(*way["quartiles"]), f"{way['rate']:.4g}"]
+            for name, way in case["ways"].items()
+        ]
+        table = markdown_table(["", "ms", "quartiles", case["unit"]], rows)
+        parts += [f"## {case['title']}", table, *(f"Left out: {each}." for each in case["left out"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -351,12 +342,8 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     try:
         cases = [measure(case, rounds, device) for name in options.cases for case in CASES[name](sizes, device)]
-    except WrongResultError as error:
-        show(f"sftron bench kernels: {error}", to=sys.stderr)
-        return 1
-    text = report(cases, device)
-    show(text)
-    for path, content in ((options.out, text), (options.json, json.dumps(cases, indent=1) + "\n")):
-        if path:
-            path.write_text(content, encoding="utf-8")
+        write_report(report(cases, device), cases, out=options.out, json_file=options.json)
+    except (WrongResultError, OSError) as error:
+        refused = refuse(error, "sftron bench kernels")
+        return 1 if isinstance(error, WrongResultError) else refused
     return 0

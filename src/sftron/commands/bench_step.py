@@ -13,52 +13,33 @@ Needs torch, transformers and numpy alone, and peft for its own way.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import itertools
 import json
 import platform
 import random
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from sftron.commands.arguments import make_parser
-from sftron.data.loader import collate
-from sftron.data.packing import PoolPacking, lay_out
-from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
-from sftron.errors import show
-from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, initial_value, match_targets, projections_of
+from sftron.commands.bench_report import WrongResultError, markdown_table, report_head, write_report
+from sftron.commands.bench_ways import FULL, PEFT, POOL_SIZE, StepBatch, Way, random_rows, rows_of_file, ways_of
+from sftron.data.types import IGNORE_INDEX, LabeledConversation
+from sftron.errors import refuse, show
 from sftron.models.architecture import LlamaConfig
-from sftron.models.attention import resolve_attention
-from sftron.models.fusion import fuse_state_dict
-from sftron.models.llama import LlamaForSFT
-from sftron.train.flops import TrainedMatrices, find_peak, model_flops
-from sftron.train.optimizer import make_adamw
-from sftron.train.step import train_step
+from sftron.train.flops import find_peak, model_flops
 
 LARGEST_DIFFERENCE = 0.08
 """The largest accepted difference of token losses between two ways, as a share of their standard deviation. Rounding to
 bf16 gives 0.005 to 0.04. Documents that are not isolated give 0.1 with random weights and 1.0 with those of SmolLM2."""
 
-POOL_SIZE = 256
-RANK, ALPHA = 16, 32
-PEFT, FULL = "peft, flattened", "sftron, minibatch"
-"""The ways that the others are compared with."""
 _SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "rope_theta", "tie_word_embeddings"),
@@ -72,258 +53,19 @@ SHAPES = {
 """The values of _SHAPE_KEYS by name."""
 
 
-class DifferentLossesError(Exception):
-    """The token losses of two ways differ by more than rounding."""
-
-
-# --- Conversations ---
-
-
-def rows_of_file(path: Path, tokenizer_folder: Path) -> list[LabeledConversation]:
-    from sftron import ChatTokenizer, PackedDataset
-
-    tokenizer = ChatTokenizer.from_pretrained(str(tokenizer_folder))
-    preparation = PackedDataset.from_path(path, tokenizer, sequence_length=4096).preparation
-    rows = preparation.read_many(list(preparation.all_keys()))
-    return [row for row in rows if isinstance(row, LabeledConversation)]
-
-
-def random_rows(lengths: Sequence[int], vocab_size: int) -> list[LabeledConversation]:
-    """Returns conversations of random ids, of which the second half is trained."""
-    chance, rows = np.random.default_rng(0), []
-    for length in lengths:
-        ids = chance.integers(vocab_size, size=length).astype(np.int32)
-        labels = np.append(ids[1:], np.int32(IGNORE_INDEX))
-        labels[: length // 2 - 1] = IGNORE_INDEX
-        weights = (labels != IGNORE_INDEX).astype(np.float32)
-        rows.append(LabeledConversation(ids, labels, weights, np.zeros(length, np.uint8), ConversationKey(0, 0)))
-    return rows
-
-
-# --- Ways: a batch of rows, the step that trains it, and the losses of its labeled tokens ---
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    inputs: Any
-    rows: list[LabeledConversation]
-    num_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One implementation of training.
-
-    `batches` turns rows into the batches for `step`. `token_losses` returns fp32 losses in the order of the rows.
-    """
-
-    name: str
-    batches: Callable[[Iterator[LabeledConversation]], Iterator[StepBatch]]
-    step: Callable[[StepBatch], object]
-    token_losses: Callable[[list[LabeledConversation]], Tensor]
-    trained: TrainedMatrices
-
-
-def make_reference_model(options: argparse.Namespace) -> Any:
-    """Returns transformers' LlamaForCausalLM with fp32 weights: those of a folder, or random ones of a given shape."""
-    import transformers
-
-    with torch.device(options.device):
-        if options.model:
-            load = transformers.LlamaForCausalLM.from_pretrained
-            return load(options.model, dtype=torch.float32, attn_implementation="sdpa").train()
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model("llama", **shape_of(options.shape), attn_implementation="sdpa")
-        return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def shape_of(text: str) -> dict[str, Any]:
-    """Returns the sizes of a shape, given as NAME or NAME:LAYERS. Raises ValueError for other text."""
-    name, _, layers = text.partition(":")
-    if name not in SHAPES or (layers and not layers.isdecimal()):
-        raise ValueError(f"shape {text!r} is not one of {', '.join(SHAPES)}, or such a name and :LAYERS")
-    sizes = {"max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "head_dim": None}
-    sizes |= zip(_SHAPE_KEYS, SHAPES[name], strict=True)
-    return sizes | ({"num_hidden_layers": int(layers)} if layers else {})
-
-
-def with_peft_adapters(model: nn.Module, options: argparse.Namespace) -> Any:
-    import peft
-
-    adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=ALL_LINEAR)
-    return peft.get_peft_model(model.to(options.dtype), adapters)  # pyright: ignore[reportArgumentType]
-
-
-def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT:
-    """Returns LlamaForSFT with the weights of the reference model."""
-    reference = make_reference_model(options)
-    config = LlamaConfig.from_hf(reference.config.to_dict())
-    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim, config.layers)
-    with options.device:
-        max_positions = max(options.budget, config.max_position_embeddings)
-        model = LlamaForSFT(config, attention, options.dtype, max_positions, options.checkpointing)
-    own, weights = dict(model.named_parameters()), reference.state_dict()
-    with torch.no_grad():
-        for name, tensor in fuse_state_dict(own, config, weights.__getitem__):
-            own[name].copy_(tensor)
-    return with_native_adapters(model, options.dtype) if lora else model
-
-
-@torch.no_grad()
-def with_native_adapters(model: LlamaForSFT, dtype: torch.dtype) -> LlamaForSFT:
-    names = match_targets(ALL_LINEAR, list(projections_of(model, model.config)))
-    add_adapters(model, model.config, LoraSpec(ranks=dict.fromkeys(names, RANK), alphas=dict.fromkeys(names, ALPHA)))
-    for name, each in model.named_parameters():
-        if each.requires_grad:
-            each.copy_(initial_value(name, each.shape, seed=0, init="default", row_norms=lambda _: Tensor()))
-        elif each.ndim >= 2:
-            each.data = each.data.to(dtype)
-    return model
-
-
-def trained_matrices(model: nn.Module, *, lora: bool) -> TrainedMatrices:
-    if not lora:
-        return TrainedMatrices()
-    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    return TrainedMatrices(blocks=False, head=False, adapter_parameters=num_trained)
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
-    return make_adamw(parameters, learning_rate=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-
-
-def transformers_way(
-    name: str, options: argparse.Namespace, *, flat: bool, lora: bool, compiled: bool, liger: bool
-) -> Way:
-    import transformers
-
-    model = make_reference_model(options)
-    if lora:
-        model = with_peft_adapters(model, options)
-    if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
-
-        apply_liger_kernel_to_llama(model=model)
-    optimizer = make_optimizer(model)
-    forward = torch.compile(model, dynamic=False) if compiled else model
-
-    def collated(rows: list[LabeledConversation]) -> dict[str, Tensor]:
-        # Labels are shifted back, because transformers shifts them itself.
-        features = [
-            {"input_ids": row.input_ids.tolist(), "labels": [IGNORE_INDEX, *row.labels[:-1].tolist()]} for row in rows
-        ]
-        if flat:
-            return transformers.DataCollatorWithFlattening()(features)  # pyright: ignore[reportReturnType]
-        inputs = {
-            key: pad_sequence([torch.tensor(each[key]) for each in features], batch_first=True, padding_value=filler)
-            for key, filler in (("input_ids", 0), ("labels", IGNORE_INDEX))
-        }
-        lengths, longest = torch.tensor([len(row) for row in rows]), max(map(len, rows))
-        if int(lengths.min()) < longest:
-            inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-        return inputs
-
-    def call(function: Callable[..., Any], inputs: dict[str, Tensor]) -> Any:
-        moved = {key: tensor.to(options.device) for key, tensor in inputs.items()}
-        with torch.autocast(options.device.type, torch.bfloat16, enabled=options.dtype != torch.float32):
-            # With the default use_cache=True, flattened documents are not isolated.
-            return function(**moved, use_cache=False)
-
-    def batches(rows: Iterator[LabeledConversation]) -> Iterator[StepBatch]:
-        while chunk := list(itertools.islice(rows, options.per_step)):
-            inputs = collated(chunk)
-            yield StepBatch(inputs, chunk, inputs["input_ids"].numel())
-
-    def step(batch: StepBatch) -> None:
-        call(forward, batch.inputs).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
-    def token_losses(rows: list[LabeledConversation]) -> Tensor:
-        inputs = collated(rows)
-        labels = inputs.pop("labels")[:, 1:].to(options.device)
-        logits, is_labeled = call(model, inputs).logits[:, :-1], labels != IGNORE_INDEX
-        return F.cross_entropy(logits[is_labeled].float(), labels[is_labeled], reduction="none")
-
-    return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))
-
-
-def native_way(name: str, options: argparse.Namespace, *, pooled: bool, lora: bool, compiled: bool) -> Way:
-    model = make_native_model(options, lora=lora)
-    optimizer = make_optimizer(model)
-    if compiled:
-        for block in model.model.layers:
-            block.compile()
-
-    def pack(rows: list[LabeledConversation], budget: int) -> Any:
-        packed = lay_out(rows, token_budget=budget, remove_cross_attention=True, pad_id=0)
-        return collate(packed, keep_tail=options.device.type == "cuda")
-
-    def chosen(rows: Iterator[LabeledConversation]) -> Iterator[tuple[list[LabeledConversation], int]]:
-        """Yields the rows of each pack, and its budget."""
-        while not pooled:
-            chunk = list(itertools.islice(rows, options.per_step))
-            yield chunk, sum(map(len, chunk))
-        packing, pending = PoolPacking(POOL_SIZE), list[LabeledConversation]()
-        while True:
-            pending += itertools.islice(rows, POOL_SIZE - len(pending))
-            indices = set(packing.choose([len(row) for row in pending], options.budget))
-            yield [row for index, row in enumerate(pending) if index in indices], options.budget
-            pending = [row for index, row in enumerate(pending) if index not in indices]
-
-    def batches(rows: Iterator[LabeledConversation]) -> Iterator[StepBatch]:
-        for chunk, budget in chosen(rows):
-            batch = pack(chunk, budget)
-            yield StepBatch(batch, chunk, len(batch.input_ids))
-
-    def step(batch: StepBatch) -> None:
-        train_step(model, optimizer, [batch.inputs], max_grad_norm=1.0)
-
-    @torch.no_grad()
-    def token_losses(rows: list[LabeledConversation]) -> Tensor:
-        batch, device = pack(rows, sum(map(len, rows))), options.device
-        bounds = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
-        hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
-        logits = model.head.logits(hidden[batch.label_positions.to(device)]).float()
-        return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
-
-    return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))
-
-
-def way_names(options: argparse.Namespace) -> list[str]:
-    names = ["transformers, padded", "transformers, flattened", FULL, "sftron, pool"]
-    names += [PEFT] if find_spec("peft") else []
-    names += ["sftron, LoRA"]
-    if options.gpu:
-        names += ["transformers, padded, compiled", "sftron, pool, compiled"]
-        names += ["transformers, padded, compiled, Liger"] if find_spec("liger_kernel") else []
-    return names
-
-
-def make_way(name: str, options: argparse.Namespace) -> Way:
-    """Creates the way whose name, one of `way_names`, lists its settings."""
-    settings = {"compiled": "compiled" in name, "lora": "peft" in name or "LoRA" in name}
-    if name.startswith("sftron"):
-        return native_way(name, options, pooled="pool" in name, **settings)
-    return transformers_way(name, options, flat="flattened" in name, liger="Liger" in name, **settings)
-
-
 # --- Measuring ---
 
 
 def require_same_losses(ways: Sequence[Way], rows: list[LabeledConversation]) -> None:
-    """Raises DifferentLossesError if the token losses of two ways differ by more than rounding."""
+    """Raises WrongResultError if the token losses of two ways differ by more than rounding."""
     reference = ways[0].token_losses(rows).cpu()
     for way in ways[1:]:
         losses = way.token_losses(rows).cpu()
         if losses.shape != reference.shape:
-            raise DifferentLossesError(f"{way.name} trains {len(losses)} of these tokens, not {len(reference)}")
+            raise WrongResultError(f"{way.name} trains {len(losses)} of these tokens, not {len(reference)}")
         share = ((losses - reference).square().mean().sqrt() / reference.std()).item()
         if not share < LARGEST_DIFFERENCE:
-            raise DifferentLossesError(
+            raise WrongResultError(
                 f"{way.name} does not compute what {ways[0].name} does: the token losses differ by {share:.2f} of "
                 f"their spread, and rounding gives less than {LARGEST_DIFFERENCE}; nothing was timed"
             )
@@ -376,7 +118,7 @@ def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
     The peak is reset before the steps, because it also counts what was needed to make the model.
     """
     before = _status("VmRSS")
-    way = make_way(name, options)
+    way = ways_of(options)[name]()
     batches = list(itertools.islice(way.batches(itertools.cycle(options.rows)), options.rounds))
     if options.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -408,17 +150,17 @@ def measured_alone(name: str) -> float:
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    known = way_names(options)
-    names = options.ways or known
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(known)}")
+    make = ways_of(options)
+    names = options.ways or list(make)
+    if unknown := [name for name in names if name not in make]:
+        raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(make)}")
     memory = {name: {"peak GB": measured_alone(name)} for name in names} if options.memory else {}
     # The weights, gradients and AdamW states of all ways do not always fit in GPU memory together.
     groups = [[name] for name in names] if options.gpu else [names]
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
-        ways = [make_way(name, options) for name in group]
-        first = [] if group[0] == names[0] else [make_way(names[0], options)]
+        ways = [make[name]() for name in group]
+        first = [] if group[0] == names[0] else [make[names[0]]()]
         require_same_losses([*first, *ways], options.rows[: options.per_step])
         del first
         found |= take_turns(ways, options)
@@ -435,19 +177,16 @@ def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
-    packages = [name for name in ("torch", "transformers", "peft", "triton", "liger_kernel") if find_spec(name)]
     machine = torch.cuda.get_device_name() if options.gpu else f"{platform.machine()} CPU"
-    versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    head = f"{datetime.date.today()}, {machine}, {torch.get_num_threads()} threads, {versions}"
+    packages = ("torch", "transformers", "peft", "triton", "liger_kernel")
     columns = list(next(iter(results.values())))
     rows = [
         [name, *("-" if each[key] is None else f"{each[key]:,.4g}" for key in columns)]
         for name, each in results.items()
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in (["", *columns], ["---", *["---:"] * len(columns)], *rows)]
-    command = shlex.join(["python", *sys.argv])
     kind = options.model.name if options.model else options.shape
-    return f"{head}\n\n```\n{command}\n```\n\n{kind}\n\n" + "\n".join(lines) + "\n"
+    head = report_head(f"{machine}, {torch.get_num_threads()} threads", *packages)
+    return f"{head}\n\n{kind}\n\n{markdown_table(['', *columns], rows)}\n"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -476,6 +215,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     elif options.gpu:
         options.per_step = 32
     return options
+
+
+def shape_of(text: str) -> dict[str, Any]:
+    """Returns the sizes of a shape, given as NAME or NAME:LAYERS. Raises ValueError for other text."""
+    name, _, layers = text.partition(":")
+    if name not in SHAPES or (layers and not layers.isdecimal()):
+        raise ValueError(f"shape {text!r} is not one of {', '.join(SHAPES)}, or such a name and :LAYERS")
+    sizes = {"max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "head_dim": None}
+    sizes |= zip(_SHAPE_KEYS, SHAPES[name], strict=True)
+    return sizes | ({"num_hidden_layers": int(layers)} if layers else {})
 
 
 def read_rows(options: argparse.Namespace) -> None:
@@ -511,12 +260,8 @@ def main(arguments: list[str]) -> int:
             show(str(peak_memory_gb(options.memory_of, options)))
             return 0
         results = benchmark(options)
-    except (DifferentLossesError, ValueError, OSError) as error:
-        show(f"sftron bench step: {error}", to=sys.stderr)
-        return 1 if isinstance(error, DifferentLossesError) else 2
-    text = report(results, options)
-    show(text)
-    for path, content in ((options.out, text), (options.json, json.dumps(results, indent=1) + "\n")):
-        if path:
-            path.write_text(content, encoding="utf-8")
+        write_report(report(results, options), results, out=options.out, json_file=options.json)
+    except (WrongResultError, ValueError, OSError) as error:
+        refused = refuse(error, "sftron bench step")
+        return 1 if isinstance(error, WrongResultError) else refused
     return 0

@@ -2,18 +2,18 @@
 
     sftron check --model path/to/model
     sftron check --model path/to/model --against vllm http://localhost:8000
+    sftron check --model path/to/model --against vllm path/to/model
 
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.commands.arguments import make_parser, positive
+from sftron.commands.arguments import add_reports, make_parser, positive, write_json
 from sftron.errors import refuse, show
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
 from sftron.verify.served import check_served
@@ -33,7 +33,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--against",
         nargs=2,
         metavar=("KIND", "WHERE"),
-        help="compare --model with what serves it: `vllm` and the URL of a server, or `gguf` and a file",
+        help="compare --model with what serves it: `vllm` and the URL of a server, or a folder for which `vllm serve` "
+        "is started; `gguf` and a file",
     )
     parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
@@ -43,12 +44,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="the type that LlamaForSFT computes in (float32); with --against, that of the server (bfloat16)",
+        help="the type that LlamaForSFT computes in (float32); with --against, that of the server (bfloat16; "
+        "float32 for a folder)",
     )
     parser.add_argument("--served-model", metavar="NAME", help="the model of a server that serves several")
     parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
     parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    add_reports(parser, html=None)
     options = parser.parse_args(arguments)
     if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
         parser.error("--served-model and --timeout belong to --against vllm URL")
@@ -83,8 +85,7 @@ def main(arguments: list[str]) -> int:
                 adapter=options.adapter,
             )
         show(report.table())
-        if options.json:
-            options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, report.as_dict())
     except (ValueError, OSError) as error:
         return refuse(error, "sftron check")
     return 0 if report.passed else 1

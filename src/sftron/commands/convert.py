@@ -13,14 +13,13 @@ source cannot be read or the target cannot be written.
 """
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.adapter import CONFIG as ADAPTER
 from sftron.checkpoint.adapter import read_adapter, vllm_limits
+from sftron.checkpoint.adapter_config import CONFIG as ADAPTER
 from sftron.checkpoint.checkpoint import MANIFEST, read_state
 from sftron.checkpoint.convert import (
     adapter_to_hf,
@@ -33,16 +32,17 @@ from sftron.checkpoint.convert import (
     lora_of,
 )
 from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.merge import MergeReport, merged_weights
-from sftron.commands.arguments import make_parser
+from sftron.checkpoint.model_folder import local_folder, read_config
+from sftron.commands.arguments import make_parser, write_json
 from sftron.config import load_config
 from sftron.errors import refuse, show
+from sftron.models.adapters import LoraSpec
 from sftron.models.quantization import as_computed
+from sftron.train.base_model import hub_id, read_base_model
 from sftron.train.export import export_checkpoint
 from sftron.train.lora import frozen_dtype
-from sftron.train.model_card import AdapterFacts, hub_id, plain_model_card, read_base_model
-from sftron.train.setup import local_folder
+from sftron.train.model_card import AdapterFacts, plain_model_card
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -88,42 +88,36 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
         hf_to_checkpoint(source, target)
         return differing(target, source)
     state, run_config = read_state(source), source.resolve().parents[1] / "config.yaml"
-    spec = lora_of(state)
-    config = load_config(run_config, overrides) if options.model is None and run_config.is_file() else None
-    model: Path | None = options.model if config is None else local_folder(config.model.path)
-    if model is None:
+    spec = None if options.merge else lora_of(state)  # of the adapter that the target will be
+    read_base = None
+    if options.model is None and run_config.is_file():
+        config = load_config(run_config, overrides)
+        model = local_folder(config.model.path)
+        stops = options.stop_token_ids
+        export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=stops, merge=options.merge)
+        read_base = partial(as_computed, dtype=frozen_dtype(config))
+    elif (model := options.model) is None:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
-    is_adapter = spec is not None and not options.merge
-    ids = options.stop_token_ids
-    if config is not None:
-        export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=ids, merge=options.merge)
     else:
-        base, export_source = read_base_model(str(model), model), ExportSource.read(model)
-        facts = AdapterFacts(spec=spec) if spec is not None and is_adapter else None
-        card = plain_model_card(base, state["step"], facts)
-        if is_adapter:
-            name = base.name if hub_id(base.name) else str(model)
-            checkpoint_to_adapter(
-                source,
-                target,
-                source=export_source,
-                base_model=name,
-                base_revision=base.revision,
-                dtype=dtype or torch.float32,
-                stop_token_ids=ids,
-                model_card=card,
-            )
-        else:
-            dtype = dtype or torch.bfloat16
-            _show_merge(
-                checkpoint_to_hf(source, target, source=export_source, dtype=dtype, stop_token_ids=ids, model_card=card)
-            )
-    for line in vllm_limits(spec) if spec is not None and is_adapter else ():
+        _convert_alone(options, dtype, state["step"], spec)
+    if spec is None:
+        return differing(source, target, model, read_base)
+    for line in vllm_limits(spec):
         show(f"WARNING    {line}")
-    if is_adapter:
-        return differing_in_adapter(source, target, model)
-    read_base = None if config is None else partial(as_computed, dtype=frozen_dtype(config))
-    return differing(source, target, model, read_base)
+    return differing_in_adapter(source, target, model)
+
+
+def _convert_alone(options: argparse.Namespace, dtype: torch.dtype | None, step: int, spec: LoraSpec | None) -> None:
+    """Converts a checkpoint outside a run directory, to an adapter if `spec` describes one; see `convert`."""
+    base = read_base_model(str(options.model), options.model)
+    card = plain_model_card(base, step, None if spec is None else AdapterFacts(spec=spec))
+    common = {"source": ExportSource.read(options.model), "stop_token_ids": options.stop_token_ids, "model_card": card}
+    if spec is None:
+        dtype = dtype or torch.bfloat16
+        _show_merge(checkpoint_to_hf(options.source, options.target, dtype=dtype, **common))
+    else:
+        common |= {"base_model": base.name if hub_id(base.name) else str(options.model), "base_revision": base.revision}
+        checkpoint_to_adapter(options.source, options.target, dtype=dtype or torch.float32, **common)
 
 
 def _merge_adapter(options: argparse.Namespace, dtype: torch.dtype) -> tuple[int, list[str]]:
@@ -151,12 +145,11 @@ def main(arguments: list[str]) -> int:
     options, overrides = parse_arguments(arguments)
     try:
         num_tensors, different = convert(options, overrides)
+        found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
+        write_json(options.json, found)
     except (ValueError, OSError) as error:
         return refuse(error, "sftron convert")
     show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
     for name in different:
         show(f"  {name}")
-    if options.json:
-        found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 1 if different else 0

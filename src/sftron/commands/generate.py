@@ -10,7 +10,6 @@ Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,9 +28,10 @@ from sftron.checkpoint.checkpoint import (
     verify_checkpoint,
 )
 from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.hf_weights import check_files, load_model, read_config
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import check_files, local_folder, read_config
 from sftron.checkpoint.shards import ShardedTensors
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import make_parser, write_json
 from sftron.config import load_config
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -42,7 +42,6 @@ from sftron.models.generation import Choose, Sampler, generate
 from sftron.models.llama import LlamaForSFT
 from sftron.train.resume import require_same_model
 from sftron.train.run_data import load_chat_tokenizer
-from sftron.train.setup import local_folder
 
 # --- The model ---
 
@@ -276,7 +275,7 @@ def main(arguments: list[str]) -> int:
         messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
         found = {"model": str(opened.folder), "messages": messages}
         try:
-            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            write_json(options.json, found)
         except OSError as error:
             return refuse(error, "the conversation cannot be written")
     return 0

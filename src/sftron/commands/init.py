@@ -14,16 +14,17 @@ import os
 import re
 import shlex
 import shutil
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from sftron.checkpoint.hf_weights import check_files, read_config, read_json
+from sftron.checkpoint.model_folder import check_files, local_folder, read_config, read_json
 from sftron.commands.arguments import make_parser
 from sftron.config import Config, load_config
-from sftron.config.schema import Data
+from sftron.config.data_schema import Data
 from sftron.data.formats.detect import suggested_readings
 from sftron.data.sources import open_source
 from sftron.data.types import DataError
@@ -31,10 +32,11 @@ from sftron.errors import refuse, show
 from sftron.report.counts import LengthCount
 from sftron.train import console, run_data
 from sftron.train.description import describe_memory, describe_setup, emulates_bf16
-from sftron.train.memory import RESERVE_OF, StepMemory, total_memory
+from sftron.train.measured_memory import total_memory
+from sftron.train.memory import RESERVE_OF, StepMemory
 from sftron.train.ranks import Ranks, start_ranks
 from sftron.train.sample import Sample, check_sample
-from sftron.train.setup import Setup, download, local_folder, open_run
+from sftron.train.setup import Setup, download, open_run
 from sftron.visible_text import visible_text
 
 _STARTER = Path(__file__).parents[1] / "starter"
@@ -173,6 +175,7 @@ def _look_at_rows(tree: dict[str, Any]) -> tuple[Sample, int, str]:
 def _run_name(data: str) -> str:
     """Returns the name of the data's file or folder, in the characters that a run's name may have."""
     stem = Path(data.rstrip("/*")).name.partition(".")[0]
+    stem = "".join(each for each in unicodedata.normalize("NFKD", stem) if not unicodedata.combining(each))
     return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:60] or "my-run"
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sftron.commands.arguments import OVERRIDES, make_parser
+from sftron.commands.arguments import OVERRIDES, make_parser, write_json
 from sftron.config import load_config
 from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
@@ -109,8 +109,7 @@ def main(arguments: list[str]) -> int:
             picture = pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names)
             options.picture.write_text(picture, encoding="utf-8")
             show(f"\nwritten: {options.picture}")
-        if options.json:
-            inspection.write_json(options.json)
+        write_json(options.json, inspection.audit.as_dict())
     except OSError as error:
         return refuse(error, "the report cannot be written")
     return 1 if inspection.problems else 0

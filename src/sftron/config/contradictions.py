@@ -10,40 +10,109 @@ DECAY_SHARE, POOL_SIZE = 0.2, 256
 
 _MOST_TOKENS_IN_A_PACK = 2**26
 
+_At = Callable[[str], Any]
+_Found = Iterator[tuple[str, str]]
+"""Pairs of keys, separated by spaces, and the problem."""
 
-def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+_NOT_PUSHED = "is {value}, but push_to is null, and nothing is pushed: set it, or remove the key"
+_UNREAD: tuple[tuple[str, Any, str, Callable[[Any], bool], str], ...] = (
+    (
+        *("model.frozen_dtype", "auto", "lora", _is_set),
+        "is {value}, but without lora no weight is frozen, and trained weights are float32: write lora: {{}}, or "
+        "remove the key",
+    ),
+    (
+        *("lora.init", "default", "lora.adapter", lambda adapter: adapter is None),
+        "is {value}, but adapter gives the initial values: remove one of them",
+    ),
+    (
+        *("evaluation.metric", None, "evaluation.patience", _is_set),
+        "is {value}, but patience is null: set it, or remove the key",
+    ),
+    (
+        *("optimizer.decay_share", DECAY_SHARE, "optimizer.schedule", lambda schedule: schedule == "wsd"),
+        "is read by schedule wsd only, and schedule is {other}: remove the key",
+    ),
+    (
+        *("optimizer.min_learning_rate_ratio", 0.0, "optimizer.schedule", lambda schedule: schedule != "constant"),
+        "is {value}, but schedule constant never falls: remove the key",
+    ),
+    (
+        *("data.packing.pool_size", POOL_SIZE, "data.packing.strategy", lambda strategy: strategy == "pool"),
+        "is read by strategy pool only, and strategy is {other}: remove the key",
+    ),
+    (
+        *("checkpoints.export_interval", None, "checkpoints.export_hf", bool),
+        "is {value}, but export_hf is false: remove one of them",
+    ),
+    (
+        *("hub.push_to", None, "checkpoints.export_hf", bool),
+        "is {value}, but checkpoints.export_hf is false, so there is no export to push: remove one of them",
+    ),
+    ("hub.private", True, "hub.push_to", _is_set, _NOT_PUSHED),
+    ("hub.every", "end", "hub.push_to", _is_set, _NOT_PUSHED),
+)
+"""Keys that have an effect only with some values of another key: the key, its default, the other key, whether a value
+of that one is such a value, and the problem with any value but the default."""
+
+
+def contradictions(value_of: _At) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the contradictions, each as its keys and the problem; the problem is reported at the first key.
 
     Args:
         value_of: Returns the value of a dotted key; None if it is invalid by itself. The caller ignores problems that
             involve an invalid value.
     """
-    for keys, problem in _contradictions(value_of):
-        yield tuple(keys.split()), problem
+    for find in (_unread, _of_steps, _of_tokens, _of_data, _of_evaluation, _of_checkpoints, _of_loggers):
+        for keys, problem in find(value_of):
+            yield tuple(keys.split()), problem
 
 
-def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
-    steps, epochs = at("tokens.train_steps"), at("tokens.train_epochs")
+def _unread(at: _At) -> _Found:
+    for key, default, other, is_enough, problem in _UNREAD:
+        value = at(key)
+        if value not in (None, default) and not is_enough(at(other)):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield f"{key} {other}", problem.format(value=shown, other=at(other))
+
+
+def _of_steps(at: _At) -> _Found:
+    steps, epochs, warmup_steps = at("tokens.train_steps"), at("tokens.train_epochs"), at("optimizer.warmup_steps")
     if steps is None and epochs is None:
         yield "tokens.train_steps tokens.train_epochs", "neither train_steps nor train_epochs is given; set one of them"
     if steps is not None and epochs is not None:
         problem = f"train_steps is {steps} and train_epochs is {epochs}; keep one of them"
         yield "tokens.train_steps tokens.train_epochs", problem
+    if warmup_steps and steps is not None and warmup_steps >= steps:
+        problem = f"{warmup_steps} is not below tokens.train_steps {steps}"
+        problem += ", so the learning rate would never reach its peak: lower warmup_steps"
+        yield "optimizer.warmup_steps tokens.train_steps", problem
 
-    lora, frozen_dtype = at("lora"), at("model.frozen_dtype")
-    if lora is None and frozen_dtype not in ("auto", None):
-        problem = f"is {frozen_dtype}, but without lora no weight is frozen, and trained weights are float32"
-        yield "model.frozen_dtype lora", f"{problem}: write lora: {{}}, or remove the key"
-    if at("lora.adapter") is not None and (init := at("lora.init")) != "default":
-        yield "lora.init lora.adapter", f"is {init}, but adapter gives the initial values: remove one of them"
+
+def _of_tokens(at: _At) -> _Found:
+    size, length = at("tokens.micro_batch_size"), at("tokens.sequence_length")
+    if size and length and size * length > _MOST_TOKENS_IN_A_PACK:
+        problem = f"a pack of {size} x {length} tokens is more than any device holds; lower it"
+        yield "tokens.micro_batch_size tokens.sequence_length", problem
+    tokens_per_batch = at("evaluation.tokens_per_batch")
+    if tokens_per_batch and length and tokens_per_batch < length:
+        problem = f"{tokens_per_batch} is below tokens.sequence_length {length}, and no conversation is split"
+        yield "evaluation.tokens_per_batch tokens.sequence_length", problem
     added, saved = at("tokenizer.add_tokens"), at("lora.modules_to_save")
     # An adapter to go on from brings its own modules_to_save; they are checked when it is read.
-    if lora is not None and at("lora.adapter") is None and added and "embed_tokens" not in (saved or ()):
+    if at("lora") is not None and at("lora.adapter") is None and added and "embed_tokens" not in (saved or ()):
         problem = f"adds {', '.join(map(str, added))}, but with lora their embeddings would not be trained"
         problem += ": set lora.modules_to_save to [embed_tokens]"
         yield "tokenizer.add_tokens lora.modules_to_save lora.adapter", problem
 
-    datasets, share = at("data.datasets") or (), at("evaluation.share")
+
+def _of_data(at: _At) -> _Found:
+    datasets, epochs, share = at("data.datasets") or (), at("tokens.train_epochs"), at("evaluation.share")
     weighted, streamed = _those_with("weight", datasets), _those_with("streaming", datasets)
     others = [index for index in range(len(datasets)) if index not in weighted]
     if weighted and others:
@@ -62,75 +131,35 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
         problem = f"is {share}, but no rows can be held out of a streamed data set; remove the key"
         yield "evaluation.share data.datasets", problem
 
+
+def _of_evaluation(at: _At) -> _Found:
     evaluated = "evaluation.share", "evaluation.datasets", "evaluation.prompts"
-    interval, keep_best = at("evaluation.interval"), at("checkpoints.keep_best")
-    remedy = "give evaluation.share, datasets or prompts, or remove the key"
     if not any(map(at, evaluated)):
-        if interval is not None:
-            yield " ".join(("evaluation.interval", *evaluated)), f"is {interval}, but nothing is evaluated: {remedy}"
-        if keep_best is not None:
-            yield " ".join(("checkpoints.keep_best", *evaluated)), f"is {keep_best}, but nothing is evaluated: {remedy}"
-    patience, metric = at("evaluation.patience"), at("evaluation.metric")
-    if patience is not None and not any(map(at, evaluated)):
-        yield " ".join(("evaluation.patience", *evaluated)), f"is {patience}, but nothing is evaluated: {remedy}"
-    elif patience is not None and interval is None:
+        for key in ("evaluation.interval", "checkpoints.keep_best", "evaluation.patience"):
+            if at(key) is not None:
+                problem = f"is {at(key)}, but nothing is evaluated: give evaluation.share, datasets or prompts, or "
+                yield " ".join((key, *evaluated)), f"{problem}remove the key"
+    elif (patience := at("evaluation.patience")) is not None and at("evaluation.interval") is None:
         problem = f"is {patience}, but interval is null, so there is no evaluation on the way: set evaluation.interval"
         yield "evaluation.patience evaluation.interval", problem
-    if metric is not None and patience is None:
-        yield "evaluation.metric evaluation.patience", f"is {metric}, but patience is null: set it, or remove the key"
-    tokens_per_batch, length = at("evaluation.tokens_per_batch"), at("tokens.sequence_length")
-    if tokens_per_batch and length and tokens_per_batch < length:
-        problem = f"{tokens_per_batch} is below tokens.sequence_length {length}, and no conversation is split"
-        yield "evaluation.tokens_per_batch tokens.sequence_length", problem
 
-    size = at("tokens.micro_batch_size")
-    if size and length and size * length > _MOST_TOKENS_IN_A_PACK:
-        problem = f"a pack of {size} x {length} tokens is more than any device holds; lower it"
-        yield "tokens.micro_batch_size tokens.sequence_length", problem
 
-    warmup_steps, schedule = at("optimizer.warmup_steps"), at("optimizer.schedule")
-    if warmup_steps and steps is not None and warmup_steps >= steps:
-        problem = f"{warmup_steps} is not below tokens.train_steps {steps}"
-        problem += ", so the learning rate would never reach its peak: lower warmup_steps"
-        yield "optimizer.warmup_steps tokens.train_steps", problem
-    if schedule != "wsd" and at("optimizer.decay_share") != DECAY_SHARE:
-        problem = f"is read by schedule wsd only, and schedule is {schedule}: remove the key"
-        yield "optimizer.decay_share optimizer.schedule", problem
-    if schedule == "constant" and (ratio := at("optimizer.min_learning_rate_ratio")):
-        problem = f"is {ratio}, but schedule constant never falls: remove the key"
-        yield "optimizer.min_learning_rate_ratio optimizer.schedule", problem
-
-    load, resume = at("checkpoints.load"), at("checkpoints.resume")
-    if load == "weights" and resume in ("auto", "never"):
+def _of_checkpoints(at: _At) -> _Found:
+    if at("checkpoints.load") == "weights" and (resume := at("checkpoints.resume")) in ("auto", "never"):
         problem = f"is weights, but resume is {resume}: set resume to the path of the checkpoint that has the weights"
         yield "checkpoints.load checkpoints.resume", problem
-    export_interval = at("checkpoints.export_interval")
-    if export_interval is not None and not at("checkpoints.export_hf"):
-        problem = f"is {export_interval}, but export_hf is false: remove one of them"
-        yield "checkpoints.export_interval checkpoints.export_hf", problem
-    push_to, every = at("hub.push_to"), at("hub.every")
-    if push_to is not None and not at("checkpoints.export_hf"):
-        problem = f"is {push_to}, but checkpoints.export_hf is false, so there is no export to push: remove one of them"
-        yield "hub.push_to checkpoints.export_hf", problem
-    if push_to is None:
-        for key, default in (("hub.private", True), ("hub.every", "end")):
-            if at(key) not in (None, default):
-                problem = (
-                    f"is {str(at(key)).lower()}, but push_to is null, and nothing is pushed: set it, or remove the key"
-                )
-                yield f"{key} hub.push_to", problem
-    if isinstance(every, int) and (export_interval is None or every % export_interval):
-        exports = "null" if export_interval is None else export_interval
+    every, interval = at("hub.every"), at("checkpoints.export_interval")
+    if isinstance(every, int) and (interval is None or every % interval):
+        exports = "null" if interval is None else interval
         problem = f"is {every}, but checkpoints.export_interval is {exports}, and only exports are pushed"
         yield "hub.every checkpoints.export_interval", f"{problem}: give a multiple of it, exports or end"
-    strategy = at("data.packing.strategy")
-    if strategy != "pool" and at("data.packing.pool_size") != POOL_SIZE:
-        problem = f"is read by strategy pool only, and strategy is {strategy}: remove the key"
-        yield "data.packing.pool_size data.packing.strategy", problem
-    loggers = at("logging.to") or ()
+
+
+def _of_loggers(at: _At) -> _Found:
+    loggers, mode = at("logging.to") or (), at("logging.wandb.mode")
     if twice := sorted({name for name in loggers if loggers.count(name) > 1}):
         yield "logging.to", f"has {', '.join(twice)} twice; name each logger once"
-    mode, is_logged_to_wandb = at("logging.wandb.mode"), "wandb" in loggers
+    is_logged_to_wandb = "wandb" in loggers
     if mode == "disabled" and is_logged_to_wandb:
         problem = "is disabled, but logging.to has wandb: remove one of them"
         yield "logging.wandb.mode logging.to", problem

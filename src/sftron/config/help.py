@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 from pydantic.fields import FieldInfo
 
-from sftron.config.schema import Config, Section, Wanted
+from sftron.config.schema import Config
+from sftron.config.values import Section, Wanted
 
 KeyPath = tuple[str | int, ...]
 """`("data", "datasets", 0, "path")` is data.datasets.0.path."""
@@ -230,3 +231,10 @@ OTHER_TRAINERS: dict[str, str] = {
     for key in keys.split()
 }
 """By key of another trainer: the replacement, or the statement that there is none."""
+
+
+def is_optional_section(path: KeyPath) -> bool:
+    """Returns whether the key at `path` is a section that may be null."""
+    found, field = locate(path)
+    annotation = field.annotation if field is not None and found == path else None
+    return section_of(annotation) is not None and not is_section(annotation)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import contradictions
@@ -18,6 +18,7 @@ from sftron.config.help import (
     KeyPath,
     describe_value,
     dotted,
+    is_optional_section,
     is_section,
     keys_of,
     locate,
@@ -26,9 +27,14 @@ from sftron.config.help import (
     suggest_key,
     words_of,
 )
-from sftron.config.schema import Config, Section
+from sftron.config.plain_yaml import PLAIN_VALUES, Loader, is_valid_without_quotes
+from sftron.config.schema import Config
+from sftron.config.values import Section
 from sftron.errors import redacted
 from sftron.regular_file import read_regular
+
+_MAX_FILE_BYTES = 256 * 2**10
+"""The largest accepted file, ten times the size of a long configuration; PyYAML reads 60 KB/s."""
 
 
 class ConfigError(ValueError):
@@ -61,52 +67,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if config is None or draft.problems:
         raise ConfigError(draft.problems)
     return config
-
-
-def dump_config(config: Config) -> str:
-    """Returns the resolved configuration as YAML; `load_config` reads it back as an equal configuration."""
-    # allow_unicode is not set, because PyYAML would then turn Unicode line ends (U+0085) into spaces.
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-
-
-# --- YAML 1.2 ---
-
-_MAX_FILE_BYTES = 256 * 2**10
-"""The largest accepted file, ten times the size of a long configuration; PyYAML reads 60 KB/s."""
-_LONGEST_ALIASED = 1000
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader with the plain values of YAML 1.2: 1e-5 is a number, and on, off, yes, no and dates are text."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own protocol: a class attribute, not shared with the parent
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        # Aliases of collections can expand a small file to gigabytes.
-        mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
-        node = super().compose_node(parent, index)
-        if mark is not None and (not isinstance(node, yaml.ScalarNode) or len(node.value) > _LONGEST_ALIASED):
-            problem = "only short single values can be aliased: write it out"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-        return node
-
-
-class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes every text that YAML 1.1 or `_Loader` would read as another type."""
-
-
-_PLAIN_VALUES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    "tag:yaml.org,2002:null": (r"(~|null|Null|NULL|)$", "~nN", lambda text: None),
-    "tag:yaml.org,2002:bool": (r"(true|True|TRUE|false|False|FALSE)$", "tTfF", lambda text: text.lower() == "true"),
-    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+$", "-+0123456789", int),
-    "tag:yaml.org,2002:float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$", "-+.0123456789", float),
-    "tag:yaml.org,2002:str": (r"(?!)", "", str),
-}
-"""The plain values by tag: a pattern of the text, the characters that it can begin with, and its conversion."""
-
-for _tag, (_pattern, _first, _) in _PLAIN_VALUES.items():
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
-    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
 
 
 # --- Values with their origins ---
@@ -222,7 +182,7 @@ class _Draft:
 
     def _parse(self, text: str, path: KeyPath, override: int = 0) -> Any:
         try:
-            node = _Loader(text).get_single_node()
+            node = Loader(text).get_single_node()
             return None if node is None else self._build(node, path, override)
         except yaml.MarkedYAMLError as error:
             line, problem = (error.problem_mark.line + 1 if error.problem_mark else 1), error.problem
@@ -254,19 +214,19 @@ class _Draft:
                 lines[key] = key_node.start_mark.line + 1
                 self._origins[(*path, key)] = origin_of(key_node)
                 mapping[key] = self._build(value_node, (*path, key), override)
-                if value_node.value == "" and mapping[key] is None and _is_optional_section((*path, key)):
+                if value_node.value == "" and mapping[key] is None and is_optional_section((*path, key)):
                     problem = "is empty; write {} for its defaults, or null to leave the section out"
                     self._add(origin_of(key_node), (*path, key), problem)
             return mapping
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
             self._origins.update({(*path, index): origin_of(item) for index, item in enumerate(node.value)})
             return [self._build(item, (*path, index), override) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_VALUES:
+        if isinstance(node, yaml.ScalarNode) and node.tag in PLAIN_VALUES:
             if redacted(node.value) != node.value:
                 problem = "holds a password or a token, which would be written to logs; leave it out, and set it in "
                 self._add(origin_of(node), path, f"{problem}the environment (HF_TOKEN, WANDB_API_KEY)")
             try:
-                return _PLAIN_VALUES[node.tag][2](node.value)
+                return PLAIN_VALUES[node.tag][2](node.value)
             except ValueError:
                 pass
         raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
@@ -349,30 +309,13 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
         remedy = OTHER_TRAINERS.get(str(path[-1]), "")
         wanted = words_of(field.annotation if section_of(field.annotation) is section else section)
         return f"found {describe_value(value)}; wanted {wanted}" + (remedy and f"; {remedy}")
-    remedy = "; remove the quotes" if field is not None and _is_valid_without_quotes(field, value) else ""
+    is_text = isinstance(value, str) and section is None
+    remedy = "; remove the quotes" if is_text and field is not None and is_valid_without_quotes(field, value) else ""
     return f"found {describe_value(value)}; wanted {_wanted(field)}{remedy}"
 
 
 def _wanted(field: FieldInfo | None) -> str:
     return words_of(Config if field is None else field.rebuild_annotation())
-
-
-def _is_valid_without_quotes(field: FieldInfo, value: Any) -> bool:
-    if not isinstance(value, str) or section_in(field.annotation) is not None:
-        return False
-    try:
-        tag = _Loader(value).get_single_node().tag  # pyright: ignore[reportOptionalMemberAccess]  # caught below
-        plain = _PLAIN_VALUES[tag][2](value)
-        TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python(plain)
-    except (yaml.YAMLError, AttributeError, KeyError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _is_optional_section(path: KeyPath) -> bool:
-    found, field = locate(path)
-    annotation = field.annotation if field is not None and found == path else None
-    return section_of(annotation) is not None and not is_section(annotation)
 
 
 def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:

@@ -2,116 +2,43 @@
 
 from __future__ import annotations
 
-import datetime
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sftron.config.contradictions import DECAY_SHARE, POOL_SIZE, contradictions
-
-# --- Types of values; `Wanted` puts them in words for help and errors ---
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a value must be, in words that end the sentence "wanted ..."."""
-
-    words: str
-
-
-def _require_short_names(path: str) -> str:
-    """Refuses a name that no file system allows; it would fail later with the system's own error."""
-    longest = max(path.split("/"), key=lambda name: len(name.encode("utf-8", "surrogatepass")))
-    if (size := len(longest.encode("utf-8", "surrogatepass"))) > _MAX_NAME_BYTES:
-        problem = f"{longest[:20]}... has {size} bytes; the name of a file or folder has {_MAX_NAME_BYTES} at most"
-        raise PydanticCustomError("refused", "{problem}", {"problem": f"{problem}; shorten it"})
-    return path
-
-
-def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
-    if isinstance(targets, str):
-        try:
-            re.compile(targets)
-        except (re.error, OverflowError, RecursionError) as error:
-            problem = f"{targets} is not a regular expression: {error}; correct it, or write a list of names"
-            raise PydanticCustomError("refused", "{problem}", {"problem": problem}) from error
-    return targets
-
-
-def _refuse_dropout(dropout: float) -> float:
-    if dropout:
-        problem = (
-            f"is {dropout}, but only 0 is supported: which elements are dropped would depend on the packing, the "
-            "number of ranks and the resumes of the run; remove the key"
-        )
-        raise PydanticCustomError("refused", "{problem}", {"problem": problem})
-    return dropout
-
-
-_MAX_NAME_BYTES = 255
-_MAX_ACCUMULATION = 2**20
-
-Text = Annotated[str, Field(min_length=1), Wanted("text")]
-PathText = Annotated[Text, AfterValidator(_require_short_names)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
-Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
-Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
-TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
-Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
-PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
-NonNegativeNumber = Annotated[float, Field(ge=0), Wanted("a number, not negative")]
-Share = Annotated[float, Field(ge=0, le=1), Wanted("a number from 0 to 1")]
-PositiveShare = Annotated[float, Field(gt=0, le=1), Wanted("a number above 0, up to 1")]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-# YAML gives lists where frozen models hold tuples, hence strict=False on the container; its items stay strict.
-Betas = Annotated[tuple[Beta, Beta], Field(strict=False), Wanted("a list of two numbers, each at least 0 and below 1")]
-Texts = Annotated[tuple[Text, ...], Field(strict=False), Wanted("a list of text")]
-Names = Annotated[dict[Text, Text], Wanted("a mapping of names to names")]
-TextsByRole = Annotated[dict[Text, Texts], Wanted("a mapping of roles to lists of text")]
-TrainedRole = Literal["assistant", "answer", "reasoning", "tool_call", "user", "system", "tool"]
-TrainedRoles = Annotated[
-    tuple[TrainedRole, ...],
-    Field(strict=False, min_length=1),
-    Wanted("a list of assistant, answer, reasoning, tool_call, user, system or tool"),
-]
-Targets = Annotated[
-    Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | Text,
-    AfterValidator(_require_expression),
-    Wanted("all-linear, a list of names, such as [q_proj, v_proj], or a regular expression"),
-]
-ModulesToSave = Annotated[
-    tuple[Literal["embed_tokens", "lm_head"], ...],
-    Field(strict=False),
-    Wanted("a list of embed_tokens or lm_head"),
-]
-RowFormatName = Literal[
-    "auto", "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
-]
-
-# --- The sections ---
-
-
-class Section(BaseModel):
-    """Frozen and strict: an unknown key, a quoted number or a bool for a number is an error."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        serialize_by_alias=True,
-    )
+from sftron.config.contradictions import DECAY_SHARE, contradictions
+from sftron.config.data_schema import Data, EvaluationDataset, Tokenizer, Tokens
+from sftron.config.values import (
+    Betas,
+    Checkpoint,
+    Count,
+    Dropout,
+    ModulesToSave,
+    NonNegativeNumber,
+    PathText,
+    Positive,
+    PositiveNumber,
+    PositiveShare,
+    Repository,
+    RunName,
+    Section,
+    Seed,
+    Share,
+    Targets,
+    Text,
+    Texts,
+    Trackers,
+    TwoOrMore,
+    Wanted,
+)
 
 
 class General(Section):
     """The run as a whole."""
 
-    run_name: Annotated[Name, AfterValidator(_require_short_names)]
+    run_name: RunName
     """Names the run's directory, {output_dir}/{run_name}, and the run in its loggers. `{section.key}` in it stands for
     the value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
     output_dir: PathText = "runs"
@@ -158,7 +85,7 @@ class Lora(Section):
     """The rank of every adapter; null: 16, or that of the adapter to go on from."""
     alpha: PositiveNumber | None = None
     """Adapters are scaled by alpha / rank; null: twice the rank, or that of the adapter to go on from."""
-    dropout: Annotated[float, AfterValidator(_refuse_dropout), Wanted("0")] = 0.0
+    dropout: Dropout = 0.0
     """Only 0: dropped elements would depend on the packing, the number of ranks and the resumes of the run."""
     targets: Targets = "all-linear"
     """The linear layers with an adapter, by peft's rules: all-linear, which leaves out the head; ends of names, such as
@@ -176,125 +103,6 @@ class Lora(Section):
     adapter: PathText | None = None
     """A folder in peft's format to go on from; null: new adapters. It decides rank, alpha, targets, rslora, dora and
     modules_to_save: leave them at their defaults, or give the same values."""
-
-
-class Tokenizer(Section):
-    """The tokenizer and its chat template."""
-
-    path: PathText | None = None
-    """A local folder or Hub id; null means model.path."""
-    chat_template: PathText | None = None
-    """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
-    add_tokens: Texts = ()
-    """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), Wanted('a date, as "2026-01-31"')] | None = None
-    """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
-
-    @field_validator("date")
-    @classmethod
-    def _date_exists(cls, date: str | None) -> str | None:
-        try:
-            datetime.date.fromisoformat(date or "2000-01-01")
-        except ValueError as error:
-            raise PydanticCustomError("refused", "{problem}", {"problem": f"{date}: {error}"}) from error
-        return date
-
-
-class Rows(Section):
-    """Rows of conversations, and how they are read."""
-
-    path: PathText
-    """A .jsonl, .json or .csv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such, or a Hub id."""
-    name: Text | None = None
-    """Names the data set in metrics and reports; null means its path."""
-    split: Text = "train"
-    """The split of a Hub data set or a folder of splits. Or a part of it: train[:5%], train[100:200], train[-10%:]."""
-    format: RowFormatName = "auto"
-    """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
-    prompt_template: Text | None = None
-    """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
-    columns: Names = {}
-    """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
-    max_samples: Positive | None = None
-    """Take only the first rows; null: all."""
-
-
-class Dataset(Rows):
-    """One data set."""
-
-    weight: PositiveNumber | None = None
-    """Share of the tokens, relative to the others' weights; all data sets have one, or none: each row once an epoch."""
-    streaming: bool = False
-    """Read rows forward, shuffled in windows of 10,000, for sets larger than the disk; a resume passes them again."""
-
-
-class EvaluationDataset(Rows):
-    """One evaluation set."""
-
-    name: Name | None = None
-    """Names the set in metrics, eval/NAME/loss; null means its file's name without the ending."""
-
-
-class Packing(Section):
-    """How conversations are put together into packs."""
-
-    strategy: Literal["pool", "minibatch", "none"] = "pool"
-    """pool fills packs to the brim; minibatch flattens tokens.micro_batch_size conversations; none takes one."""
-    pool_size: Positive = POOL_SIZE
-    """Conversations that wait to be packed, for strategy pool."""
-
-
-class Data(Section):
-    """The conversations, and which of their tokens are trained."""
-
-    datasets: Annotated[
-        tuple[Dataset, ...],
-        Field(strict=False, min_length=1),
-        Wanted("a list of at least one data set, such as [{path: rows.jsonl}]"),
-    ]
-    """What to train on, at least one: a list of mappings with the keys below."""
-    train_on_completions_only: bool = True
-    """Train only what the model itself generates: assistant contents and their stop tokens. false: every token."""
-    remove_cross_attention: bool = True
-    """Conversations in one pack do not see each other. false: plain causal attention over the pack."""
-    train_on_roles: TrainedRoles = ("assistant",)
-    """Whose text is trained. assistant is all the model generates; answer, reasoning and tool_call are its parts."""
-    train_on_turns: Literal["all", "last"] = "all"
-    """last trains only the last turn of a trained role in each conversation."""
-    reasoning: Literal["keep", "last", "strip"] = "keep"
-    """Which of the assistant's reasoning the template gets: all, that of its last turn, or none."""
-    allow_control_tokens: TextsByRole = {}
-    """Control tokens that the text of a role may write, as {assistant: ["<think>", "</think>"]}; others are text."""
-    overlong: Literal["drop", "truncate_turns", "error"] = "drop"
-    """What to do with a conversation longer than tokens.sequence_length."""
-    max_dropped_share: Share = 0.05
-    """The run stops when more than this share of the rows, once 200 are read, was dropped."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
-    max_row_bytes: Positive = 4 * 2**20
-    """The longest row, in bytes as stored: a line of JSON, the values of a Parquet or Arrow row; longer are bad."""
-    num_workers: Count = 1
-    """Loader processes per rank; 0 loads in the training process."""
-    num_lanes: Literal["auto"] | Positive = "auto"
-    """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""
-    packing: Packing = Packing()
-
-
-class Tokens(Section):
-    """Sizes and lengths, in tokens and steps. A pack holds sequence_length x micro_batch_size tokens."""
-
-    sequence_length: TwoOrMore
-    """The longest conversation, in tokens."""
-    micro_batch_size: Positive = 1
-    """Multiplies the token budget of a pack, which is one flat row."""
-    batch_accumulation_per_replica: Annotated[
-        int, Field(ge=1, le=_MAX_ACCUMULATION), Wanted(f"a whole number from 1 to {_MAX_ACCUMULATION}")
-    ] = 1
-    """Packs per rank in one optimizer step."""
-    train_steps: Positive | None = None
-    """Optimizer steps to train. Give this or train_epochs."""
-    train_epochs: Positive | None = None
-    """Passes over the data to train. Give this or train_steps."""
 
 
 class Parallelism(Section):
@@ -341,12 +149,7 @@ class Checkpoints(Section):
     the time, so that a kill costs no more than that; null: only at the end."""
     keep_last: TwoOrMore = 2
     """Older checkpoints are removed once a newer one is complete."""
-    resume: Annotated[
-        str,
-        Field(min_length=1),
-        AfterValidator(_require_short_names),
-        Wanted("auto, never or the path of a checkpoint"),
-    ] = "auto"
+    resume: Checkpoint = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
     load: Literal["all", "weights"] = "all"
     """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
@@ -365,9 +168,7 @@ class Checkpoints(Section):
 class Hub(Section):
     """Pushing of exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
 
-    push_to: (
-        Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")] | None
-    ) = None
+    push_to: Repository | None = None
     """The repository, which is made if it does not exist; null: nothing is pushed."""
     private: bool = True
     """Whether a repository that is made is private."""
@@ -427,11 +228,7 @@ class Wandb(Section):
 class Logging(Section):
     """What is reported while training. metrics.jsonl in the run directory is always written."""
 
-    to: Annotated[
-        tuple[Literal["wandb", "trackio", "tensorboard", "mlflow"], ...],
-        Field(strict=False),
-        Wanted("a list of wandb, trackio, tensorboard or mlflow"),
-    ] = ()
+    to: Trackers = ()
     """Where the numbers are sent too, by rank 0: any of these, each with its own package. No failure ends the run."""
 
     interval: Positive = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
-from sftron.models.families import FAMILIES, MODEL, Family, family_of
+from sftron.models.families import FAMILIES, family_of
+from sftron.models.family import MODEL, Family
 from sftron.models.mixtures import Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
@@ -21,7 +22,7 @@ __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The structure of one transformer block. Three fields are keys of the class tables in llama.py."""
+    """The structure of one transformer block. Three fields are keys of tables of classes; see llama.py."""
 
     block: str = "norm_before"
     """The key of BLOCKS; it determines the positions of norms and residual connections."""
@@ -112,7 +113,7 @@ class LlamaConfig:
     head_dim: int
     vocab_size: int
     norm: str
-    """The key of NORMS in llama.py."""
+    """The key of NORMS in layers.py."""
     norm_eps: float
     activation: str
     """The key of ACTIVATIONS in kernels/activation.py."""
@@ -185,32 +186,36 @@ class LlamaConfig:
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
-        layer: dict[str, Any] = _resolve(family.layer, values)
-        types = values.get("layer_types") or [FULL] * len(windows)
-        rotates = [True] * len(windows)
-        if family.rotates is not None:
-            rotates = family.rotates(values)
-        layers: list[dict[str, Any]] = [
-            layer | {"mlp": "gated"} if mixture and not each else layer for each in is_sparse
-        ]
+        is_dense = [mixture is not None and not each for each in is_sparse]
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
             **_resolve(MODEL | dict(family.model), values),
             ropes=ropes,
-            layers=tuple(
-                Layer(
-                    **layer | dict(family.layer_of.get(layer_type, {})),
-                    window=window,
-                    rope=rope if is_rotated and layer_type not in family.layer_of else None,
-                )
-                for layer, layer_type, window, rope, is_rotated in zip(
-                    layers, types, windows, rope_of_layer, rotates, strict=True
-                )
-            ),
+            layers=_layers(values, family, windows, rope_of_layer, is_dense=is_dense),
             mixture=mixture,
         )
+
+
+def _layers(
+    values: Mapping[str, Any],
+    family: Family,
+    windows: Sequence[int | None],
+    ropes: Sequence[int],
+    *,
+    is_dense: Sequence[bool],
+) -> tuple[Layer, ...]:
+    """Returns the layers, given the window and the rope of each, and whether it has no experts in a model with some."""
+    usual: dict[str, Any] = _resolve(family.layer, values)
+    types = values.get("layer_types") or [FULL] * len(windows)
+    rotates = [True] * len(windows) if family.rotates is None else family.rotates(values)
+    layers = []
+    for layer_type, window, rope, rotated, dense in zip(types, windows, ropes, rotates, is_dense, strict=True):
+        fields: dict[str, Any] = usual | ({"mlp": "gated"} if dense else {}) | dict(family.layer_of.get(layer_type, {}))
+        has_rope = rotated and layer_type not in family.layer_of
+        layers.append(Layer(**fields, window=window, rope=rope if has_rope else None))
+    return tuple(layers)
 
 
 def _resolve(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,18 +317,13 @@ def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
         or len(rotated) != num_layers
         or any(type(each) is not int or each not in (0, 1) for each in rotated)
     ):
-        return [
-            *problems,
-            f"no_rope_layers: {rotated!r} has not 0 or 1 for each of num_hidden_layers: {num_layers}",
-        ]
+        return [*problems, f"no_rope_layers: {rotated!r} has not 0 or 1 for each of num_hidden_layers: {num_layers}"]
     if type(first := values.get("max_window_layers", 0)) is not int:
         return [*problems, f"max_window_layers: {first!r} is not a whole number"]
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            return [
-                *problems,
-                f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}",
-            ]
+            problem = f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}"
+            return [*problems, problem]
         known = (FULL, SLIDING, *family.layer_of)
         if other := [name for name in layer_types if name not in known]:
             return [*problems, f"layer_types: {other[0]!r}, implemented are {', '.join(known)}"]

@@ -2,91 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from sftron.models.delta import DeltaSizes
-from sftron.models.mixtures import MIXTURE_KEYS, QWEN_MIXTURE_KEYS
-from sftron.models.mxfp4 import MXFP4
+from sftron.models.family import BIASES, COMMON, QWEN_WINDOW, Family, Values, key, not_every, without
+from sftron.models.mixture_families import MIXTURE_FAMILIES
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys
 
 LINEAR = "linear_attention"
 """The value of `layer_types` for layers with a state in place of attention."""
-
-Values = Mapping[str, Any]
-"""The keys of a config.json that its family reads, with the defaults of absent ones."""
-Pattern = Callable[[Values], list[bool]]
-"""Returns one value per layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """The ways in which one model_type differs from the others: its keys of config.json, its blocks and its names.
-
-    In `model` and `layer`, a value that is a function is called with the `Values` of the config.json.
-    """
-
-    architecture: str
-    """The model's class in transformers; loaders select their own class by this name."""
-    defaults: Mapping[str, Any]
-    """The keys that this family reads in addition to the common ones, each with its default."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """The keys that this family does not read; if one is present, its value must be this one."""
-    irrelevant: frozenset[str] = frozenset()
-    """Further keys that this family does not read, and which may have any value."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of LlamaConfig that differ from `MODEL`."""
-    layer: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of every Layer that differ from their defaults, except for its window and its rope."""
-    slides: Pattern | None = None
-    """Whether each layer has the window, if `layer_types` is absent; None means that all do, if there is a window."""
-    rope: RopeKeys = field(default_factory=RopeKeys)
-    """The keys of the rotary embeddings."""
-    rotates: Pattern | None = None
-    """Whether the heads of each layer are rotated; None means that all are."""
-    types: Callable[[Values], list[str]] | None = None
-    """Returns the `layer_types` of a config.json without them."""
-    layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
-    quant_method: str | None = None
-    """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For parts of native names, the parts of Hugging Face's names that replace them; see fusion.py."""
-
-
-def _key(name: str, *, or_else: Any = None) -> Callable[[Values], Any]:
-    """Returns a function that returns the value of a key, or `or_else` if the family does not read the key."""
-    return lambda values: values.get(name, or_else)
-
-
-MODEL: dict[str, Any] = {
-    "norm": "rms",
-    "norm_eps": _key("rms_norm_eps"),
-    "activation": _key("hidden_act"),
-    "qkv_bias": _key("attention_bias", or_else=False),
-    "o_bias": _key("attention_bias", or_else=False),
-    "mlp_bias": _key("mlp_bias", or_else=False),
-    "head_bias": False,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
-    "clip_qkv": None,
-    "output_gate": False,
-    "delta": None,
-}
-"""The fields of LlamaConfig that a family may change, as in Llama."""
-
-_COMMON: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "max_position_embeddings": 2048,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-}
-_BIASES = {"attention_bias": False, "mlp_bias": False}
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 
 def _beyond_max_window_layers(values: Values) -> list[bool]:
@@ -98,7 +23,7 @@ def _rotates(values: Values) -> list[bool]:
     """SmolLM 3's layers: `no_rope_layers` is 1 where heads are rotated."""
     if values["no_rope_layers"] is not None:
         return [bool(each) for each in values["no_rope_layers"]]
-    return _not_every(values["no_rope_layer_interval"])(values)
+    return not_every(values["no_rope_layer_interval"])(values)
 
 
 def _unless_rotated(values: Values) -> list[bool]:
@@ -106,24 +31,10 @@ def _unless_rotated(values: Values) -> list[bool]:
     return [has_window and not rotates for rotates in _rotates(values)]
 
 
-def _not_every(number: int) -> Pattern:
-    """Returns the pattern that is False for every layer of that number, counted from 1."""
-    return lambda values: [bool((index + 1) % number) for index in range(values["num_hidden_layers"])]
-
-
-def _every_other_up_to_max_window_layers(values: Values) -> list[bool]:
-    last = values["max_window_layers"] if values["use_sliding_window"] else 0
-    return [number < last and number % 2 == 0 for number in range(values["num_hidden_layers"])]
-
-
-def _without(*keys: str) -> dict[str, Any]:
-    return {key: value for key, value in _COMMON.items() if key not in keys}
-
-
 def _rotates_what_slides(values: Values) -> list[bool]:
     if values["layer_types"] is not None:
         return [each == SLIDING for each in values["layer_types"]]
-    return _not_every(values["sliding_window_pattern"])(values)
+    return not_every(values["sliding_window_pattern"])(values)
 
 
 _MINISTRAL_ROPE = {
@@ -137,18 +48,10 @@ _MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-}
-_LAYER_NORM = {"norm": "layer", "norm_eps": _key("layer_norm_eps")}
+_LAYER_NORM = {"norm": "layer", "norm_eps": key("layer_norm_eps")}
 _CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
 _GEMMA: dict[str, Any] = {"norm": "rms_offset", "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5}
-_GEMMA_2 = _without("hidden_act") | {
+_GEMMA_2 = without("hidden_act") | {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "attention_bias": False,
@@ -160,21 +63,21 @@ _GEMMA_2 = _without("hidden_act") | {
 }
 _GEMMA_LAYER = {"block": "norm_around", "scale": lambda values: values["query_pre_attn_scalar"] ** -0.5}
 _GEMMA_IRRELEVANT = frozenset({"hidden_act", "cache_implementation", "sliding_window_size"})
-_GLM = _COMMON | {
+_GLM = COMMON | {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 0.00000015625,
     "attention_bias": True,
 }
-_COHERE = _without("rms_norm_eps", "head_dim") | {
+_COHERE = without("rms_norm_eps", "head_dim") | {
     "layer_norm_eps": 1e-5,
     "logit_scale": 0.0625,
     "attention_bias": False,
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
-_COHERE_MODEL = _LAYER_NORM | {"norm": "layer_without_bias", "logit_scale": _key("logit_scale")}
+_COHERE_MODEL = _LAYER_NORM | {"norm": "layer_without_bias", "logit_scale": key("logit_scale")}
 
 _DELTA = {
     "num_key_heads": "linear_num_key_heads",
@@ -191,41 +94,41 @@ def _every_fourth_is_full(values: Values) -> list[str]:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", defaults=_COMMON | _BIASES),
+    "llama": Family(architecture="LlamaForCausalLM", defaults=COMMON | BIASES),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        defaults=_COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        fixed=_BIASES,
+        defaults=COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        fixed=BIASES,
     ),
     "ministral3": Family(
         architecture="Ministral3ForCausalLM",
-        defaults=_COMMON
+        defaults=COMMON
         | {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
         | {"sliding_window": None},
-        fixed=_BIASES,
+        fixed=BIASES,
         rope=RopeKeys(parameters=_MINISTRAL_ROPE, scales_queries=True, ignored=("max_position_embeddings",)),
         layer={"attention": "position_scaled"},
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        defaults=_COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32} | _QWEN_WINDOW,
+        defaults=COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32} | QWEN_WINDOW,
         fixed={"attention_bias": True, "mlp_bias": False, "use_mrope": False},
         model={"qkv_bias": True, "o_bias": False},
         slides=_beyond_max_window_layers,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        defaults=_COMMON
+        defaults=COMMON
         | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False}
-        | _QWEN_WINDOW,
+        | QWEN_WINDOW,
         fixed={"mlp_bias": False},
         layer={"attention": "normed_rotary"},
         slides=_beyond_max_window_layers,
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
-        defaults=_COMMON
-        | _BIASES
+        defaults=COMMON
+        | BIASES
         | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True}
         | {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
         | {"no_rope_layers": None, "no_rope_layer_interval": 4},
@@ -236,7 +139,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         architecture="Qwen3_5ForCausalLM",
-        defaults=_COMMON
+        defaults=COMMON
         | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False}
         | {"layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
@@ -254,40 +157,40 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo": Family(
         architecture="OlmoForCausalLM",
-        defaults=_without("rms_norm_eps") | {"attention_bias": False, "clip_qkv": None},
+        defaults=without("rms_norm_eps") | {"attention_bias": False, "clip_qkv": None},
         fixed={"mlp_bias": False},
-        model={"norm": "layer_fixed", "norm_eps": 1e-5, "clip_qkv": _key("clip_qkv")},
+        model={"norm": "layer_fixed", "norm_eps": 1e-5, "clip_qkv": key("clip_qkv")},
         layer={"attention": "clipped_rotary"},
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM",
-        defaults=_COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        defaults=COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False},
         fixed={"mlp_bias": False},
         layer={"block": "norm_after", "attention": "wide_normed_rotary"},
     ),
     "olmo3": Family(
         architecture="Olmo3ForCausalLM",
-        defaults=_COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
+        defaults=COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
         fixed={"mlp_bias": False},
         layer={"block": "norm_after", "attention": "wide_normed_rotary"},
-        slides=_not_every(4),
+        slides=not_every(4),
         rope=RopeKeys(theta=5e5, sliding_theta=5e5),
     ),
     "granite": Family(
         architecture="GraniteForCausalLM",
-        defaults=_COMMON
-        | _BIASES
+        defaults=COMMON
+        | BIASES
         | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
         model={
-            "embedding_multiplier": _key("embedding_multiplier"),
-            "residual_multiplier": _key("residual_multiplier"),
+            "embedding_multiplier": key("embedding_multiplier"),
+            "residual_multiplier": key("residual_multiplier"),
             "logit_scale": lambda values: 1 / values["logits_scaling"],
         },
-        layer={"scale": _key("attention_multiplier")},
+        layer={"scale": key("attention_multiplier")},
     ),
     "phi": Family(
         architecture="PhiForCausalLM",
-        defaults=_without("rms_norm_eps") | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False},
+        defaults=without("rms_norm_eps") | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False},
         fixed={"tie_word_embeddings": False},
         model=_LAYER_NORM | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "head_bias"), True),
         layer={"block": "parallel", "mlp": "plain"}
@@ -304,8 +207,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        defaults=_COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
-        fixed=_BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        defaults=COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
+        fixed=BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
         # The code in the folders of the published models is what became transformers' class.
         irrelevant=frozenset({"auto_map"}),
         rope=RopeKeys(partial=1.0, original=4096),
@@ -313,23 +216,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
-        defaults=_without("rms_norm_eps")
+        defaults=without("rms_norm_eps")
         | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "hidden_act": "gelu_pytorch_tanh"}
         | {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "tie_word_embeddings": True}
         | {"initializer_range": 0.018042},
         fixed={"mlp_type": "default", "norm_type": "layer_norm"},
         irrelevant=frozenset({"activation_function", "layer_norm_epsilon"}),
-        model={"norm": "layer", "norm_eps": _key("norm_epsilon")}
-        | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), _key("use_bias")),
+        model={"norm": "layer", "norm_eps": key("norm_epsilon")}
+        | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), key("use_bias")),
         layer={"mlp": "plain"},
         names={"mlp.up_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)},
     ),
     "stablelm": Family(
         architecture="StableLmForCausalLM",
-        defaults=_without("rms_norm_eps", "head_dim")
+        defaults=without("rms_norm_eps", "head_dim")
         | {"num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5}
         | {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False},
-        model=_LAYER_NORM | {"qkv_bias": _key("use_qkv_bias")},
+        model=_LAYER_NORM | {"qkv_bias": key("use_qkv_bias")},
         layer={
             "block": lambda values: "parallel" if values["use_parallel_residual"] else "norm_before",
             "attention": lambda values: "each_normed_rotary_flat" if values["qk_layernorm"] else "rotary",
@@ -342,7 +245,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(
         architecture="GemmaForCausalLM",
-        defaults=_COMMON
+        defaults=COMMON
         | {"max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256, "attention_bias": False}
         | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
         fixed=_CAUSAL,
@@ -357,9 +260,9 @@ FAMILIES: dict[str, Family] = {
         | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         fixed=_CAUSAL,
         irrelevant=_GEMMA_IRRELEVANT,
-        model=_GEMMA | {"activation": _key("hidden_activation"), "logit_softcap": _key("final_logit_softcapping")},
-        layer=_GEMMA_LAYER | {"softcap": _key("attn_logit_softcapping")},
-        slides=_not_every(2),
+        model=_GEMMA | {"activation": key("hidden_activation"), "logit_softcap": key("final_logit_softcapping")},
+        layer=_GEMMA_LAYER | {"softcap": key("attn_logit_softcapping")},
+        slides=not_every(2),
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
@@ -368,9 +271,9 @@ FAMILIES: dict[str, Family] = {
         | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
         fixed=_CAUSAL | {"attn_logit_softcapping": None},
         irrelevant=_GEMMA_IRRELEVANT | {"_sliding_window_pattern"},
-        model=_GEMMA | {"activation": _key("hidden_activation"), "logit_softcap": _key("final_logit_softcapping")},
+        model=_GEMMA | {"activation": key("hidden_activation"), "logit_softcap": key("final_logit_softcapping")},
         layer=_GEMMA_LAYER | {"attention": "normed_rotary"},
-        slides=lambda values: _not_every(values["sliding_window_pattern"])(values),
+        slides=lambda values: not_every(values["sliding_window_pattern"])(values),
         rope=RopeKeys(theta=1e6, sliding_theta=1e4, sliding_key="rope_local_base_freq"),
     ),
     "glm": Family(
@@ -410,96 +313,28 @@ FAMILIES: dict[str, Family] = {
         irrelevant=frozenset({"cache_implementation", "use_embedding_sharing", "use_parallel_embedding"}),
         model=_COHERE_MODEL,
         layer={"block": "parallel"},
-        slides=lambda values: _not_every(values["sliding_window_pattern"])(values),
+        slides=lambda values: not_every(values["sliding_window_pattern"])(values),
         rope=RopeKeys(interleaved=True),
         rotates=_rotates_what_slides,
     ),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        defaults=_COMMON
-        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}
-        | MIXTURE_KEYS
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
-        fixed=_BIASES | {"router_jitter_noise": 0.0},
-        rope=RopeKeys(theta=1000000.0),
-        layer={"mlp": "experts"},
-    ),
-    "qwen2_moe": Family(
-        architecture="Qwen2MoeForCausalLM",
-        defaults=_COMMON
-        | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "qkv_bias": True}
-        | _QWEN_WINDOW
-        | QWEN_MIXTURE_KEYS
-        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632}
-        | {"shared_expert_intermediate_size": 5632},
-        fixed={"mlp_bias": False},
-        model={"qkv_bias": _key("qkv_bias"), "o_bias": False},
-        layer={"mlp": "shared_experts"},
-        slides=_every_other_up_to_max_window_layers,
-    ),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        defaults=_COMMON
-        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False}
-        | {"use_sliding_window": False, "sliding_window": 4096}
-        | QWEN_MIXTURE_KEYS
-        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        fixed={"mlp_bias": False},
-        irrelevant=frozenset({"max_window_layers"}),
-        layer={"attention": "normed_rotary", "mlp": "experts"},
-        slides=lambda values: [values["use_sliding_window"]] * values["num_hidden_layers"],
-    ),
-    "olmoe": Family(
-        architecture="OlmoeForCausalLM",
-        defaults=_COMMON
-        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False}
-        | MIXTURE_KEYS
-        | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
-        fixed={"mlp_bias": False, "clip_qkv": None},
-        layer={"attention": "wide_normed_rotary", "mlp": "experts"},
-    ),
-    "gpt_oss": Family(
-        architecture="GptOssForCausalLM",
-        defaults=_without("hidden_act")
-        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
-        | {"attention_bias": True, "sliding_window": 128, "layer_types": None}
-        | MIXTURE_KEYS
-        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        fixed={"hidden_act": "silu"},
-        # Older names of num_experts_per_tok and of an entry of rope_scaling.
-        irrelevant=frozenset({"experts_per_token", "initial_context_length"}),
-        model={"activation": "silu"},
-        layer={"mlp": "biased_experts", "sinks": True},
-        slides=_not_every(2),
-        rope=RopeKeys(theta=150000.0, parameters=_GPT_OSS_ROPE),
-        names={"mlp.gate": ("mlp.router",)},
-        quant_method=MXFP4,
-    ),
+    **MIXTURE_FAMILIES,
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""
 
-_OTHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    # First, because of granitemoe and phimoe.
-    ("", "it is a mixture of experts", ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")),
-)
-"""For prefixes of unsupported model types: the reason, and the keys to report. Keys of experts decide for any type."""
+_KEYS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-        ValueError: The model_type is not implemented; the message has the reason for well-known ones.
+        ValueError: The model_type is not implemented; the message says so if it is a mixture of experts.
     """
     model_type = config.get("model_type")
     if family := FAMILIES.get(str(model_type)):
         return family
-    reason = ""
-    for prefix, why, keys in _OTHERS:
-        stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key))
-        if str(model_type).startswith(prefix) and (prefix or stated):
-            reason = f" It is not supported because {why}{f' ({stated})' if stated else ''}."
-            break
+    stated = ", ".join(f"{key}: {config[key]!r}" for key in _KEYS_OF_EXPERTS if config.get(key))
+    reason = f" It is not supported because it is a mixture of experts ({stated})." if stated else ""
     raise ValueError(
         f"config.json: model_type is {model_type!r}, implemented are {', '.join(FAMILIES)}.{reason} "
         "Choose a checkpoint of one of these architectures."

@@ -106,7 +106,6 @@ def greedy_generate(
     prompt_ids: list[int],
     max_new_tokens: int,
     stop_ids: Collection[int],
-    dtype: torch.dtype | None = None,
 ) -> Generation:
     """Generates the most likely token at each step, and records the margin to the second best."""
     margins: list[float] = []
@@ -116,7 +115,7 @@ def greedy_generate(
         margins.append(best - second)
         return token_id
 
-    token_ids = tuple(generate(model, prompt_ids, max_new_tokens, stop_ids, choose=choose, dtype=dtype))
+    token_ids = tuple(generate(model, prompt_ids, max_new_tokens, stop_ids, choose=choose))
     return Generation(token_ids, tuple(margins))
 
 

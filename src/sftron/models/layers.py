@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sftron.kernels.rms_norm import rms_norm
 from sftron.models.adapters import Adapter, magnitude_factors
-from sftron.models.linear import active_linear, gated_linear, linear, normed_linear
+from sftron.models.linear import linear
 
 
 class Linear(nn.Linear):
@@ -36,14 +36,15 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._apply_with_adapters(linear, input)
+        return self._apply_with_adapters(input)
 
-    def _apply_with_adapters(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    def _apply_with_adapters(self, input: Tensor, **made_by: Any) -> Tensor:
+        """Returns `linear` with the adapters; `made_by` are its arguments for the norm or the activation."""
         adapters: Sequence[Adapter] = list(self.adapters.values())  # pyright: ignore[reportAssignmentType]
         has_magnitudes = any(each.lora_magnitude_vector is not None for each in adapters)
         bias = None if has_magnitudes else self.bias
         low_rank = [each.low_rank() for each in adapters]
-        output = layer(*inputs, self.weight, bias, recompute=self.recompute, adapters=low_rank)
+        output = linear(input, self.weight, bias, recompute=self.recompute, adapters=low_rank, **made_by)
         if not has_magnitudes:
             return output
         output = output * magnitude_factors(self.weight, adapters).to(output.dtype)
@@ -129,7 +130,7 @@ class NormedLinear(Linear):
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(norm, RMSNorm):
-            return self._apply_with_adapters(normed_linear, x_TH, norm.factors, norm.eps)
+            return self._apply_with_adapters(x_TH, norm_weight_H=norm.factors, eps=norm.eps)
         if norm is None or not self.recompute or torch.compiler.is_compiling():
             return super().forward(x_TH if norm is None else norm(x_TH))
         wide_TH = x_TH.float()  # what a LayerNorm keeps
@@ -152,11 +153,11 @@ class GatedLinear(Linear):
         self.activation = activation
 
     def forward(self, gate_up_T2F: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._apply_with_adapters(partial(gated_linear, activation=self.activation), gate_up_T2F)
+        return self._apply_with_adapters(gate_up_T2F, activation=self.activation, is_gated=True)
 
 
 class ActiveLinear(GatedLinear):
     """An activation followed by a linear layer, computed as one function."""
 
     def forward(self, x_TF: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._apply_with_adapters(partial(active_linear, activation=self.activation), x_TF)
+        return self._apply_with_adapters(x_TF, activation=self.activation)

@@ -1,10 +1,10 @@
 """Linear layers with explicit control over the tensors that are saved for the backward pass.
 
-    function         computes                  saves                         with recompute
-    linear           x @ W^T + b               x, W in x's type              x
-    normed_linear    rms_norm(x) @ W^T + b     x, rstd, the norm, W          x, rstd
-    gated_linear     f(gate) * up @ W^T + b    x, the product, W             x          x = [gate, up]
-    active_linear    f(x) @ W^T + b            x, f(x), W                    x
+    input        computes                  saves                         with recompute
+    x            x @ W^T + b               x, W in x's type              x
+    a norm       rms_norm(x) @ W^T + b     x, rstd, the norm, W          x, rstd
+    gated        f(gate) * up @ W^T + b    x, the product, W             x          x = [gate, up]
+    activated    f(x) @ W^T + b            x, f(x), W                    x
 
 No matrix product is computed twice. With `recompute`, the gradients of the norm and the activation f also recompute
 their outputs, bit for bit, so gradients with and without it are bitwise equal. For a frozen weight, no gradient is
@@ -46,63 +46,22 @@ class LowRank(NamedTuple):
 
 
 def linear(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute: bool, adapters: Sequence[LowRank] = ()
-) -> Tensor:
-    """Returns x @ W^T + b, [T, O] in x's type."""
-    return _apply(x_TI, None, 0.0, None, False, weight_OI, bias_O, recompute, adapters)
-
-
-def normed_linear(
-    x_TH: Tensor,
-    norm_weight_H: Tensor,
-    eps: float,
-    weight_OH: Tensor,
-    bias_O: Tensor | None,
-    *,
-    recompute: bool,
-    adapters: Sequence[LowRank] = (),
-) -> Tensor:
-    """Returns rms_norm(x) @ W^T + b, [T, O] in x's type; the norm is the one in kernels/rms_norm.py."""
-    return _apply(x_TH, norm_weight_H, eps, None, False, weight_OH, bias_O, recompute, adapters)
-
-
-def gated_linear(
-    gate_up_T2F: Tensor,
-    weight_OF: Tensor,
-    bias_O: Tensor | None,
-    *,
-    recompute: bool,
-    adapters: Sequence[LowRank] = (),
-    activation: str = "silu",
-) -> Tensor:
-    """Returns f(gate) * up @ W^T + b, [T, O] in gate_up's type; f is one of ACTIVATIONS, and SwiGLU is one kernel."""
-    return _apply(gate_up_T2F, None, 0.0, activation, True, weight_OF, bias_O, recompute, adapters)
-
-
-def active_linear(
-    x_TF: Tensor,
-    weight_OF: Tensor,
-    bias_O: Tensor | None,
-    *,
-    recompute: bool,
-    adapters: Sequence[LowRank] = (),
-    activation: str,
-) -> Tensor:
-    """Returns f(x) @ W^T + b, [T, O] in x's type; f is one of ACTIVATIONS."""
-    return _apply(x_TF, None, 0.0, activation, False, weight_OF, bias_O, recompute, adapters)
-
-
-def _apply(
     x: Tensor,
-    norm_weight_H: Tensor | None,
-    eps: float,
-    activation: str | None,
-    is_gated: bool,
     weight_OI: Tensor,
     bias_O: Tensor | None,
+    *,
     recompute: bool,
-    adapters: Sequence[LowRank],
+    adapters: Sequence[LowRank] = (),
+    norm_weight_H: Tensor | None = None,
+    eps: float = 0.0,
+    activation: str | None = None,
+    is_gated: bool = False,
 ) -> Tensor:
+    """Returns input @ W^T + b, [T, O] in x's type.
+
+    The input is x; with norm_weight_H, the norm of x in kernels/rms_norm.py; with `activation`, one of ACTIVATIONS,
+    f(x) or, if it is gated, f(gate) * up of x = [gate, up], of which SwiGLU is one kernel.
+    """
     ranges = tuple((each.first_row, each.scale) for each in adapters)
     factors = [each.a for each in adapters] + [each.b for each in adapters]
     if torch.is_grad_enabled():

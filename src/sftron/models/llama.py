@@ -1,16 +1,15 @@
 """The decoder model: it maps a flat row of packed documents to hidden states.
 
-    shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, V vocab_size, W = (N + 2K) * D,
-    N num_attention_heads, K num_key_value_heads, D head_dim, P positions of the RoPE table
+    shape suffixes: T tokens of the packed row, H hidden_size, V vocab_size, N num_attention_heads,
+    K num_key_value_heads, D head_dim, P positions of the RoPE table
 
 Parameters are fp32 master weights; each linear layer casts its weight to the type of its input. Fused weights are plain
 concatenations in Hugging Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]). Each `Layer` in
-architecture.py selects the classes of its block from the tables BLOCKS, ATTENTIONS and MLPS.
+architecture.py selects the classes of its block from the tables BLOCKS, ATTENTIONS (projections.py) and MLPS
+(feed_forward.py).
 """
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice
 from types import MethodType
@@ -20,202 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sftron.kernels.rope import Heads, rotate_heads, split_heads
+from sftron.kernels.rope import Heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.attention_kernels import Scores
 from sftron.models.delta import Recur, RecurInDocuments
-from sftron.models.delta_layer import GatedDeltaNet, Mixed
-from sftron.models.experts import BiasedExperts, Experts, Router
+from sftron.models.delta_layer import Mixed
+from sftron.models.feed_forward import MLPS
 from sftron.models.head import Head
-from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
-
-GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Queries, keys, values, and the gate of the output."""
-
-
-def make_norm(config: LlamaConfig, size: int) -> Norm:
-    """Returns a norm of the model's kind, over `size` elements."""
-    return NORMS[config.norm](size, config.norm_eps)
-
-
-class LlamaAttention(nn.Module):
-    """The projections before and after attention, with a rotary embedding on every query and key head."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
-        width = (self.num_heads * (1 + config.output_gate) + 2 * self.num_kv_heads) * self.head_dim
-        o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
-        options = {"initializer_range": initializer_range, "recompute": recompute}
-        self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
-        self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
-        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
-
-    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
-        """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
-        qkv_TW = self.prepare(self.qkv_proj(x_TH, norm))
-        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads, self.interleaved)
-
-    def prepare(self, qkv_TW: Tensor) -> Tensor:
-        """Returns queries, keys and values as they are rotated."""
-        return qkv_TW
-
-    def output(self, attended_TND: Tensor) -> Tensor:
-        return self.o_proj(attended_TND.flatten(1))
-
-
-class NormedHeadsAttention(LlamaAttention):
-    """The attention projections of Qwen 3: each query and key head is normalized before rotation (arXiv 2505.09388)."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
-        super().__init__(config, layer, recompute)
-        self.q_norm, self.k_norm = make_norm(config, config.head_dim), make_norm(config, config.head_dim)
-
-    def prepare(self, qkv_TW: Tensor) -> Tensor:
-        q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
-        heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
-        return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
-
-
-class GatedAttention(NormedHeadsAttention):
-    """The attention projections of Qwen 3.5: q_proj also gives a gate of each head's output (arXiv 2505.06708)."""
-
-    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> GatedHeads:
-        """Returns q_TND, k_TKD, v_TKD and the gate, [T, N, D]."""
-        num_kv = 2 * self.num_kv_heads * self.head_dim
-        qkv_TW = self.qkv_proj(x_TH, norm)
-        q_and_gate, kv = qkv_TW.split([qkv_TW.shape[1] - num_kv, num_kv], dim=1)
-        q_TND, gate_TND = q_and_gate.unflatten(1, (self.num_heads, 2, self.head_dim)).unbind(2)
-        qkv_TW = self.prepare(torch.cat([q_TND.flatten(1), kv], dim=1))
-        return *rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads), gate_TND
-
-    def output(self, attended_TND: Tensor, gate_TND: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.o_proj((attended_TND * gate_TND.sigmoid()).flatten(1))
-
-
-class NormedEachHeadAttention(NormedHeadsAttention):
-    """The attention projections of Cohere: each head is normalized with weights of its own before rotation."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool, *, is_flat: bool = False) -> None:
-        super().__init__(config, layer, recompute)
-        options = {"eps": config.norm_eps, "is_flat": is_flat}
-        self.q_norm = LayerNormOfHeads(self.num_heads, self.head_dim, **options)
-        self.k_norm = LayerNormOfHeads(self.num_kv_heads, self.head_dim, **options)
-
-
-class NormedWidthAttention(LlamaAttention):
-    """The attention projections of OLMo 2: all queries and all keys are normalized as one (arXiv 2501.00656)."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
-        super().__init__(config, layer, recompute)
-        self.widths = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        self.q_norm, self.k_norm = make_norm(config, self.widths[0]), make_norm(config, self.widths[1])
-
-    def prepare(self, qkv_TW: Tensor) -> Tensor:
-        q, k, v = qkv_TW.split(self.widths, dim=1)
-        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
-
-
-class ClippedAttention(LlamaAttention):
-    """The attention projections of OLMo 1: queries, keys and values are clipped (arXiv 2402.00838)."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
-        super().__init__(config, layer, recompute)
-        self.bound = math.inf if config.clip_qkv is None else config.clip_qkv
-
-    def prepare(self, qkv_TW: Tensor) -> Tensor:
-        return qkv_TW if self.bound == math.inf else qkv_TW.clamp(-self.bound, self.bound)
-
-
-class PositionScaledAttention(LlamaAttention):
-    """The attention projections of Ministral 3: queries grow with their position (see `QueryScaling`)."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
-        super().__init__(config, layer, recompute)
-        scaling = None if layer.rope is None else config.ropes[layer.rope].query_scaling
-        assert scaling is not None
-        self.query_scaling = scaling
-
-    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
-        q_TND, k_TKD, v_TKD = super().heads(x_TH, norm, position_ids, table_PD)
-        scale_T = self.query_scaling(position_ids).to(q_TND.dtype)
-        return q_TND * scale_T[:, None, None], k_TKD, v_TKD
-
-
-class LlamaMLP(nn.Module):
-    """The feed-forward network with a gate."""
-
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__()
-        options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
-        sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
-        self.gate_up_proj = NormedLinear(config.hidden_size, 2 * config.intermediate_size, **options)
-        self.down_proj = GatedLinear(*sizes, activation=activation, **options)
-
-    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x_TH, norm))
-
-
-class PlainMLP(nn.Module):
-    """The feed-forward network without a gate."""
-
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__()
-        options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
-        sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
-        self.up_proj = NormedLinear(config.hidden_size, config.intermediate_size, **options)
-        self.down_proj = ActiveLinear(*sizes, activation=activation, **options)
-
-    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
-        return self.down_proj(self.up_proj(x_TH, norm))
-
-
-class ExpertsMLP(nn.Module):
-    """A mixture of experts in place of the feed-forward network (arXiv 2401.04088)."""
-
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__()
-        mixture, size, options = config.mixture, config.hidden_size, {"initializer_range": config.initializer_range}
-        assert mixture is not None
-        self.gate = Router(size, mixture.num_experts, mixture.num_selected, normalizes=mixture.normalizes, **options)
-        self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
-
-    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
-        normed_TH = x_TH if norm is None else norm(x_TH)
-        return self.experts(normed_TH, *self.gate(normed_TH))
-
-
-class BiasedExpertsMLP(ExpertsMLP):
-    """A mixture of experts whose router and experts have biases, and whose gates are clamped (gpt-oss)."""
-
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__(config, recompute)
-        mixture, options = config.mixture, {"initializer_range": config.initializer_range}
-        assert mixture is not None
-        self.gate.bias = nn.Parameter(torch.zeros(mixture.num_experts))
-        sizes = (config.hidden_size, mixture.num_experts, mixture.intermediate_size)
-        self.experts = BiasedExperts(*sizes, alpha=mixture.swiglu_alpha, limit=mixture.swiglu_limit, **options)
-
-
-class SharedExpertMLP(ExpertsMLP):
-    """A mixture of experts, and one expert of all tokens, times a gate of its own (Qwen 2 MoE, arXiv 2407.10671)."""
-
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__(config, recompute)
-        assert config.mixture is not None
-        assert config.mixture.shared_size is not None
-        self.shared_expert = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
-        options = {"initializer_range": config.initializer_range, "recompute": recompute}
-        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, **options)
-
-    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
-        normed_TH = x_TH if norm is None else norm(x_TH)
-        routed_TH = self.experts(normed_TH, *self.gate(normed_TH))
-        return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
+from sftron.models.layers import Linear, Norm
+from sftron.models.projections import ATTENTIONS, make_norm
 
 
 class LlamaBlock(nn.Module):
@@ -223,6 +37,10 @@ class LlamaBlock(nn.Module):
 
     With `recompute`, the backward pass recomputes RMS norms, activations and casts of weights, but no matrix product.
     """
+
+    num_norms = (2, 0)
+    """The numbers of norms that are computed before and after linear layers, for the prediction of memory."""
+    input_layernorm: Norm | None
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
@@ -267,33 +85,30 @@ def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return call
 
 
-class NormAfterBlock(LlamaBlock):
-    """The block of OLMo 2: not what attention and MLP read is normalized, but what they add (arXiv 2501.00656)."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        del self.input_layernorm
-        self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
-
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
-        return self.self_attn.heads(x_TH, None, position_ids, table_PD)
-
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.post_attention_layernorm(self.self_attn.o_proj(attended_TND.flatten(1))))
-        return self.add(x_TH, self.post_feedforward_layernorm(self.mlp(x_TH, None)))
-
-
 class NormAroundBlock(LlamaBlock):
     """The block of Gemma 2: both what attention and MLP read and what they add is normalized (arXiv 2408.00118)."""
+
+    num_norms = (2, 2)
+    pre_feedforward_layernorm: Norm | None
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__(config, layer, recompute=recompute)
         self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
         self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
 
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.post_attention_layernorm(self.self_attn.o_proj(attended_TND.flatten(1))))
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.post_attention_layernorm(self.self_attn.output(attended_TND, *gate)))
         return self.add(x_TH, self.post_feedforward_layernorm(self.mlp(x_TH, self.pre_feedforward_layernorm)))
+
+
+class NormAfterBlock(NormAroundBlock):
+    """The block of OLMo 2: not what attention and MLP read is normalized, but what they add (arXiv 2501.00656)."""
+
+    num_norms = (0, 2)
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config, layer, recompute=recompute)
+        self.input_layernorm = self.pre_feedforward_layernorm = None
 
 
 class ParallelBlock(LlamaBlock):
@@ -305,7 +120,7 @@ class ParallelBlock(LlamaBlock):
 
     def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
         # The norm is computed twice, because attention, which is not compiled, lies between.
-        attended_TH, mlp_TH = self.self_attn.o_proj(attended_TND.flatten(1)), self.mlp(x_TH, self.input_layernorm)
+        attended_TH, mlp_TH = self.self_attn.output(attended_TND), self.mlp(x_TH, self.input_layernorm)
         return self.add(self.add(x_TH, attended_TH), mlp_TH)
 
 
@@ -335,32 +150,6 @@ BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
     "delta": DeltaBlock,
-}
-BLOCK_NORMS = {
-    LlamaBlock: (2, 0),
-    NormAfterBlock: (0, 2),
-    NormAroundBlock: (2, 2),
-    ParallelBlock: (2, 0),
-    DeltaBlock: (2, 0),
-}
-"""The numbers of norms that a block computes before and after its linear layers, for the prediction of memory."""
-ATTENTIONS: dict[str, Callable[..., Any]] = {
-    "rotary": LlamaAttention,
-    "normed_rotary": NormedHeadsAttention,
-    "each_normed_rotary": NormedEachHeadAttention,
-    "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
-    "wide_normed_rotary": NormedWidthAttention,
-    "clipped_rotary": ClippedAttention,
-    "gated_rotary": GatedAttention,
-    "delta": GatedDeltaNet,
-    "position_scaled": PositionScaledAttention,
-}
-MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
-    "gated": LlamaMLP,
-    "plain": PlainMLP,
-    "experts": ExpertsMLP,
-    "shared_experts": SharedExpertMLP,
-    "biased_experts": BiasedExpertsMLP,
 }
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
@@ -464,7 +253,8 @@ class LlamaForSFT(nn.Module):
         Args:
             input_ids: int [T].
             position_ids: int [T]. Positions restart at each document or more often, so all are below max_seqlen.
-            cu_seqlens: The document boundaries, int32 [documents + 1]; on the CPU for the backend "sdpa".
+            cu_seqlens: The document boundaries, int32 [documents + 1], on the device or on the CPU, where the backend
+                "sdpa" reads them without waiting for the device.
             max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
                 device.
 
@@ -472,6 +262,8 @@ class LlamaForSFT(nn.Module):
             ValueError: max_seqlen exceeds the RoPE table.
         """
         self.check_positions(max_seqlen)
+        if self.attention != "sdpa":
+            cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
         recur = RecurInDocuments(cu_seqlens, recompute=self.recomputes)
         attends = [recur if layer.is_recurrent else attend for layer in self.config.layers]

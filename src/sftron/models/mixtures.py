@@ -18,22 +18,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MIXTURE_KEYS: dict[str, Any] = {
-    "num_experts": None,
-    "num_local_experts": None,
-    "num_experts_per_tok": None,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-}
-"""The keys of all mixtures. The number of experts has two names, of which transformers 4 and 5 write either."""
-
-QWEN_MIXTURE_KEYS = MIXTURE_KEYS | {
-    "moe_intermediate_size": None,
-    "norm_topk_prob": False,
-    "mlp_only_layers": None,
-    "decoder_sparse_step": 1,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -84,9 +83,6 @@ class Inspection:
 
     def write_html(self, path: Path) -> None:
         path.write_text(self.as_html(), encoding="utf-8")
-
-    def write_json(self, path: Path) -> None:
-        path.write_text(json.dumps(self.audit.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def inspect_packs(

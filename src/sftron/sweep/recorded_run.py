@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, ConfigError, load_config
+from sftron.train.loggers import flat, flat_numbers
 from sftron.train.run_directory import read_records, read_result
 
 _CHANGE_NO_WEIGHT = (
@@ -97,8 +98,8 @@ def read_run(folder: Path) -> RecordedRun:
         config=flat_config(config),
         status=str(result.get("status", "unknown")),
         error=str(result.get("error", "")),
-        steps={step: _numbers(record) for step, record in steps.items()},
-        evaluations={step: _numbers({**each, **each.get("sets", {})}) for step, each in evaluations.items()},
+        steps={step: flat_numbers(record) for step, record in steps.items()},
+        evaluations={step: flat_numbers({**each, **each.get("sets", {})}) for step, each in evaluations.items()},
         sets=tuple(dict.fromkeys(name for each in evaluations.values() for name in each.get("sets", {}))),
         fingerprints=_fingerprints(folder / "mix_report.json"),
     )
@@ -114,23 +115,9 @@ def _fingerprints(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _numbers(record: Mapping[str, Any]) -> Numbers:
-    return {name: float(value) for name, value in _flat(record, "/").items() if type(value) in (int, float)}
-
-
 def flat_config(config: Config) -> dict[str, Any]:
     """Returns all values by dotted key; lists are single values."""
-    return _flat(config.model_dump(mode="json"), ".")
-
-
-def _flat(tree: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= {f"{key}{separator}{name}": each for name, each in _flat(value, separator).items()}
-        else:
-            flat[key] = value
-    return flat
+    return flat(config.model_dump(mode="json"), ".")
 
 
 def decides_training(key: str) -> bool:

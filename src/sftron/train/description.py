@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron import __version__
-from sftron.checkpoint.hf_weights import read_json
+from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
@@ -19,28 +19,25 @@ from sftron.models.mxfp4 import quant_method
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
+from sftron.train.best import watched_metric
 from sftron.train.console import say
-from sftron.train.evaluation import Question, watched_metric
+from sftron.train.evaluation import Question
+from sftron.train.measured_memory import MeasuredPeak, total_memory
 from sftron.train.memory import (
     GROWTH_OF_TENSORS,
     MEMORY_PARTS,
     RESERVE_OF,
-    MeasuredPeak,
     StepMemory,
     predictions_of,
-    total_memory,
 )
 from sftron.train.run_data import num_workers
-from sftron.train.sample import Projection, Sample
+from sftron.train.sample import Sample
 from sftron.train.settings import Change
 from sftron.train.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _CPU_INFO = Path("/proc/cpuinfo")
-_MOST_EPOCHS = 4
-"""The number of epochs up to which repeated data is nearly as good as new data (Muennighoff et al., arXiv
-2305.16264)."""
 
 
 # --- Before the steps ---
@@ -70,7 +67,8 @@ def describe_setup(setup: Setup) -> None:
     config, data = setup.config, setup.data
     describe_data(config, data.dataset, data.sample)
     _describe_evaluation_sets(setup)
-    _describe_projection(config, data.projection, data.dataset.token_budget)
+    for line in data.projection.lines(config, data.dataset.token_budget):
+        say(line)
     _describe_model(setup)
 
 
@@ -116,39 +114,6 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         say(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
     for reason, count, first in sample.audit.drops():
         say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
-
-
-def _describe_projection(config: Config, projection: Projection, token_budget: int) -> None:
-    steps, epochs, per_epoch = config.tokens.train_steps, config.tokens.train_epochs, projection.steps_per_epoch
-    trained = f"{projection.trained_share:.0%}"
-    if per_epoch is None:
-        length = f"{steps:,} steps; {trained} of the tokens trained"
-    else:
-        about = f"{steps / per_epoch:.2f} epochs" if steps else f"{(epochs or 0) * per_epoch:,.0f} steps"
-        length = (
-            f"{f'{steps:,} steps' if steps else f'{epochs:,} epochs'}, about {about}; an epoch is about "
-            f"{per_epoch:,.1f} steps and {projection.tokens_per_epoch:,} tokens, {trained} of them trained"
-        )
-    say(f"projection {length}; about {projection.tokens_per_step:,} tokens a step")
-    sequence_length = config.tokens.sequence_length
-    padded = projection.conversations_per_pack * sequence_length / token_budget
-    say(
-        f"           about {projection.conversations_per_pack:,.1f} conversations a pack, which padded to "
-        f"{sequence_length:,} would take {padded:.1f} times the positions"
-    )
-    for dataset in projection.datasets:
-        if per_epoch is None and dataset.epochs is not None:
-            of = f"about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
-            say(f"           {dataset.name}: {of}")
-    for dataset in projection.datasets:
-        if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
-            remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
-            times = f"{dataset.name} is trained about {dataset.epochs:.1f} times"
-            say(f"WARNING    {times}; if that is not intended, lower {remedy}")
-    if config.data.packing.strategy == "pool" and projection.fill < 1:
-        pool = f"a pool of {config.data.packing.pool_size} conversations"
-        remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
-        say(f"WARNING    {pool} fills about {projection.fill:.0%} of a pack: {remedy}")
 
 
 def _describe_model(setup: Setup) -> None:

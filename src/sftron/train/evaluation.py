@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.config import Config
-from sftron.data.formats.detect import RowFormat, parse_conversation
+from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.sources import open_source
@@ -22,6 +20,7 @@ from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
 from sftron.train import console
+from sftron.train.best import Best, Watched, is_patience_over, metric_of, watched_metric
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.ranks import Ranks
 from sftron.train.run_data import EvaluationSet
@@ -166,60 +165,6 @@ class Answer:
     """Whether the answer ended with a stop token rather than at the length limit."""
 
 
-# --- The best checkpoint ---
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best value so far of the metric that checkpoints.keep_best names."""
-
-    metric: str
-    value: float
-    step: int
-    of: str
-    """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
-
-    def is_beaten_by(self, value: float) -> bool:
-        """Returns whether `value` is strictly better; in a tie, the earlier one stays the best."""
-        return value < self.value if self.metric.endswith("/loss") else value > self.value
-
-
-def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Returns the metric with a name such as "eval/held_out/loss"; None if it is missing or not finite."""
-    value: Any = metrics
-    for part in name.split("/"):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) and isfinite(value) else None
-
-
-def watched_metric(config: Config, sets: Sequence[EvaluationSet]) -> str:
-    """Returns the metric that evaluation.patience watches. Raises ValueError if none is given and no set has a loss."""
-    if name := config.evaluation.metric or config.checkpoints.keep_best:
-        return name
-    if not sets:
-        raise ValueError("evaluation.metric: is null, but there is no set that has a loss; set it to eval/stop_rate")
-    return f"eval/{sets[0].name}/loss"
-
-
-def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
-    """Raises ValueError if the run does not measure the metric `name`, which the configuration's `key` gives."""
-    known = ["eval/stop_rate"] if has_prompts else []
-    for each in sets:
-        roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
-        measures = ["loss", "token_accuracy", *(f"roles/{Role(role).name.lower()}/loss" for role in sorted(roles))]
-        known += [f"eval/{each.name}/{measure}" for measure in measures]
-    if name not in known:
-        raise ValueError(f"{key}: {name} is no metric of this run; give one of {', '.join(known)}")
-
-
-def is_patience_over(setup: Setup, watched: Watched | None) -> bool:
-    """Returns whether evaluation.patience ends the run: too many evaluations without a better value of its metric."""
-    patience = setup.config.evaluation.patience
-    if patience is None or watched is None or watched.num_worse < patience:
-        return False
-    return watched.best.metric == watched_metric(setup.config, setup.data.evaluation_sets)
-
-
 # --- A whole evaluation ---
 
 
@@ -255,31 +200,6 @@ class Evaluation:
         stopped = sum(each.stopped for each in self.answers)
         of_answers = f" | {stopped} of {len(self.answers)} answers ended by themselves" if self.answers else ""
         yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}"
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """The best value so far of the metric that evaluation.patience watches; the first evaluation counts too."""
-
-    best: Best
-    num_worse: int = 0
-    """The number of evaluations since the best one."""
-
-    @classmethod
-    def from_state(cls, state: Any) -> Watched | None:
-        """Restores it from an evaluator's state; None if there is none. Raises TypeError or KeyError."""
-        return cls(Best(**state["best"]), state["num_worse"]) if state else None
-
-    def after(self, value: float | None, step: int) -> Watched:
-        """Returns it after one more evaluation; a value that is missing or not finite is not better."""
-        if value is not None and self.best.is_beaten_by(value):
-            return Watched(replace(self.best, value=value, step=step))
-        return Watched(self.best, self.num_worse + 1)
-
-    def reason(self) -> str:
-        """Returns why the run ends."""
-        best = f"{self.best.value:.4f}, of step {self.best.step}"
-        return f"{self.best.metric} has had no better value than {best}, in {self.num_worse} evaluations"
 
 
 class Evaluator:

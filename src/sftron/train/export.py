@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,44 @@ from sftron.checkpoint.adapter import vllm_limits, write_adapter
 from sftron.checkpoint.atomic import remove
 from sftron.checkpoint.checkpoint import read_state
 from sftron.checkpoint.convert import BASE_WEIGHTS, checkpoint_to_adapter, checkpoint_to_hf, lora_of, require_base
-from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.model_folder import local_folder
 from sftron.config import Config
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed
 from sftron.train import console
+from sftron.train.base_model import BaseModel, read_base_model
 from sftron.train.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
 from sftron.train.model_card import VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.run_data import load_chat_tokenizer
-from sftron.train.setup import ExportParts, local_folder, read_export_parts
+
+
+@dataclass(frozen=True, slots=True)
+class ExportParts:
+    """The parts of an export other than the weights and the logs of the run."""
+
+    source: ExportSource
+    base: BaseModel
+    chat_tokenizer: ChatTokenizer
+
+
+def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
+    """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
+    with tempfile.TemporaryDirectory() as saved:
+        if config.tokenizer.add_tokens:
+            chat_tokenizer.tokenizer.save_pretrained(saved)
+            tokenizer_folder = Path(saved)
+        else:
+            tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
+        source = ExportSource.read(model_folder, tokenizer_folder)
+    if config.tokenizer.chat_template:
+        source = source.with_chat_template(chat_tokenizer.template.source)
+    return ExportParts(source, read_base_model(config.model.path, model_folder), chat_tokenizer)
 
 
 class Exporter:
@@ -55,7 +81,7 @@ class Exporter:
         self._vocab_size = vocab_size
         self._dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
 
-    def write_model(self, weights: NamedTensors, folder: Path, adapter: AdapterFacts | None = None) -> None:
+    def write_model(self, weights: NamedTensors, folder: Path) -> None:
         """Writes a Hugging Face folder. Raises OSError."""
         export_hf(
             weights,
@@ -64,8 +90,7 @@ class Exporter:
             dtype=self._dtype,
             stop_token_ids=self._state["stop_token_ids"],
             vocab_size=self._vocab_size,
-            chat_template=self._parts.chat_template,
-            model_card=self._card(adapter),
+            model_card=self._card(None),
         )
 
     def write_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> None:
@@ -80,7 +105,6 @@ class Exporter:
             base_revision=self._parts.base.revision,
             stop_token_ids=self._state["stop_token_ids"],
             vocab_size=self._vocab_size,
-            chat_template=self._parts.chat_template,
             model_card=self._card(facts),
         )
         console.say(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
@@ -109,17 +133,9 @@ class Exporter:
         Raises:
             OSError: The folder cannot be written, or the base model has changed since the run started.
         """
-        source, report = self._parts.source, MergeReport(self._dtype)
+        unchecked = folder.with_name(f"{folder.name}.unchecked")
         try:
-            require_base(source.folder, self._state["fingerprint"])
-            read_base = partial(as_computed, dtype=frozen_dtype(self._config))
-            weights = merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base)
-            unchecked = folder.with_name(f"{folder.name}.unchecked")
-            facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS], merge=report)
-            self.write_model(weights, unchecked)
-            # The report is complete only now that all weights have been written.
-            card = self._card(facts)
-            (unchecked / "README.md").write_text(card, encoding="utf-8")
+            report = self._write_unchecked(tensors, spec, unchecked)
         except ValueError as error:
             raise OSError(f"the adapter cannot be merged: {error}") from error
         merged = load_model(
@@ -146,38 +162,35 @@ class Exporter:
             )
         for line in report.lines():
             console.say(f"           {line}")
-        return {
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "lost": report.lost,
-            "largest_kl": kl,
-            "allowed_kl": MOST_KL,
-        } | {"is_accepted": is_accepted}
+        measures = {"lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL, "is_accepted": is_accepted}
+        return {"dtype": str(self._dtype).removeprefix("torch."), **measures}
+
+    def _write_unchecked(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> MergeReport:
+        """Writes the merged model. Raises ValueError or OSError."""
+        source, report = self._parts.source, MergeReport(self._dtype)
+        require_base(source.folder, self._state["fingerprint"])
+        read_base = partial(as_computed, dtype=frozen_dtype(self._config))
+        weights = merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base)
+        facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS], merge=report)
+        self.write_model(weights, folder)
+        # The report is complete only now that all weights have been written.
+        (folder / "README.md").write_text(self._card(facts), encoding="utf-8")
+        return report
 
     def _card(self, adapter: AdapterFacts | None) -> str:
         """Returns the card; it names the repository unless the export is an adapter whose merge has the root."""
         lora = self._config.lora
         is_in_root = adapter is None or adapter.merge is not None or lora is None or not lora.merge
         repository = self._repository if is_in_root else None
-        return _card(self._config, self._parts, self._state, self._run_folder, adapter, repository)
-
-
-def _card(
-    config: Config,
-    parts: ExportParts,
-    state: Mapping[str, Any],
-    run_folder: Path,
-    adapter: AdapterFacts | None = None,
-    repository: str | None = None,
-) -> str:
-    return model_card(
-        config,
-        state,
-        run_folder=run_folder,
-        base=parts.base,
-        chat_tokenizer=parts.chat_tokenizer,
-        adapter=adapter,
-        repository=repository,
-    )
+        return model_card(
+            self._config,
+            self._state,
+            run_folder=self._run_folder,
+            base=self._parts.base,
+            chat_tokenizer=self._parts.chat_tokenizer,
+            adapter=adapter,
+            repository=repository,
+        )
 
 
 def _with_verify_card(parts: ExportParts, run_folder: Path) -> ExportParts:
@@ -221,22 +234,12 @@ def export_checkpoint(
     spec, facts = lora_of(state), None
     if spec is not None and not merge:
         facts = AdapterFacts(spec=spec, base_sha256=state["fingerprint"][BASE_WEIGHTS])
-    options: dict[str, Any] = {
-        "source": parts.source,
-        "stop_token_ids": stop_token_ids,
-        "chat_template": parts.chat_template,
-        "model_card": _card(config, parts, state, run_folder, facts),
-    }
-    if spec is not None and not merge:
-        base = parts.base
-        checkpoint_to_adapter(
-            checkpoint,
-            folder,
-            base_model=base.name,
-            base_revision=base.revision,
-            dtype=dtype or torch.float32,
-            **options,
-        )
+    base, chat_tokenizer = parts.base, parts.chat_tokenizer
+    card = model_card(config, state, run_folder=run_folder, base=base, chat_tokenizer=chat_tokenizer, adapter=facts)
+    options: dict[str, Any] = {"source": parts.source, "stop_token_ids": stop_token_ids, "model_card": card}
+    if facts is not None:
+        names = {"base_model": base.name, "base_revision": base.revision}
+        checkpoint_to_adapter(checkpoint, folder, dtype=dtype or torch.float32, **names, **options)
     else:
         export_dtype: torch.dtype = dtype or getattr(torch, config.model.compute_dtype)
         read_base = partial(as_computed, dtype=frozen_dtype(config))

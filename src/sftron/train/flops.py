@@ -28,7 +28,8 @@ def block_parameters(config: LlamaConfig, layer: Layer) -> int:
     """Returns the number of weights in the matrices of a block that a token is multiplied by: q, k, v, o, gate, up and
     down; of experts, the router and those that the token selects."""
     if layer.is_recurrent:
-        return delta_parameters(config)
+        assert config.delta is not None
+        return config.hidden_size * (sum(config.delta.rows) + config.delta.widths[2] + 3 * config.intermediate_size)
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     width, mixture = (2 if layer.mlp == "plain" else 3) * config.intermediate_size, config.mixture
     if mixture is not None and layer.mlp != "gated":
@@ -36,12 +37,6 @@ def block_parameters(config: LlamaConfig, layer: Layer) -> int:
         width += 0 if mixture.shared_size is None else 3 * mixture.shared_size + 1
     # The rows of an output gate are as many as those of q.
     return config.hidden_size * ((2 + config.output_gate) * width_q + 2 * width_kv + width)
-
-
-def delta_parameters(config: LlamaConfig) -> int:
-    """Returns the number of weights in the matrices of a block with a delta layer."""
-    assert config.delta is not None
-    return config.hidden_size * (sum(config.delta.rows) + config.delta.widths[2] + 3 * config.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -142,12 +142,12 @@ class Loggers:
 
     def log_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Logs the numbers of a line of metrics.jsonl."""
-        numbers = {name: number for name, number in flat_numbers(record) if name != "step"}
+        numbers = {name: number for name, number in flat_numbers(record).items() if name != "step"}
         for thread in self._threads:
             thread.log_step(step, numbers)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
-        numbers = dict(flat_numbers(metrics))
+        numbers = flat_numbers(metrics)
         for thread in self._threads:
             thread.log_evaluation(step, numbers, answers)
 
@@ -164,13 +164,20 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0].rstrip('.')}"
 
 
-def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
-    """Yields every number with a flat name such as "datasets/x.jsonl/tokens", because loggers plot only numbers."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat_numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)):
-            yield f"{prefix}{key}", value
+def flat(tree: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Returns the values of nested mappings by joined names, such as "datasets/x.jsonl/tokens"; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}{separator}{name}": each for name, each in flat(value, separator).items()}
+        else:
+            found[key] = value
+    return found
+
+
+def flat_numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
+    """Returns every number of a record by its flat name, because loggers plot only numbers."""
+    return {name: value for name, value in flat(record, "/").items() if type(value) in (int, float)}
 
 
 # --- Facts of the run ---

@@ -105,23 +105,15 @@ class TrainingLoop:
 
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Trains until the run is done. Returns "completed", "preempted" or NOT_FINITE."""
-        config, progress, length, outputs = self._config, self._progress, self._length, self._outputs
+        progress, length, outputs = self._progress, self._length, self._outputs
         bar, num_empty = console.RunProgress(), 0
-        architecture, trained = self._setup.model.architecture, self._setup.model.trained
         if self._is_stop_requested() or not self._evaluate():
             return "preempted"
         if not (length.is_done(progress) or outputs.evaluator.is_patience_over):
             outputs.export_on_the_way(only_if_missing=True)  # the run may have ended before this export
         while not (length.is_done(progress) or outputs.evaluator.is_patience_over):
             started = time.perf_counter()
-            self._ranks.at(f"the data of step {progress.step + 1}")
-            fetched = next_step_batches(
-                batches,
-                config.tokens.batch_accumulation_per_replica,
-                ranks=self._ranks,
-                num_datasets=len(progress.datasets),
-                flops_of=lambda own: step_flops(architecture, own, config.model.activation_checkpointing, trained),
-            )
+            fetched = self._fetch(batches)
             if fetched.counts.conversations == 0:
                 # At the end of the data, some lanes run out before others. Without a conversation, there is no step.
                 self._commit(fetched)
@@ -129,31 +121,12 @@ class TrainingLoop:
                 length.require_more_data(progress, num_empty, self._setup.data.dataset.num_lanes)
                 continue
             num_empty = 0
-            if self._started is not None:
-                console.say(f"first step {started - self._started:.1f} s after the start")
-                self._started = None
             learning_rate, result = self._step(fetched)
-            metrics = measure_step(
-                progress,
-                fetched,
-                result,
-                learning_rate=learning_rate,
-                preparation=self._setup.data.preparation,
-                step_seconds=time.perf_counter() - started,
-                checkpoint_seconds=outputs.checkpoint_time.take(),
-                evaluation_seconds=outputs.evaluation_time.take(),
-                peak_tflops=self._setup.model.peak.tflops,
-                ranks=self._ranks,
-                changed_settings=self._state.settings.changed_at(progress.step),
-            )
-            self._logs.write_step(metrics)
-            num_steps = config.tokens.train_steps
-            bar.update(length.share_done(progress), metrics.in_short(num_steps))
-            if progress.step % config.logging.interval == 0 or result.skipped:
-                console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+            self._log(fetched, result, learning_rate, bar, seconds=time.perf_counter() - started)
             if not self._is_finite(result, fetched.batches):
                 return NOT_FINITE
-            progress.require_few_dropped(config.data.max_dropped_share, length.rows_of_run(progress))
+            max_dropped_share = self._config.data.max_dropped_share
+            progress.require_few_dropped(max_dropped_share, length.rows_of_run(progress))
             is_save_due = self._ranks.is_main and outputs.saver.is_due(progress.step)
             wanted = self._ranks.any_of(stop=self._stop_request.received, save=is_save_due)
             if wanted["stop"] or not self._evaluate():
@@ -169,11 +142,56 @@ class TrainingLoop:
             console.say(f"ends early {reason}")
         return "completed"
 
+    def _fetch(self, batches: Iterator[Batch]) -> StepBatches:
+        """Returns the batches of the next step, and their counts over all ranks."""
+        model, tokens = self._setup.model, self._config.tokens
+        checkpointing = self._config.model.activation_checkpointing
+        self._ranks.at(f"the data of step {self._progress.step + 1}")
+        return next_step_batches(
+            batches,
+            tokens.batch_accumulation_per_replica,
+            ranks=self._ranks,
+            num_datasets=len(self._progress.datasets),
+            flops_of=lambda own: step_flops(model.architecture, own, checkpointing, model.trained),
+        )
+
+    def _log(
+        self,
+        fetched: StepBatches,
+        result: StepResult,
+        learning_rate: float,
+        bar: console.RunProgress,
+        *,
+        seconds: float,
+    ) -> None:
+        """Writes the metrics of the step that was made in `seconds`, and prints them."""
+        progress, outputs, num_steps = self._progress, self._outputs, self._config.tokens.train_steps
+        metrics = measure_step(
+            progress,
+            fetched,
+            result,
+            learning_rate=learning_rate,
+            preparation=self._setup.data.preparation,
+            step_seconds=seconds,
+            checkpoint_seconds=outputs.checkpoint_time.take(),
+            evaluation_seconds=outputs.evaluation_time.take(),
+            peak_tflops=self._setup.model.peak.tflops,
+            ranks=self._ranks,
+            changed_settings=self._state.settings.changed_at(progress.step),
+        )
+        self._logs.write_step(metrics)
+        bar.update(self._length.share_done(progress), metrics.in_short(num_steps))
+        if progress.step % self._config.logging.interval == 0 or result.skipped:
+            console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+
     def _step(self, fetched: StepBatches) -> tuple[float, StepResult]:
         """Makes one optimizer step. Returns the learning rate and the result."""
         progress, interval = self._progress, self._config.logging.untrained_roles_interval
         if progress.step == self._config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
+        if self._started is not None:
+            console.say(f"first step {time.perf_counter() - self._started:.1f} s after the start")
+            self._started = None
         learning_rate = self._length.learning_rate(progress)
         set_learning_rate(self._state.optimizer, learning_rate)
         self._ranks.at(f"step {progress.step + 1}")

@@ -192,9 +192,7 @@ def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor
         device = model.head_weight.device
         for text in texts:
             ids = torch.tensor(text, device=device)
-            bounds = torch.tensor(
-                [0, len(text)], dtype=torch.int32, device="cpu" if model.attention == "sdpa" else device
-            )
+            bounds = torch.tensor([0, len(text)], dtype=torch.int32)
             hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
             found.append(model.head.logits(hidden_TH).float().cpu())
     return found

@@ -1,24 +1,16 @@
-"""The peak memory of a training step: a prediction from the architecture, and a measurement.
+"""The peak memory of a training step as it is predicted from the architecture, in bytes of tensors.
 
-Both count the bytes of tensors, as torch.cuda.max_memory_allocated does; on a CPU, the resident memory of the process
-is measured too. docs/lora.md has the formula.
+docs/lora.md has the formula, and measured_memory.py measures the same.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from sftron.checkpoint.adapter import model_projections
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
@@ -27,7 +19,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.delta import bytes_for_backward
 from sftron.models.experts import Experts
 from sftron.models.layers import LayerNorm, Linear
-from sftron.models.llama import BLOCK_NORMS, LlamaForSFT
+from sftron.models.llama import LlamaBlock, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.train.lora import frozen_dtype
@@ -54,18 +46,6 @@ class StepMemory:
     activations: int
     """What the blocks keep for the backward pass of one micro-batch."""
     peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPeak:
-    """The bytes of a step as measured; each is None where it is not known."""
-
-    tensors: int | None
-    resident: int | None = None
-    """The growth of the process since before the model was made."""
-
-
-# --- The prediction ---
 
 
 def make_unloaded(
@@ -142,13 +122,10 @@ def predict(
     weights = sum(each.nbytes for each in model.parameters()) // num_shards
     gradients = sum(4 * each.numel() for each in trained) // num_shards
     optimizer = sum(state_bytes(each, optimizer_state) for each in trained) // num_shards
-    gathered = 0
-    if num_shards > 1:
-        blocks = [_gathered(block, size) for block in model.model.layers]
-        gathered = _gathered(model, size) - sum(blocks) + 2 * max(blocks)
-    held = weights + optimizer + gathered + table
+    held = weights + optimizer + table + (_gathered_at_once(model) if num_shards > 1 else 0)
 
-    layers = [_Block(block, config, num_tokens, longest_document, size, on_gpu) for block in model.model.layers]
+    blocks: Sequence[LlamaBlock] = list(model.model.layers)  # pyright: ignore[reportAssignmentType]
+    layers = [_Block(block, config, num_tokens, longest_document, size, on_gpu) for block in blocks]
     hidden = num_tokens * config.hidden_size * size
     kept_by = [hidden if mode == "full" else each.kept(mode) for each in layers]
     kept = sum(kept_by)
@@ -162,16 +139,10 @@ def predict(
         still_kept -= kept_here
         made += 0 if accumulates else block.gradients // num_shards
 
-    head = model.head_weight
-    head_gradient = 4 * head.numel() if head.requires_grad else 0
+    head_gradient = 4 * model.head_weight.numel() if model.head_weight.requires_grad else 0
     # The input and output of the final norm.
     ends = 2 * hidden
-    # A bounded head keeps the derivatives of a chunk, too.
-    chunk = min(rows_per_chunk(len(head), size), num_tokens) * len(head) * size
-    bounds = chunk if config.logit_softcap is not None else 0
-    cast = 0 if head.dtype == model.compute_dtype else head.numel() * size
-    in_fp32 = 0 if on_gpu else 4 * min(ELEMENTS_AT_ONCE, chunk // size) * (1 if size == 4 else 2)
-    in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + bounds + in_fp32 + cast
+    in_loss = held + earlier + kept + ends + hidden + head_gradient + _of_loss(model, num_tokens, on_gpu)
     # The gradient of the loss is scaled in fp32.
     scaled = hidden + 4 * num_tokens * config.hidden_size
     after_loss = held + earlier + ends + head_gradient + max(scaled + kept, in_blocks)
@@ -185,32 +156,43 @@ def predict(
     if optimizer_state == "8bit" and not on_gpu:
         update += max((12 * each.numel() for each in trained), default=0) // num_shards
     peak = max(in_loss, after_loss, at_end, first_block, update)
-    return StepMemory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=kept,
-        peak=peak,
-    )
+    return StepMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, peak=peak)
 
 
-def _gathered(module: nn.Module, size: int) -> int:
-    """Returns the bytes of the weights of a module as FSDP gathers them."""
-    return sum(each.nbytes if each.dtype == NF4 else each.numel() * size for each in module.parameters())
+def _gathered_at_once(model: LlamaForSFT) -> int:
+    """Returns the bytes of the weights that FSDP gathers: two blocks, and all that is outside of blocks."""
+
+    def gathered(module: nn.Module) -> int:
+        size = model.compute_dtype.itemsize
+        return sum(each.nbytes if each.dtype == NF4 else each.numel() * size for each in module.parameters())
+
+    blocks = [gathered(block) for block in model.model.layers]
+    return gathered(model) - sum(blocks) + 2 * max(blocks)
+
+
+def _of_loss(model: LlamaForSFT, num_tokens: int, on_gpu: bool) -> int:
+    """Returns the bytes of a chunk of logits, of what is computed from it, and of the cast head."""
+    head, size = model.head_weight, model.compute_dtype.itemsize
+    chunk = min(rows_per_chunk(len(head), size), num_tokens) * len(head) * size
+    # A bounded head keeps the derivatives of a chunk, too.
+    bounds = chunk if model.config.logit_softcap is not None else 0
+    cast = 0 if head.dtype == model.compute_dtype else head.numel() * size
+    in_fp32 = 0 if on_gpu else 4 * min(ELEMENTS_AT_ONCE, chunk // size) * (1 if size == 4 else 2)
+    return chunk + bounds + in_fp32 + cast
 
 
 class _Block:
     """The activations of one block. See the table in models/linear.py for what its layers save."""
 
     def __init__(
-        self, block: nn.Module, config: LlamaConfig, num_tokens: int, longest: int, size: int, on_gpu: bool
+        self, block: LlamaBlock, config: LlamaConfig, num_tokens: int, longest: int, size: int, on_gpu: bool
     ) -> None:
         self._size, self._num_tokens, self._config = size, num_tokens, config
         self._linears: dict[str, Linear] = {
             name.rpartition(".")[2]: module for name, module in block.named_modules() if isinstance(module, Linear)
         }
         self._up = "gate_up_proj" if "gate_up_proj" in self._linears else "up_proj"
-        self._norms_before, self._norms_after = BLOCK_NORMS[type(block)]
+        self._norms_before, self._norms_after = block.num_norms
         self._has_layer_norms = any(isinstance(module, LayerNorm) for module in block.children())
         self._is_delta = "in_proj" in self._linears
         self._rule_bytes = 0
@@ -230,6 +212,17 @@ class _Block:
 
     def kept(self, mode: str) -> int:
         """Returns the bytes that the block keeps for its backward pass, with "none" or "selective"."""
+        total = self._num_tokens * self._per_token(mode) + (self._rule_bytes if mode == "none" else 0)
+        for linear in self._linears.values():
+            adapters: list[Any] = list(linear.adapters.values())
+            total += self._num_tokens * self._size * sum(len(each.lora_A) for each in adapters)
+            if any(each.lora_magnitude_vector is not None for each in adapters):
+                total += self._num_tokens * self._size * linear.out_features
+            if mode == "none" and linear.weight.requires_grad and linear.weight.dtype.itemsize != self._size:
+                total += self._size * linear.weight.numel()
+        return total
+
+    def _per_token(self, mode: str) -> int:
         config, size = self._config, self._size
         hidden, inner = config.hidden_size, config.intermediate_size
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -272,15 +265,7 @@ class _Block:
         if before and mode == "none":
             first = "in_proj" if self._is_delta else "qkv_proj"
             per_token += size * hidden * (self._needs_input(first) + (inner > 0 and self._needs_input(self._up)))
-        total = self._num_tokens * per_token + (self._rule_bytes if mode == "none" else 0)
-        for linear in self._linears.values():
-            adapters: list[Any] = list(linear.adapters.values())
-            total += self._num_tokens * size * sum(len(each.lora_A) for each in adapters)
-            if any(each.lora_magnitude_vector is not None for each in adapters):
-                total += self._num_tokens * size * linear.out_features
-            if mode == "none" and linear.weight.requires_grad and linear.weight.dtype.itemsize != size:
-                total += size * linear.weight.numel()
-        return total
+        return per_token
 
     def backward(self, mode: str) -> int:
         """Returns the largest bytes at a time in the backward pass of the block, besides what it keeps.
@@ -315,80 +300,3 @@ class _Block:
         num_values = linear.in_features * linear.out_features
         cast = 0 if linear.weight.dtype.itemsize == size else num_values * size
         return cast + (4 * num_values if linear.weight.requires_grad else 0)
-
-
-# --- The measurement ---
-
-
-class LiveMemory(TorchDispatchMode):
-    """Records the tensors made in its `with` block; what an operation allocates and frees within itself is not seen.
-
-    Attributes:
-        peak: The most bytes at a time of storages made inside.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self.sizes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made = func(*args, **kwargs)
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
-                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return made
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-@contextmanager
-def peak_of_step(
-    model: nn.Module, device: torch.device, baseline: int | None = None
-) -> Iterator[Callable[[], MeasuredPeak]]:
-    """Yields a function that returns, after the `with` block, the peak of the block, weights included.
-
-    The tensors of a sharded model on a CPU are not known, because its collectives are not operations of torch.
-
-    Args:
-        baseline: The `resident_memory` before the model was made, from which the growth of the process is measured.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
-        return
-    if baseline is not None:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
-
-    def growth() -> int | None:
-        return None if baseline is None else _status("VmHWM") - baseline
-
-    if isinstance(model, FSDPModule):
-        yield lambda: MeasuredPeak(None, growth())
-        return
-    weights = sum(each.nbytes for each in model.parameters())
-    with LiveMemory() as memory:
-        yield lambda: MeasuredPeak(weights + memory.peak, growth())
-
-
-def resident_memory() -> int | None:
-    """Returns the bytes of this process that are in memory; None on a system other than Linux."""
-    return _status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def total_memory(device: torch.device) -> int:
-    """Returns the bytes of memory of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -26,13 +26,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from sftron import __version__
 from sftron.checkpoint.adapter import vllm_limits
 from sftron.checkpoint.convert import BASE_WEIGHTS
-from sftron.checkpoint.hf_weights import MAX_JSON_BYTES, digest_of, file_digests
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport
 from sftron.config import Config, dump_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_regular
+from sftron.train.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run_data import token_budget
@@ -44,25 +45,11 @@ VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
 """The card that `sftron verify --card` writes into a run directory, and the value of its key `schema`."""
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
-_MAX_README_BYTES, _MAX_FRONT_MATTER = 16 * 2**20, 64 * 2**10
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_MAX_CARD_BYTES = 16 * 2**20
 _RATE = "optimizer.learning_rate"
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
-# --- The base model and the hardware ---
-
-
-@dataclass(frozen=True, slots=True)
-class BaseModel:
-    """The model that training started from, as described in a model card."""
-
-    folder: Path
-    name: str
-    """The Hub id if it is known, else the name of the folder without its parents."""
-    license: str | None
-    revision: str | None = None
-    """The commit of a model in the Hub's cache."""
+# --- The adapter and the hardware ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +60,6 @@ class AdapterFacts:
     base_sha256: str | None = None
     merge: MergeReport | None = None
     """For a merged model, the report of the merge."""
-
-
-def read_base_model(path: str, folder: Path) -> BaseModel:
-    """Reads the name and the license of the model in `folder`. `path` is the value of model.path."""
-    name, license_name = folder.resolve().name, None
-    if hub_id(path) and not Path(path).exists():
-        name = path
-    elif match := re.search(r"models--([^/]+?)--([^/]+)", str(folder)):  # the Hub's cache
-        name = f"{match[1]}/{match[2]}"
-    else:
-        with suppress(OSError, ValueError, AttributeError):
-            stated = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
-            if isinstance(stated, str) and hub_id(stated) and not Path(stated).exists():
-                name = stated
-    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
-        text = read_regular(folder / "README.md", _MAX_README_BYTES).decode()[:_MAX_FRONT_MATTER]
-        if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):
-            license_name = yaml.safe_load(match[1]).get("license")
-    revision = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", folder.as_posix())
-    return BaseModel(folder, name, license_name, revision and revision[1])
 
 
 def hardware(ranks: Ranks) -> str:
@@ -127,51 +94,28 @@ def model_card(
         repository: The repository on the Hub whose root the model is pushed to, if any.
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
-    config = settings.as_config() or config
+    config, periods = settings.as_config() or config, settings.periods()
     steps, evaluations = (
         [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
-    periods = settings.periods()
     rates = [f"{rate:g} {period_words(first, last)}" for first, last, rate in periods.get(_RATE, [])]
     losses = [step["loss"] for step in steps if step["loss"] is not None]
     made_with = [["Hardware", str(state["hardware"])]] if "hardware" in state else []
-    packing = []
-    if num_positions := sum(step["tokens"] / step["fill"] for step in steps if step["fill"]):
-        num_packs = num_positions / token_budget(config)
-        packing = [
-            ["Fill", f"{sum(step['tokens'] for step in steps) / num_positions:.2%}"],
-            ["Conversations a pack", f"{sum(step['conversations'] for step in steps) / num_packs:.1f}"],
-        ]
+    if packing := _packing_rows(steps, token_budget(config)):
         made_with.append(["Time in steps", f"{sum(step['step_seconds'] for step in steps) / 3600:.2f} hours"])
-
-    def number(value: float | None) -> str:
-        return "?" if value is None else f"{value:.4f}"
-
-    def steps_of(first: int, last: int) -> str:
-        return str(first) if first == last else f"{first} to {last}"
-
     run = {
         "options": config,
         "progress": progress,
         "token_budget": token_budget(config),
         "data": _data_rows(config, state, progress, run_folder),
         "stop_tokens": [chat_tokenizer.decode([token_id]) for token_id in state.get("stop_token_ids", [])],
-        "last_loss": number(losses[-1] if losses else None),
+        "last_loss": _number(losses[-1] if losses else None),
         "learning_rate": ", ".join(rates) or f"{config.optimizer.learning_rate:g}",
         "packing": packing,
         "verified": _verified(run_folder, state.get("fingerprint") or {}, base.folder),
-        "changes": [
-            [key, steps_of(first, last or progress.step), shown(_shortened(value))]
-            for key, values in periods.items()
-            if not key.startswith("logging.wandb.")
-            for first, last, value in values
-        ],
-        "evaluations": [
-            [name, f"{each['step']:,}", *map(number, (found["loss"], found["token_accuracy"])), f"{found['tokens']:,}"]
-            for each in (*evaluations[:1], *evaluations[1:][-1:])
-            for name, found in each["sets"].items()
-        ],
+        "changes": _change_rows(periods, progress.step),
+        "evaluations": _evaluation_rows(evaluations),
     }
     return fill_template(
         base,
@@ -183,6 +127,40 @@ def model_card(
         adapter=adapter,
         repository=repository,
     )
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4f}"
+
+
+def _packing_rows(steps: Sequence[Mapping[str, Any]], budget: int) -> list[list[str]]:
+    """Returns how full the packs of these steps were; nothing if none had a token."""
+    if not (num_positions := sum(step["tokens"] / step["fill"] for step in steps if step["fill"])):
+        return []
+    per_pack = sum(step["conversations"] for step in steps) / num_positions * budget
+    return [
+        ["Fill", f"{sum(step['tokens'] for step in steps) / num_positions:.2%}"],
+        ["Conversations a pack", f"{per_pack:.1f}"],
+    ]
+
+
+def _change_rows(periods: Mapping[str, Sequence[tuple[int, int | None, Any]]], last_step: int) -> list[list[str]]:
+    """Returns a row for each value of each setting that changed during the run: key, steps and value."""
+    return [
+        [key, str(first) if first == (end := last or last_step) else f"{first} to {end}", shown(_shortened(value))]
+        for key, values in periods.items()
+        if not key.startswith("logging.wandb.")
+        for first, last, value in values
+    ]
+
+
+def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Returns a row for each set of the first and of the last evaluation."""
+    return [
+        [name, f"{each['step']:,}", *map(_number, (found["loss"], found["token_accuracy"])), f"{found['tokens']:,}"]
+        for each in (*evaluations[:1], *evaluations[1:][-1:])
+        for name, found in each["sets"].items()
+    ]
 
 
 def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | None = None) -> str:
@@ -225,11 +203,12 @@ def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Pat
         base_folder: The folder of the model that training started from.
     """
     try:
-        card = yaml.safe_load(read_regular(run_folder / VERIFY_CARD, _MAX_README_BYTES))
+        card = yaml.safe_load(read_regular(run_folder / VERIFY_CARD, _MAX_CARD_BYTES))
         if card["schema"] != VERIFY_CARD_SCHEMA:
             return ""
         of, hashes = Counter(check["status"] for check in card["checks"]), card["hashes"]
-        found = f"{of['PASS']} passed, {of['FAIL']} failed and {of['SKIP']} were not measured"
+        missing = f"{of['SKIP']} {'was' if of['SKIP'] == 1 else 'were'} not measured"
+        found = f"{of['PASS']} passed, {of['FAIL']} failed and {missing}"
         sentences = [f"Of {of.total()} checks before the run, {found}"]
         if limits := [name for name in ("--only", "--layers") if name in card.get("partial", [])]:
             sentences.append(f"They were a part of all checks ({', '.join(limits)})")
@@ -254,7 +233,7 @@ def shareable(config: Config) -> str:
     """Returns the configuration as YAML, without secrets, local paths and the wandb settings."""
     tree = yaml.safe_load(redacted(dump_config(config)))
     tree["logging"].pop("wandb", None)
-    return yaml.safe_dump(_shortened(tree), sort_keys=False, width=120)
+    return yaml.safe_dump(_shortened(tree), sort_keys=False, width=120, allow_unicode=True)
 
 
 def _shortened(value: Any) -> Any:
@@ -334,16 +313,6 @@ def _adapter_rows(base: BaseModel, adapter: AdapterFacts) -> list[list[str]]:
         ["Trained in full", ", ".join(spec.modules_to_save)],
     ]
     return [row for row in rows if row[1] not in ("", "?")]
-
-
-def hub_id(name: str) -> str | None:
-    """Returns the name if it has the form `owner/name`, else None; only such names become links."""
-    return name if _HUB_ID.fullmatch(name) and ".." not in name and len(name) <= 96 else None
-
-
-def license_id(name: object) -> str | None:
-    """Returns the name if it has the form of a license id of the Hub, else None."""
-    return name if isinstance(name, str) and _LICENSE.fullmatch(name) else None
 
 
 def code(text: str) -> str:

@@ -15,7 +15,8 @@ from sftron.models.adapters import LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train import console
-from sftron.train.evaluation import Best, Evaluator
+from sftron.train.best import Best
+from sftron.train.evaluation import Evaluator
 from sftron.train.export import Exporter, export_checkpoint
 from sftron.train.hub import HubPusher
 from sftron.train.lora import adapter_tensors, logits_of, texts_of

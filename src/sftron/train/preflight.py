@@ -23,7 +23,7 @@ from sftron.models.loss import LossSum
 from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
 from sftron.train import run_data
-from sftron.train.evaluation import require_metric, watched_metric
+from sftron.train.best import require_metric, watched_metric
 from sftron.train.ranks import Ranks
 from sftron.train.step import StepResult, train_step
 

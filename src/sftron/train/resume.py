@@ -24,7 +24,7 @@ from sftron.data.loader import PackLoader
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
-from sftron.train.evaluation import Watched, is_patience_over
+from sftron.train.best import Watched, is_patience_over
 from sftron.train.model_card import hardware
 from sftron.train.progress import Progress, RunLength
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result

@@ -15,13 +15,14 @@ import numpy as np
 
 from sftron import __version__
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.checkpoint.hf_weights import check_files
+from sftron.checkpoint.model_folder import check_files
 from sftron.config import Config
-from sftron.config.schema import Rows
+from sftron.config.data_schema import Rows
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import FORMAT_SAMPLE, RowFormat, resolve_format
+from sftron.data.formats.detect import FORMAT_SAMPLE, resolve_format
+from sftron.data.formats.table import RowFormat
 from sftron.data.labels import Targets
 from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader, collate
@@ -49,13 +50,9 @@ _LONG_ENOUGH_TO_REPORT = 20_000
 
 
 def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:
-    """Loads the tokenizer with the configured chat template.
+    """Loads the tokenizer in `folder`, or at the configured path, with the configured chat template.
 
-    Args:
-        folder: The local folder of the tokenizer, if it is known; by default, the path in the configuration.
-
-    Raises:
-        ValueError: If the folder, the tokenizer or the template cannot be used.
+    Raises ValueError if the folder, the tokenizer or the template cannot be used.
     """
     path = str(folder or config.tokenizer_path)
     if Path(path).is_dir():

@@ -29,6 +29,9 @@ from sftron.report.counts import SourceCount
 from sftron.train.progress import Progress, too_many_dropped
 
 _NUM_SAMPLED_ROWS, _FEWEST_SAMPLED_ROWS = 400, 50
+_MOST_EPOCHS = 4
+"""The number of epochs up to which repeated data is nearly as good as new data (Muennighoff et al., arXiv
+2305.16264)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +189,38 @@ class Projection:
     @property
     def trained_share(self) -> float:
         return sum(dataset.share * dataset.trained_share for dataset in self.datasets)
+
+    def lines(self, config: Config, token_budget: int) -> Iterator[str]:
+        """Yields the lines for the console, with a warning for data that is repeated often and for packs not full."""
+        steps, epochs, per_epoch = config.tokens.train_steps, config.tokens.train_epochs, self.steps_per_epoch
+        trained = f"{self.trained_share:.0%}"
+        if per_epoch is None:
+            length = f"{steps:,} steps; {trained} of the tokens trained"
+        else:
+            about = f"{steps / per_epoch:.2f} epochs" if steps else f"{(epochs or 0) * per_epoch:,.0f} steps"
+            length = (
+                f"{f'{steps:,} steps' if steps else f'{epochs:,} epochs'}, about {about}; an epoch is about "
+                f"{per_epoch:,.1f} steps and {self.tokens_per_epoch:,} tokens, {trained} of them trained"
+            )
+        yield f"projection {length}; about {self.tokens_per_step:,} tokens a step"
+        sequence_length = config.tokens.sequence_length
+        padded = self.conversations_per_pack * sequence_length / token_budget
+        yield (
+            f"           about {self.conversations_per_pack:,.1f} conversations a pack, which padded to "
+            f"{sequence_length:,} would take {padded:.1f} times the positions"
+        )
+        known = [(each, each.epochs) for each in self.datasets if each.epochs is not None]
+        for dataset, passes in known if per_epoch is None else ():
+            yield f"           {dataset.name}: about {passes:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
+        for dataset, passes in known if epochs is None else ():
+            if passes > _MOST_EPOCHS:
+                remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
+                times = f"{dataset.name} is trained about {passes:.1f} times"
+                yield f"WARNING    {times}; if that is not intended, lower {remedy}"
+        if config.data.packing.strategy == "pool" and self.fill < 1:
+            pool = f"a pool of {config.data.packing.pool_size} conversations"
+            remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
+            yield f"WARNING    {pool} fills about {self.fill:.0%} of a pack: {remedy}"
 
 
 def project(config: Config, dataset: PackedDataset, sample: Sample, *, dp_world_size: int) -> Projection:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,6 @@ import torch
 from torch import nn
 
 from sftron.checkpoint.checkpoint import (
-    Background,
     prune,
     shards_to_store,
     state_text,
@@ -58,7 +59,7 @@ class Saver:
         self._save_seconds = 0.0
         self._writers = ranks.with_own_group() if in_background else ranks
         self._host_copy = HostCopy() if in_background else None
-        self._running: Background | None = None
+        self._running: Future[None] | None = None
         self._num_misses = 0
 
     def resume_from(self, step: int, *, best_step: int | None) -> None:
@@ -94,7 +95,7 @@ class Saver:
                 self._missed(error)
         else:
             copied = self._host_copy.take(shards)
-            self._running = Background(lambda: self._write(step, copied, text, best_step))
+            self._running = _in_background(lambda: self._write(step, copied, text, best_step))
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began
 
@@ -113,7 +114,7 @@ class Saver:
 
         Raises OSError at the third consecutive failure.
         """
-        if self._running and not self._ranks.any(self._running.is_running):
+        if self._running and not self._ranks.any(not self._running.done()):
             self.wait()
 
     def wait(self) -> None:
@@ -121,7 +122,7 @@ class Saver:
         running, self._running = self._running, None
         if running is not None:
             try:
-                running.wait()
+                running.result()
                 self._succeeded()
             except OSError as error:
                 self._missed(error)
@@ -130,7 +131,7 @@ class Saver:
         """Waits briefly for a background save and ignores its errors; for a run that has already failed."""
         if self._running:
             with suppress(Exception):
-                self._running.wait(_PATIENCE_S)
+                self._running.result(_PATIENCE_S)
 
     def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredShards:
         return shards_to_store(model, optimizer, is_main=self._ranks.is_main)
@@ -153,3 +154,17 @@ class Saver:
             f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its "
             f"newest one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
         )
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Calls `work` in a daemon thread, which does not keep the process alive at exit, unlike an executor's threads."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again by result()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

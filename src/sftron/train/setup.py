@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,8 +15,7 @@ import torch
 
 from sftron.checkpoint import hf_weights
 from sftron.checkpoint.convert import BASE_WEIGHTS
-from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, check_files, read_config, read_json
+from sftron.checkpoint.model_folder import check_files, local_folder, read_config, read_json
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
@@ -27,25 +24,22 @@ from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files, open_source
 from sftron.models.architecture import LlamaConfig, architecture_facts, family_of
 from sftron.models.attention import resolve_attention
-from sftron.models.experts import freeze_routers
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
+from sftron.models.routing import freeze_routers
 from sftron.models.sharding import shard_model
 from sftron.train import run_data
 from sftron.train.evaluation import Question, read_questions
+from sftron.train.export import ExportParts, read_export_parts
 from sftron.train.flops import Peak, TrainedMatrices, find_peak
 from sftron.train.lora import RunAdapters, base_digest, frozen_dtype, resolve_adapters
-from sftron.train.model_card import BaseModel, read_base_model
+from sftron.train.new_tokens import ids_to_initialize
 from sftron.train.optimizer import make_adamw
 from sftron.train.preflight import preflight, require_alike
 from sftron.train.ranks import Ranks
 from sftron.train.run_data import EvaluationSet
 from sftron.train.sample import Projection, Sample, check_sample, project
-
-_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
-_NUM_COMPARED_ROWS = 256
-_LEAST_SHARE_OF_NORM = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +69,6 @@ class RunData:
         """
         training = sha256(json.dumps(self.preparation.fingerprint, sort_keys=True).encode()).hexdigest()
         return {"training": training, "evaluation": {each.name: each.fingerprint for each in self.evaluation_sets}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportParts:
-    """The parts of an export other than the weights and the logs of the run."""
-
-    source: ExportSource
-    base: BaseModel
-    chat_tokenizer: ChatTokenizer
-    chat_template: str | None
-    """The source of the configured template; None for the tokenizer's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +210,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         ),
         loss=resolve_loss(config.model.loss, ranks.device, compute_dtype, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
-        initialize_ids=_ids_to_initialize(config, folder, data),
+        initialize_ids=ids_to_initialize(config, folder, data.chat_tokenizer, data.sample.control_ids),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
         adapters=resolve_adapters(config, architecture),
         router_aux_loss_coef=_router_aux_loss_coef(config, architecture, folder),
@@ -251,93 +234,6 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
         return stated
     source = read_json(folder / "config.json")
     return stated_aux_coefficient(source, family_of(source).defaults)
-
-
-def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
-    """Returns the local folder of a path or a Hub id; for a Hub id, it is the folder in the Hub's cache.
-
-    Args:
-        with_weights: Whether the weights are needed, or only the tokenizer and the small files.
-        download: Whether to download files that are not in the cache.
-
-    Raises:
-        ValueError: If there is no such folder and no such model on the Hub.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
-        # gpt-oss has a second copy of its weights in the folder `original`.
-        options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"]}
-        return Path(snapshot_download(path, **options, local_files_only=not download))
-    except (OSError, HFValidationError) as error:
-        what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
-        raise ValueError(f"{what} is no local folder, and it cannot be downloaded from the Hub: {error}") from error
-
-
-def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
-    """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
-    with tempfile.TemporaryDirectory() as saved:
-        if config.tokenizer.add_tokens:
-            chat_tokenizer.tokenizer.save_pretrained(saved)
-            tokenizer_folder = Path(saved)
-        else:
-            tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
-        source = ExportSource.read(model_folder, tokenizer_folder)
-    return ExportParts(
-        source=source,
-        base=read_base_model(config.model.path, model_folder),
-        chat_tokenizer=chat_tokenizer,
-        chat_template=chat_tokenizer.template.source if config.tokenizer.chat_template else None,
-    )
-
-
-# --- Control tokens that the model was never trained on ---
-
-
-def _ids_to_initialize(config: Config, folder: Path, data: RunData) -> list[int]:
-    """Returns the ids of tokenizer.add_tokens that are new to the tokenizer, or that the model was never trained on.
-
-    Raises ValueError if the data has other control tokens that the model was never trained on.
-    """
-    tokenizer, new_tokens = data.chat_tokenizer.tokenizer, data.chat_tokenizer.added_tokens
-    vocabulary = tokenizer.get_vocab()
-    # The row of a new token may exist already, because many models have more rows than their tokenizers have tokens.
-    new_ids = {vocabulary[token] for token in new_tokens}
-    known_ids = {vocabulary[token] for token in config.tokenizer.add_tokens if token not in new_tokens}
-    untrained = untrained_ids(folder, known_ids | data.sample.control_ids - new_ids)
-    if refused := untrained.keys() - known_ids:
-        named = "; ".join(f"{tokenizer.convert_ids_to_tokens(n)} (id {n}): {untrained[n]}" for n in sorted(refused))
-        raise ValueError(
-            f"the chat template writes control tokens that {folder} was never trained on: {named}. Choose a template "
-            "without them (tokenizer.chat_template: plain needs none), or list them in tokenizer.add_tokens, so that "
-            "they are initialized as the mean of all embeddings"
-        )
-    return sorted(new_ids | untrained.keys())
-
-
-def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
-    """Returns the tokens whose row in the embeddings or the head is nearly zero, with the measured norms.
-
-    Base models have reserved control tokens that were never trained (such as the header tokens of Llama 3), so a
-    template that writes them would start from nothing. A row counts as untrained if its norm is below 1 % of the median
-    norm of 256 rows.
-    """
-    found: dict[int, str] = {}
-    with SafetensorsFolder(folder) as source:
-        for name in {EMBEDDINGS, HEAD} & set(source.names()):
-            num_rows = source.shape(name)[0]
-            compared = torch.linspace(0, num_rows - 1, min(_NUM_COMPARED_ROWS, num_rows)).long().tolist()
-            rows = sorted(token_id for token_id in token_ids if token_id < num_rows)
-            norms = source.read_rows(name, [*compared, *rows]).float().norm(dim=1)
-            usual = float(norms[: len(compared)].median())
-            for token_id, norm in zip(rows, norms[len(compared) :].tolist(), strict=True):
-                if norm < _LEAST_SHARE_OF_NORM * usual:
-                    found[token_id] = f"norm {norm:.2g} in {name}, where others have {usual:.2g}"
-    return found
 
 
 # --- Weights, optimizer and loader ---

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
-from sftron.models.experts import Routing
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, weighted_loss_sum
+from sftron.models.routing import Routing
 from sftron.models.sharding import sum_over_copies, whole
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses, TokenSums
@@ -204,10 +204,8 @@ def loss_of(
 def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
     """Returns the hidden states of a micro-batch, [T, H]."""
     device = model.head_weight.device
-    # The sdpa backend loops over the document bounds on the CPU.
-    cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device, non_blocking=True)
     input_ids, position_ids = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.position_ids))
-    return model(input_ids, position_ids, cu_seqlens, batch.max_seqlen)
+    return model(input_ids, position_ids, batch.cu_seqlens, batch.max_seqlen)
 
 
 def measure_step(
@@ -265,16 +263,22 @@ def measure_step(
         experts={} if result.expert_load is None else asdict(result.expert_load),
         skipped=result.skipped,
         changed_settings=changed_settings,
-        datasets={
-            dataset.name: {
-                "loss": None if losses is None else losses.datasets[index].loss,
-                "rows": count.rows,
-                "conversations": count.conversations,
-                "tokens": count.tokens,
-                "trained_tokens": count.trained_tokens,
-                "epoch": count.epochs(dataset.num_rows),
-                "dropped": dict(count.dropped),
-            }
-            for index, (dataset, count) in enumerate(zip(preparation.datasets, progress.datasets, strict=True))
-        },
+        datasets=_measures_of_datasets(progress, losses, preparation),
     )
+
+
+def _measures_of_datasets(
+    progress: Progress, losses: TokenLosses | None, preparation: Preparation
+) -> dict[str, dict[str, Any]]:
+    return {
+        dataset.name: {
+            "loss": None if losses is None else losses.datasets[index].loss,
+            "rows": count.rows,
+            "conversations": count.conversations,
+            "tokens": count.tokens,
+            "trained_tokens": count.trained_tokens,
+            "epoch": count.epochs(dataset.num_rows),
+            "dropped": dict(count.dropped),
+        }
+        for index, (dataset, count) in enumerate(zip(preparation.datasets, progress.datasets, strict=True))
+    }

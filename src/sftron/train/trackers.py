@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sftron.config import Logging
 from sftron.train import console
-from sftron.train.loggers import Loggers, Numbers, config_and_facts, known_id, new_id, store_id
+from sftron.train.loggers import Loggers, Numbers, config_and_facts, flat, known_id, new_id, store_id
 from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory
 from sftron.train.setup import Setup
@@ -75,9 +78,12 @@ class TrackioLogger:
     def __init__(self, setup: Setup, folder: Path, **facts: Any) -> None:
         self._setup, self._folder, self._facts = setup, folder, facts
         self._run: Any = None
+        self._warned: set[str] = set()
 
     def start(self, step: int) -> None:
         import trackio
+
+        self._print_on_console()
 
         run_id = store_id(self.name, self._folder, known_id(self.name, self._folder) or new_id())
         name = f"{self._setup.config.general.run_name}-{run_id}"
@@ -95,6 +101,28 @@ class TrackioLogger:
 
     def finish(self, status: str) -> None:
         self._run.finish()
+
+    def _print_on_console(self) -> None:
+        """Makes what trackio prints and warns of lines of the console, which would be torn by it and are logged.
+
+        The names are replaced in its modules, because the streams and filters of this process belong to all threads.
+        """
+
+        def say(*words: object, **_: Any) -> None:
+            text = re.sub(r"\x1b\[[\d;]*m", "", " ".join(map(str, words))).strip("* \n")
+            # Until the run is open, all but a URL of its dashboard is in the line of this logger.
+            if text and (self._run is not None or "://" in text):
+                console.say(f"trackio    {text}")
+
+        def warn(message: object, *_: Any, **__: Any) -> None:
+            if str(message) not in self._warned:
+                console.say(f"trackio    warning: {message}")
+            self._warned.add(str(message))
+
+        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
+            vars(module)["print"] = say
+            if "warnings" in vars(module):
+                vars(module)["warnings"] = SimpleNamespace(**{**vars(warnings), "warn": warn})
 
 
 class MlflowLogger:
@@ -126,7 +154,7 @@ class MlflowLogger:
             number = known.experiment_id if known else client.create_experiment(experiment, artifacts)
             run_id = client.create_run(number, run_name=options.general.run_name).info.run_id
             facts = config_and_facts(self._setup, **self._facts)
-            params = [Param(_mlflow_name(key), str(value)[:5000]) for key, value in _flat(facts)]
+            params = [Param(_mlflow_name(key), str(value)[:5000]) for key, value in flat(facts, ".").items()]
             for first in range(0, len(params), 100):  # the most that one call may have
                 client.log_batch(run_id, params=params[first : first + 100])
         else:
@@ -160,14 +188,6 @@ def _mlflow_name(name: str) -> str:
     """Returns the name as MLflow admits it: a path without empty parts and "..", of few characters."""
     parts = [part for part in re.sub(r"[^\w\-. :/]", "_", name).split("/") if part]
     return "/".join("_" if part in (".", "..") else part for part in parts)[-250:]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        is_tree = isinstance(value, Mapping)
-        pairs += _flat(value, f"{prefix}{key}.") if is_tree else [(f"{prefix}{key}", value)]
-    return pairs
 
 
 # --- Before the run ---

@@ -16,7 +16,7 @@ from sftron.train import console, description
 from sftron.train.evaluation import Evaluator
 from sftron.train.hub import HubPusher, require_hub
 from sftron.train.loop import TrainingLoop
-from sftron.train.memory import peak_of_step, resident_memory
+from sftron.train.measured_memory import peak_of_step, resident_memory
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.preflight import Health, require_finite, require_one_folder
@@ -27,6 +27,7 @@ from sftron.train.run_data import DataWatch, maximal_batch, measure_rows_once
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
 from sftron.train.run_logs import RunLogs
 from sftron.train.saving import Saver
+from sftron.train.settings import Settings
 from sftron.train.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.signals import StopRequest
 from sftron.train.step import loss_of
@@ -98,17 +99,7 @@ class Trainer:
 
     def _build(self, start: Start | None) -> None:
         setup, directory, checkpoints = self.setup, self.directory, self.config.checkpoints
-        is_done = start is not None and start.is_done(setup, self._length)
-        settings = settings_of(setup, start, is_done=is_done)
-        if not is_done or not (directory.folder / "config.yaml").exists():
-            directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
-        if self._new_row_lengths is not None:
-            directory.write(directory.row_lengths.name, json.dumps(self._new_row_lengths, separators=(",", ":")) + "\n")
-        self._has_begun = True
-        directory.write_result("running")
-        description.describe_settings(changed_settings(setup, start), is_done=is_done)
-        description.describe_run(setup, samples=directory.samples)
-
+        settings = self._record_start(start)
         self.model = self.ranks.all_or_raise(lambda: load_model(setup))
         self.optimizer = make_optimizer(self.config, self.model)
         self.loader = make_loader(setup)
@@ -150,6 +141,21 @@ class Trainer:
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
         self._outputs.report_mix()
+
+    def _record_start(self, start: Start | None) -> Settings:
+        """Writes what is known before the weights are loaded, prints it, and returns the settings of the run."""
+        setup, directory = self.setup, self.directory
+        is_done = start is not None and start.is_done(setup, self._length)
+        settings = settings_of(setup, start, is_done=is_done)
+        if not is_done or not (directory.folder / "config.yaml").exists():
+            directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
+        if self._new_row_lengths is not None:
+            directory.write(directory.row_lengths.name, json.dumps(self._new_row_lengths, separators=(",", ":")) + "\n")
+        self._has_begun = True
+        directory.write_result("running")
+        description.describe_settings(changed_settings(setup, start), is_done=is_done)
+        description.describe_run(setup, samples=directory.samples)
+        return settings
 
     def dry_run(self) -> int:
         """Prints the description of the run, and the peak memory of a training step on maximal batches.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +26,9 @@ from sftron.train.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl
 from sftron.train.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
-from sftron.verify.parity import FP32_TOLERANCE, attach_adapter, check_adapter_round_trip, check_logits
+from sftron.verify.parity import FP32_TOLERANCE, check_logits
+from sftron.verify.reference import attach_adapter
+from sftron.verify.round_trip import check_adapter_round_trip, digest
 from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError
 
@@ -91,23 +92,20 @@ def _take_steps(subject: Subject) -> _Steps:
         base = {name: each for name, each in model.named_parameters() if peft_name(name) not in expected}
         base = {name: each for name, each in base.items() if ".adapters." not in name}
         trained = {peft_name(name): each for name, each in model.named_parameters() if each.requires_grad}
-        start, before = {name: each.detach().clone() for name, each in trained.items()}, _digests(base.items())
+        start = {name: each.detach().clone() for name, each in trained.items()}
+        before = {name: digest(each) for name, each in base.items()}
         reached: set[str] = set()
         hooks = [_note_gradient(name, each, reached) for name, each in trained.items()]
         optimizer = make_optimizer(subject.config, model.train())
         for _ in range(_NUM_STEPS):
-            train_step(
-                model,
-                optimizer,
-                [batch],
-                max_grad_norm=subject.config.optimizer.max_grad_norm,
-                loss_function=subject.loss,
-            )
+            bound = subject.config.optimizer.max_grad_norm
+            train_step(model, optimizer, [batch], max_grad_norm=bound, loss_function=subject.loss)
         for hook in hooks:
             hook.remove()
         moved = {name for name, each in trained.items() if not each.detach().equal(start[name])}
         shapes = {name: each.shape for name, each in trained.items()}
-        return _Steps(before, _digests(base.items()), shapes, moved, reached)
+        after = {name: digest(each) for name, each in base.items()}
+        return _Steps(before, after, shapes, moved, reached)
 
 
 def _note_gradient(name: str, parameter: nn.Parameter, reached: set[str]) -> torch.utils.hooks.RemovableHandle:
@@ -116,14 +114,6 @@ def _note_gradient(name: str, parameter: nn.Parameter, reached: set[str]) -> tor
             reached.add(name)
 
     return parameter.register_post_accumulate_grad_hook(note)
-
-
-def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    def digest(tensor: Tensor) -> str:
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return hashlib.sha256(data.tobytes()).hexdigest()
-
-    return {name: digest(tensor) for name, tensor in named}
 
 
 def configured_shapes(subject: Subject) -> dict[str, torch.Size]:

@@ -19,8 +19,10 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, from_stored, is_matrix, to_stored
 from sftron.train.lora import frozen_dtype
-from sftron.train.step import loss_of, train_step
-from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, check_round_trip, load_reference
+from sftron.train.step import hidden_states, loss_of, train_step
+from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits
+from sftron.verify.reference import load_reference
+from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError
 from sftron.verify.trainers import compare_documents
@@ -153,7 +155,7 @@ def gradients_apart(subject: Subject) -> Finding:
     documents = _isolated_documents(subject)
     batch = subject.batch(documents)
     bounds, own, others = _bounds(documents), [], []
-    for number in _first_middle_last(documents):
+    for number in sorted({0, len(documents) // 2, len(documents) - 1}):
         start, end = bounds[number]
         gradient = _embedding_gradient(subject, _labels_within(batch, start, end))
         own.append(gradient[start:end].abs().max().item())
@@ -165,22 +167,11 @@ def gradients_apart(subject: Subject) -> Finding:
     return Finding(worst == 0, f"{worst:.3g} at other conversations' tokens", "exactly 0", detail)
 
 
-def _first_middle_last(documents: Sequence[LabeledConversation]) -> list[int]:
-    return sorted({0, len(documents) // 2, len(documents) - 1})
-
-
 def _setting(subject: Subject) -> tuple[str, str]:
     lengths = ", ".join(str(len(document)) for document in subject.documents)
     model = subject.model
     setting = f"attention {model.attention} in {_name_of(model.compute_dtype)}; conversations of {lengths} tokens"
     return setting, subject.depth
-
-
-def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
-    """Returns the hidden states [T, H] on the model's device."""
-    device = model.head_weight.device
-    cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
-    return model(batch.input_ids.to(device), batch.position_ids.to(device), cu_seqlens, batch.max_seqlen)
 
 
 def _labels_within(batch: Batch, start: int, end: int) -> Batch:

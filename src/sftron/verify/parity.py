@@ -9,35 +9,28 @@ no attention kernel with LlamaForSFT.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.checkpoint.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from sftron.checkpoint.adapter import is_of_wrapper, read_adapter, write_adapter
-from sftron.checkpoint.convert import same_bits
+from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
-from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
-from sftron.models.adapters import MAGNITUDE, AdapterStart, is_adapter
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config, read_json
+from sftron.models.adapters import AdapterStart
 from sftron.models.attention import resolve_attention
-from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.models.mixtures import spelling_of
-from sftron.models.mxfp4 import MXFP4, quant_method
-from sftron.models.quantization import to_stored
-from sftron.models.wrappers import wrapper_of
 from sftron.train.evaluation import read_questions
-from sftron.train.lora import adapter_tensors
-from sftron.verify.table import Check, NotMeasuredError, check_lines
+from sftron.verify.reference import load_reference
+from sftron.verify.round_trip import check_adapter_round_trip, check_round_trip
+from sftron.verify.table import Check, check_lines
 
 Ids = list[int]
 
@@ -196,56 +189,6 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
     return [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
 
 
-def attach_adapter(reference: Any, folder: Path) -> list[str]:
-    """Adds the adapter in `folder` to transformers' model with peft, in place.
-
-    Returns the keys that the folder lacks or that peft does not know. Raises NotMeasuredError without peft.
-    """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise NotMeasuredError(f"needs the package peft ({error}): pip install 'sftron[lora]'") from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft, about keys that are reported here
-        adapted: Any = PeftModel.from_pretrained(reference, folder)
-    names = (name for name, _ in adapted.named_parameters(remove_duplicate=False))
-    known = {_in_file(name) for name in names if ".lora_" in name or ".modules_to_save." in name}
-    with SafetensorsFolder(folder, ADAPTER_WEIGHTS) as source:
-        found = set(source.names())
-    return sorted(f"{name} is {'missing' if name in known else 'unexpected'}" for name in known ^ found)
-
-
-def _in_file(name: str) -> str:
-    """Returns the name in an adapter's file of a parameter of peft's model."""
-    name = name.replace(".modules_to_save.default", "").replace(".default", "")
-    return name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
-
-
-def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapter: Path | None = None) -> Any:
-    """Loads transformers' own model with eager attention, without the generation settings of its folder.
-
-    Raises:
-        ValueError: peft does not load the adapter whole, or is not installed.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
-    from transformers.utils.quantization_config import Mxfp4Config
-
-    config = read_json(folder / "config.json")
-    wrapper, is_mxfp4 = wrapper_of(config), quant_method(config) == MXFP4
-    # Of the wrappers, Qwen 3.5 alone has a class that loads just the text model; peft gives its adapters other names.
-    is_text = wrapper is None or (wrapper.has_text_class and (adapter is None or not is_of_wrapper(adapter)))
-    kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-    # On a GPU, transformers would otherwise compute in MXFP4.
-    options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
-    model: Any = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
-    model.eval().to(device)
-    # Otherwise generate() would take sampling or a repetition penalty from the model's folder.
-    model.generation_config = GenerationConfig()
-    if adapter is not None and (wrong := attach_adapter(model, adapter)):
-        raise ValueError(f"{adapter}: peft does not load it whole: {', '.join(wrong[:3])} ({len(wrong)} such keys)")
-    return model
-
-
 # -- logits ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,8 +203,6 @@ def native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]
     input_ids = torch.tensor([token_id for ids in documents for token_id in ids], device=device)
     position_ids = torch.cat([torch.arange(length) for length in lengths]).to(device)
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if native.attention != "sdpa":
-        cu_seqlens = cu_seqlens.to(device)
     hidden = native(input_ids, position_ids, cu_seqlens, max(lengths))
     head = native.head.to(hidden.dtype)
     return [head.logits(document).float() for document in hidden.split(lengths)]
@@ -394,68 +335,6 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
         pad_token_id=next(iter(stop_ids), 0),
     )
     return output[0, len(prompt_ids) :].tolist()
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[str] = ()) -> Check:
-    """Compares every tensor in `folder` with the native one, which is split and cast to the stored type.
-
-    Args:
-        apart_from: The tensors that an adapter replaces.
-    """
-    with SafetensorsFolder(folder) as source:
-        names = set(source.names()) - set(apart_from)
-        equal = {HEAD} & names if native.config.tie_word_embeddings else set()
-        wrong = []
-        for name, tensor in split_state_dict(base_parameters(native), native.config, spelling_of(names)):
-            if name in apart_from:
-                continue
-            stored = source.read(name) if name in names else None
-            if stored is not None and same_bits(*_in_one_type(tensor.cpu(), stored)):
-                equal.add(name)
-            else:
-                wrong.append(name)
-    wrong += sorted(names - equal - set(wrong))
-    measured, allowed = _equal_tensors(names, wrong), "every bit, the same keys"
-    return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, allowed)
-
-
-def base_parameters(native: LlamaForSFT) -> NamedTensors:
-    """Returns the parameters but those of adapters, by native name."""
-    return ((name, parameter) for name, parameter in native.named_parameters() if not is_adapter(name))
-
-
-def _in_one_type(tensor: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both in the stored type, or in that of a frozen matrix, to which loading rounds."""
-    if tensor.dtype == torch.float32:
-        return tensor.to(stored.dtype), stored
-    return tensor, to_stored(stored, tensor.dtype)
-
-
-def check_adapter_round_trip(native: LlamaForSFT, folder: Path, base: Path) -> Check:
-    """Compares every tensor in the adapter's `folder`, and its scaling, with an export of the model's adapter."""
-    spec = read_adapter(folder, native.config).spec
-    with TemporaryDirectory() as scratch:
-        again = Path(scratch, "adapter")
-        write_adapter(again, adapter_tensors(native), spec, source=ExportSource.read(base), base_model=str(base))
-        same_scaling = read_adapter(again, native.config).spec == spec
-        with SafetensorsFolder(folder, ADAPTER_WEIGHTS) as source, SafetensorsFolder(again, ADAPTER_WEIGHTS) as written:
-            names = source.names()
-            wrong = sorted(set(names) ^ set(written.names()))
-            for name in set(names) & set(written.names()):
-                stored = source.read(name)
-                if not same_bits(written.read(name), stored):
-                    wrong.append(name)
-    measured = _equal_tensors(names, wrong) + ("" if same_scaling else "; ranks or scaling differ")
-    allowed = "every bit, the same keys"
-    return Check("adapter, peft -> native -> peft", not wrong and same_scaling, measured, allowed)
-
-
-def _equal_tensors(names: Collection[str], wrong: Sequence[str]) -> str:
-    shown = f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}" if wrong else ""
-    return f"{len(set(names) - set(wrong))} of {len(names)} tensors equal{shown}"
 
 
 def _check_loader_keys(folder: Path, native_folder: Path) -> Check:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import io
 import json
 import math
@@ -21,17 +20,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sftron.checkpoint.model_folder import local_folder
 from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.lora import adapter_tensors
-from sftron.train.setup import local_folder, make_optimizer
+from sftron.train.setup import make_optimizer
 from sftron.train.signals import StopRequest
-from sftron.train.step import train_step
+from sftron.train.step import hidden_states, train_step
 from sftron.train.trainer import Trainer
-from sftron.verify.model_checks import hidden_states
+from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError
 
@@ -112,8 +112,7 @@ def _steps_of(config: Config) -> list[dict[str, Any]]:
 def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for name, parameter in trainer.model.named_parameters():
         for key, tensor in {"": parameter, **trainer.optimizer.state[parameter]}.items():
-            bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            yield f"{name} {key}".strip(), hashlib.sha256(bits.tobytes()).hexdigest()
+            yield f"{name} {key}".strip(), digest(tensor)
 
 
 def resume(subject: Subject) -> Finding:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.hf_weights import load_model, read_config, read_json
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
@@ -76,10 +77,10 @@ def check_served(
 
     Args:
         prompts: The prompts, which each side renders with its own template.
-        against: `("vllm", URL)` or `("gguf", file)`.
+        against: `("vllm", URL)`, `("vllm", folder)`, for which `vllm serve` is started, or `("gguf", file)`.
         max_new_tokens: The maximum length of each greedy answer.
-        dtype: The type that a server computes in, by default bfloat16, which decides how close two tokens must be to be
-            a tie; a GGUF file states its own.
+        dtype: The type that a server computes in, by default bfloat16, or float32 if it is started here, which decides
+            how close two tokens must be to be a tie; a GGUF file states its own.
         served_model: The name of the model on a server that serves several.
         timeout: The seconds to wait for each reply of a server.
 
@@ -93,9 +94,17 @@ def check_served(
     chat = load_chat_tokenizer(folder)
     prompt_ids = [chat.encode_prompt([_message(each) for each in prompt]) for prompt in prompts]
     num_positions = max(map(len, prompt_ids)) + max_new_tokens
-    served = open_served(against, num_positions=num_positions, served_model=served_model, timeout=timeout)
-    # Asked first: a server that does not answer ends this before the weights are read.
-    answers = [served.answer(prompt, max_new_tokens) for prompt in prompts]
+    # Asked first: a server that does not answer ends this before the weights are read, and one that was started here
+    # has ended by then, with the memory that it takes.
+    with open_served(
+        against,
+        num_positions=num_positions,
+        max_positions=architecture.max_position_embeddings,
+        dtype=dtype,
+        served_model=served_model,
+        timeout=timeout,
+    ) as served:
+        answers = [served.answer(prompt, max_new_tokens) for prompt in prompts]
     attention = resolve_attention("auto", device, torch.float32, architecture.head_dim, architecture.layers)
     native = load_model(folder, attention=attention, compute_dtype=torch.float32).eval().to(device)
     native.check_positions(num_positions, is_generated=True)

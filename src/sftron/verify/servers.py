@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
@@ -18,9 +27,16 @@ from typing import Any, Protocol
 
 import torch
 
+from sftron.data.child_process import heard_signals
+from sftron.errors import show
 from sftron.verify.parity import Ids, Prompt
 
 _MAX_REPLY_BYTES = 16 * 2**20
+_START_SECONDS = 600
+"""The time in which `vllm serve` has to be ready; vLLM gives its own engine as long."""
+_END_SECONDS = 20
+"""The time that it gets to end before it is killed."""
+_NUM_LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +73,120 @@ class Served(Protocol):
     def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer: ...
 
 
-def open_served(against: tuple[str, str], *, num_positions: int, served_model: str | None, timeout: float) -> Served:
+@contextmanager
+def open_served(
+    against: tuple[str, str],
+    *,
+    num_positions: int,
+    max_positions: int,
+    dtype: torch.dtype | None,
+    served_model: str | None,
+    timeout: float,
+) -> Iterator[Served]:
     """Opens what `--against KIND WHERE` names. Raises ValueError with the remedy if it cannot be used."""
     kind, where = against
     if kind == "gguf":
-        return GgufFile(Path(where), num_positions)
-    if kind != "vllm":
+        yield GgufFile(Path(where), num_positions)
+    elif kind != "vllm":
         raise ValueError(f"--against: {kind} is neither vllm nor gguf")
-    if urllib.parse.urlsplit(where).scheme in ("http", "https"):
-        return Server(where, served_model, timeout)
-    remedy = f"start `vllm serve {where}` and give its URL" if Path(where).is_dir() else "give the server's URL"
-    raise ValueError(f"--against vllm: {where} is no URL, such as http://localhost:8000; {remedy}")
+    elif urllib.parse.urlsplit(where).scheme in ("http", "https"):
+        yield Server(where, served_model, timeout)
+    elif Path(where).is_dir():
+        if served_model:
+            raise ValueError(f"--served-model is {served_model}, but a folder is the only model of its server")
+        dtype = dtype or torch.float32
+        # Twice as many positions: another template may make the prompts longer.
+        options = ["--dtype", str(dtype).removeprefix("torch."), "--enforce-eager"]
+        options += ["--max-model-len", str(min(2 * num_positions, max_positions))]
+        with _vllm_serve(where, options) as url:
+            server = Server(url, None, timeout)
+            server.dtype = dtype
+            yield server
+    else:
+        raise ValueError(f"--against vllm: {where} is neither a folder nor a URL, such as http://localhost:8000")
+
+
+@contextmanager
+def _vllm_serve(folder: str, options: list[str]) -> Iterator[str]:
+    """Serves a folder on a free port of this machine, and ends the server with all its processes, also on a signal.
+
+    Yields the URL. Raises ValueError with the server's last lines if it does not become ready; a ValueError of the
+    block gets these lines too.
+    """
+    if (program := shutil.which("vllm")) is None:
+        raise ValueError(
+            f"--against vllm {folder}: serving a folder needs vLLM, and no `vllm` is on PATH; install it in an "
+            "environment of its own and put its bin folder on PATH, or start it elsewhere and give its URL"
+        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [program, "serve", folder, "--host", "127.0.0.1", "--port", str(port), *options]
+    with tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log") as log, _ended_by_signals():
+        show(f"starting {shlex.join(command)}; its output is in {log.name}", to=sys.stderr)
+        # In a process group of its own, all its processes can be ended.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(process, url)
+            yield url
+        except ValueError as error:
+            lines = Path(log.name).read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_LAST_LINES:]
+            last = "\n  ".join(
+                ["The last lines of `vllm serve`:", *lines] if lines else ["`vllm serve` printed nothing."]
+            )
+            raise ValueError(f"{error}\n{last}") from error
+        finally:
+            _end(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while process.poll() is None:
+        with suppress(OSError, HTTPException), _open(f"{url}/health", timeout=5):
+            return
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"`vllm serve` is not ready after {_START_SECONDS:g} s ({url}/health); start it yourself, and give "
+                "its URL"
+            )
+        time.sleep(0.2)
+    raise ValueError(f"`vllm serve` ended with status {process.returncode} before it was ready")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Makes each signal that ends a run raise an exception in this process, as Ctrl-C does."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in heard_signals() if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and its group; what has not ended in time is killed."""
+    try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(_END_SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _open(request: urllib.request.Request | str, timeout: float) -> Any:
+    """Opens a URL; one of this machine without the proxy of the environment, which cannot reach it."""
+    url = request if isinstance(request, str) else request.full_url
+    is_here = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    proxies = [urllib.request.ProxyHandler({})] if is_here else []
+    return urllib.request.build_opener(*proxies).open(request, timeout=timeout)
 
 
 class RefusedError(ValueError):
@@ -143,7 +262,7 @@ class Server:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=self._timeout) as reply:
+            with _open(urllib.request.Request(url, data, headers), self._timeout) as reply:
                 content = reply.read(_MAX_REPLY_BYTES)
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")

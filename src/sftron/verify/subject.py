@@ -27,7 +27,8 @@ from sftron.checkpoint import adapter as adapter_files
 from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.hf_weights import SafetensorsFolder, read_config, read_json
+from sftron.checkpoint.hf_weights import SafetensorsFolder
+from sftron.checkpoint.model_folder import local_folder, read_config, read_json
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.dataset import PackedDataset
@@ -50,7 +51,7 @@ from sftron.models.wrappers import text_config, with_text_config
 from sftron.train import run_data
 from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
-from sftron.train.setup import Setup, load_model, local_folder, open_run
+from sftron.train.setup import Setup, load_model, open_run
 from sftron.verify.table import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8

@@ -6,34 +6,35 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sftron.report.page import render
-from sftron.verify import trainer_checks, trainer_label_checks, trainer_model_checks, trainer_saved_checks
 from sftron.verify.table import Check, Rule, RunReport, carry_out
-from sftron.verify.trainer_batches import require_checkable
-from sftron.verify.trainer_state import untouched
-from sftron.verify.trainer_subject import TrainerSubject
+from sftron.verify.trainer import data_checks, model_checks, saved_checks
+from sftron.verify.trainer.batches import require_checkable
+from sftron.verify.trainer.state import untouched
+from sftron.verify.trainer.subject import TrainerSubject
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "ids",
-        trainer_checks.ids,
+        data_checks.ids,
         "The model is trained on another format than its tokenizer's template writes, and than it is used with. Give "
-        "the trainer messages, so that it renders them with the template, or save the template that you trained with.",
+        "the trainer messages, so that it renders them with the template, or save the template that you trained with; "
+        "in LLaMA-Factory leave `template:` out, and it takes the tokenizer's own.",
     ),
-    Rule("trained tokens", trainer_label_checks.trained_tokens, "The loss is over other tokens than the answers."),
-    Rule("stop tokens", trainer_label_checks.stop_tokens, "The model would not learn to stop after its answer."),
-    Rule("isolation", trainer_model_checks.isolation, "Answers are learned from other conversations' text."),
-    Rule("positions", trainer_checks.positions, "Positions are not those with which the model is used."),
-    Rule("truncation", trainer_checks.truncation, "The model learns to end, or begin, in the middle of a text."),
-    Rule("loss", trainer_model_checks.loss, "Tokens weigh more or less by who shares their batch."),
-    Rule("padding", trainer_model_checks.padding, "Padding is part of what is learned."),
+    Rule("trained tokens", data_checks.trained_tokens, "The loss is over other tokens than the answers."),
+    Rule("stop tokens", data_checks.stop_tokens, "The model would not learn to stop after its answer."),
+    Rule("isolation", model_checks.isolation, "Answers are learned from other conversations' text."),
+    Rule("positions", data_checks.positions, "Positions are not those with which the model is used."),
+    Rule("truncation", data_checks.truncation, "The model learns to end, or begin, in the middle of a text."),
+    Rule("loss", model_checks.loss, "Tokens weigh more or less by who shares their batch."),
+    Rule("padding", model_checks.padding, "Padding is part of what is learned."),
     Rule(
         "forgery",
-        trainer_checks.forgery,
+        data_checks.forgery,
         "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before "
         "training (no trainer encodes them as text), or tokenize with split_special_tokens=True.",
     ),
-    Rule("adapters", trainer_saved_checks.adapters, "Another part of the model is trained than is meant."),
-    Rule("generation", trainer_saved_checks.generation, "The saved folder is not used as it was trained."),
+    Rule("adapters", saved_checks.adapters, "Another part of the model is trained than is meant."),
+    Rule("generation", saved_checks.generation, "The saved folder is not used as it was trained."),
 )
 """docs/verify-any-trainer.md describes the method of each."""
 
@@ -62,9 +63,9 @@ def verify_trainer(
     Raises:
         ValueError: The trainer cannot be checked; the message has the remedy.
     """
-    require_checkable(trainer, trained_roles)
+    tokenizer = require_checkable(trainer, trained_roles)
     with untouched(trainer):
-        subject = TrainerSubject(trainer, conversations, trained_roles)
+        subject = TrainerSubject(trainer, tokenizer, conversations, trained_roles)
         title, facts = f"{type(trainer).__name__}: before it trains", subject.facts
         if on_start is not None:
             on_start(title, facts)

@@ -1,4 +1,4 @@
-"""Checks of a trainer's labels: the trained tokens and the stop tokens, of the training and of the evaluation.
+"""Checks of a trainer's batches, of the training and of the evaluation: ids, labels, bounds and forged tokens.
 
 The docstring of a check is the law that a pass proves, and is printed in reports.
 """
@@ -18,10 +18,15 @@ from sftron.data.types import IGNORE_INDEX, Role, TokenizedConversation
 from sftron.report.audit import Audit
 from sftron.report.counts import RoleCount
 from sftron.report.tokens import role_name
-from sftron.verify import trainer_remedies as remedies
 from sftron.verify.table import Finding, NotMeasuredError
-from sftron.verify.trainer_documents import Document
-from sftron.verify.trainer_subject import TrainerSubject, View
+from sftron.verify.trainer import remedies
+from sftron.verify.trainer.batches import SeenBatch
+from sftron.verify.trainer.documents import Document
+from sftron.verify.trainer.subject import TrainerSubject, View
+
+_MOST_SHOWN = 5
+_APART, _ROUNDED_APART = 5e-4, 2**-4
+"""Relative differences of last hidden states that are rounding, in float32 and in other types."""
 
 
 def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubject], Finding]:
@@ -51,6 +56,41 @@ def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubj
         return found
 
     return check
+
+
+def _counted(counts: Mapping[str, Sequence[Any]]) -> str:
+    """Returns the numbers of what was found, by name; "" if there is nothing."""
+    return ", ".join(f"{len(each):,} {name}" for name, each in counts.items() if each)
+
+
+@with_evaluation
+def ids(view: View) -> Finding:
+    """Each document has the ids that the tokenizer's own template gives for its row, with one beginning."""
+    encoder, documents = view.finder.encoder, view.documents
+    num_known = sum(bool(each.source) for each in documents)
+    if not num_known and encoder.problem and encoder.refused:
+        measured = f"the rows are messages, and {encoder.problem}"
+        return Finding(False, measured, "the template's ids", (), remedies.TEMPLATE_UNSET)
+    if not num_known and view.training is not None and view.training.known() and view.finder.turn_text.is_known:
+        measured = f"none of {len(documents):,} documents has the form of the template"
+        return Finding(False, measured, "all", (view.tokenizer.decode(documents[0].ids[:40]),))
+    wrong = [each for each in documents if each.difference]
+    known = [each for each in documents if each.source] if wrong else view.known()
+    what = "texts have the tokenizer's" if all(each.is_text for each in known) else "documents have the template's"
+    measured = f"{len(known) - len(wrong):,} of {len(known):,} {what} ids"
+    if num_longer := sum(
+        each.truth is not None and len(each) > len(each.truth.ids) for each in known if not each.difference
+    ):
+        measured += f", {num_longer:,} and a token after them"
+    detail = (*(f"{each.where}: {each.difference}" for each in wrong[:_MOST_SHOWN]), view.truth)
+    first = wrong[0].difference if wrong else ""
+    remedy = remedies.NO_BEGINNING if first.startswith("no ") else view.remedy_of_limit(wrong)
+    return Finding(
+        not wrong, measured, "all", detail, remedies.DOUBLED_BOS if first.startswith("a doubled") else remedy
+    )
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
 
 
 class _Expected(NamedTuple):
@@ -111,6 +151,8 @@ class _LabelCount:
     num_answer: int = 0
     num_shifted: int = 0
     """The number of labels that are not their own token but the one after it."""
+    documents: list[Document] = field(default_factory=list)
+    """Those with a wrong label."""
 
     def add(self, view: View, document: Document) -> None:
         target, behind, stops = _expected(view, document)
@@ -132,6 +174,7 @@ class _LabelCount:
             ("answer", asked & ~trained),
         ):
             if found.any():
+                self.documents.append(document)
                 at = int(np.argmax(found))
                 self.wrong[kind] += int(found.sum())
                 self.first.setdefault(
@@ -155,7 +198,7 @@ class _LabelCount:
 def trained_tokens(view: View) -> Finding:
     """What is trained is what the model itself has to write; each label is the token at its own place."""
     count = _LabelCount()
-    for each in view.found.documents if view.trained_roles == "all" else view.with_roles():
+    for each in view.documents if view.trained_roles == "all" else view.with_roles():
         count.add(view, each)
     words = {
         "labels": "labels are other tokens",
@@ -171,13 +214,14 @@ def trained_tokens(view: View) -> Finding:
     roles = count.roles
     by_role = ", ".join(f"{role_name(n)} {roles.trained[n]:,} of {roles.tokens[n]:,}" for n in sorted(roles.tokens))
     detail = (*(f"{kind}: the first at {where}" for kind, where in count.first.items()), f"trained by role: {by_role}")
-    return Finding(not found and count.num_trained > 0, measured, "as meant", detail, count.remedy)
+    remedy = view.remedy_of_limit(count.documents) or count.remedy
+    return Finding(not found and count.num_trained > 0, measured, "as meant", detail, remedy)
 
 
 @with_evaluation
 def stop_tokens(view: View) -> Finding:
     """Each answer that is whole trains the token that ends it, so the model learns to stop there."""
-    if view.trained_roles == "all" and all(each.tokens is None and each.source for each in view.found.documents):
+    if view.trained_roles == "all" and all(each.tokens is None and each.source for each in view.documents):
         return _ends_of_texts(view)
     targets = Targets(frozenset(Role)) if view.trained_roles == "all" else Targets()
     audit, names, problem = Audit(("the batches",), targets), Counter[str](), ""
@@ -198,7 +242,7 @@ def stop_tokens(view: View) -> Finding:
 
 def _ends_of_texts(view: View) -> Finding:
     """Returns the finding for texts without roles, each of which ends with the token that ends a text."""
-    documents, eos = view.known(), view.tokenizer.eos_token_id
+    documents, eos = [each for each in view.known() if not each.is_cut_after], view.tokenizer.eos_token_id
     num_ended = sum(bool(each.trained[-1:].any()) and int(each.ids[-1]) == eos for each in documents)
     if not num_ended:
         raise NotMeasuredError("the texts have no roles, and none of them ends with the tokenizer's eos_token")
@@ -215,12 +259,19 @@ def _stop_remedy(view: View, names: set[str]) -> str:
         return remedies.NO_STOP
     if count.wrong["labels"]:
         return count.remedy
-    if count.wrong["answer"] == count.num_answer > 0:
+    if not any(_has_trained_answer_without_stop(each) for each in view.with_roles()):
         return remedies.ANSWERS_UNTRAINED
     pad = view.tokenizer.pad_token
     rows = [row for batch in view.batches for row in batch.features if isinstance(row, Mapping)]
     by_rows = {_trains(row, view.tokenizer.pad_token_id) for row in rows} - {None}
     return remedies.STOP_MASKED if by_rows == {False} or pad not in names else remedies.PAD_IS_STOP.format(pad=pad)
+
+
+def _has_trained_answer_without_stop(document: Document) -> bool:
+    trained, turns = document.trained, document.answers
+    return any(
+        turn.stop is not None and not trained[turn.stop] and trained[turn.start : turn.end].any() for turn in turns
+    )
 
 
 def _trains(row: Mapping[str, Any], token_id: int) -> bool | None:
@@ -248,3 +299,97 @@ def _trained_answers(document: Document) -> list[bool]:
     """Returns for each answer whether it is trained."""
     trained, answers = document.trained, [turn for turn in document.answers if turn.end > turn.start]
     return [bool(trained[turn.start : turn.end].any()) for turn in answers]
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def positions(subject: TrainerSubject) -> Finding:
+    """Positions restart with each document, and no document's first token is predicted from its neighbor."""
+    rows = subject.training.rows
+    if not rows:
+        raise NotMeasuredError("no document could be told apart")
+    pairs = [(row, each) for row in rows for each in row[2]]
+    wrong = [f"{each.where}: {why}" for row, each in pairs if (why := _wrong_positions(*row, each))]
+    crossing = [
+        f"{each.where} is trained from the document before it"
+        for (*_, documents), each in pairs
+        if each.start and documents[0] is not each and each.labels[0] != IGNORE_INDEX
+    ]
+    num_packed = sum(len(documents) > 1 for *_, documents in rows)
+    measured = f"{len(rows):,} rows, {num_packed:,} of them packed: positions restart"
+    allowed = _ROUNDED_APART if subject.model.is_rounded else _APART
+    apart, is_isolated = subject.apart_from_alone, all(each.isolated for _, each in subject.isolations[0])
+    if wrong and is_isolated and apart is not None and apart <= allowed:
+        measured, wrong = f"{len(wrong):,} positions run on; as they are relative, the model computes the same", []
+    found = _counted({"wrong starts": wrong, "labels cross": crossing})
+    if not found and is_isolated and apart is not None and apart > allowed:
+        measured = f"a conversation alone is computed otherwise: {apart:.1g} apart, relative"
+        return Finding(
+            False, measured, f"<= {allowed:.0e}", (f"arguments: {subject.arguments}",), remedies.NOT_AS_ALONE
+        )
+    measured, remedy = found or measured, remedies.POSITIONS_RUN_ON if wrong else remedies.LABELS_CROSS
+    return Finding(not found, measured, "none", (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN]), remedy)
+
+
+def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], document: Document) -> str:
+    """Describes what is wrong with the positions of a document; "" if nothing is."""
+    if batch.positions is None:
+        return "no position_ids are passed, so positions run on" if document is not documents[0] else ""
+    own = batch.positions[document.place]
+    is_left_padded = len(documents) == 1 and batch.attended is not None and batch.attended[row, 0] == 0
+    if (np.diff(own) != 1).any():
+        return f"positions {' '.join(map(str, own[:4]))} ... are not one after another"
+    return f"positions begin at {int(own[0])}" if len(own) and own[0] != 0 and not is_left_padded else ""
+
+
+@with_evaluation
+def truncation(view: View) -> Finding:
+    """No answer is cut off, no conversation loses its beginning, and no row is dropped or has nothing to train."""
+    documents = [each for each in view.documents if each.source]
+    cut, begins = [each for each in documents if each.is_cut_after], [each for each in documents if each.num_cut_before]
+    empty = [each[0] for batch, row, each in view.rows if (batch.labels[row, 1:] == IGNORE_INDEX).all()]
+    missing = view.missing
+    num_others = sum(each.source in ("", "ids") or bool(each.difference) for each in view.documents)
+    if missing and num_others and len(missing) <= num_others + len(view.finder.held_out):
+        missing = []  # they are there, as other ids or as fragments
+    counts = {
+        "answers cut off": [each for each in documents if each.cuts_answer],
+        "conversations end early": cut,
+        "conversations lack their beginning": begins,
+        "rows have nothing to train": empty,
+    }
+    detail = [f"{name}: the first is {each[0].where}" for name, each in counts.items() if each]
+    detail += [f"in no batch: {text!r}" for text in missing[:_MOST_SHOWN]]
+    found = _counted({**counts, "conversations are in no batch": missing})
+    if not found:
+        return Finding(True, f"{len(view.known()):,} documents are whole", "none")
+    args, remedy = view.trainer.args, remedies.TOO_LONG.format(longest=max(map(len, documents), default=0))
+    is_wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") == "wrapped"
+    if is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.rows)):
+        remedy = remedies.CUT_BY_PACKING
+    elif not (cut or begins):
+        remedy = remedies.ROWS_DROPPED if missing else remedies.ROWS_EMPTY
+    return Finding(False, found, "none", tuple(detail), remedy)
+
+
+# -- forgery ---------------------------------------------------------------------------------------------------------
+
+
+def forgery(subject: TrainerSubject) -> Finding:
+    """Text that spells a control token stays plain text."""
+    documents, tokenizer = subject.training.documents, subject.training.tokenizer
+    if lone := with_lone_answers(documents):
+        measured = f"{len(lone):,} documents have an answer without a label, as those that a text spells"
+        detail = [f"{each.where}: {tokenizer.decode(each.ids[:40])!r}" for each in lone[:_MOST_SHOWN]]
+        return Finding(False, measured, "none", (*detail, "conversations= shows whether a text spells them"))
+    known = [each for each in documents if each.truth is not None and each.source in ("rows", "conversations")]
+    if not known:
+        raise NotMeasuredError("the messages of the rows are gone, and ids do not show who wrote a control token")
+    forged = [each for each in known if each.is_forged]
+    num_plain = sum(each.tokens is not None and each.tokens.holds_control_text for each in known)
+    measured = f"{len(forged):,} of {len(known):,} documents have control tokens that a text spells"
+    if not forged:
+        measured = f"no text became a control token; {num_plain:,} of {len(known):,} documents spell one"
+    detail = [f"{each.where}: {each.truth.excerpt!r}" for each in forged[:_MOST_SHOWN] if each.truth is not None]
+    return Finding(not forged, measured, "none", tuple(detail))

@@ -20,7 +20,7 @@ import numpy as np
 
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 from sftron.report.tokens import token_texts
-from sftron.verify.trainer_truth import Encoder
+from sftron.verify.trainer.truth import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Parsed:
     first_role: Role
     """The role of the text before that, if the beginning is missing."""
     last_role: Role
+    """The role of the text after which the end is missing; TEMPLATE if that is the header of another message."""
 
 
 _TEXTS = {name: f"ZQ{name}QZ" for name in ("s", "u", "a", "v", "b")}
@@ -94,6 +95,11 @@ class TurnText:
         begins = {begin for begin, role in self._begins.items() if role is Role.USER}
         return any(gap in text and any(gap.endswith(begin) for begin in begins) for gap in gaps)
 
+    def occurs_in(self, text: str) -> bool:
+        """Returns whether a text holds what the template writes before or between messages."""
+        texts = [*self._starts, *(gap for gaps in self._gaps.values() for gap, _ in gaps)]
+        return any(each.strip() and each in text for each in texts)
+
     def parse(self, ids: np.ndarray) -> list[tuple[int, Parsed | None]]:
         """Returns (number of tokens, conversation) for each conversation in ids, one after another.
 
@@ -140,7 +146,13 @@ class TurnText:
         if not messages:
             return None
         conversation = Conversation(tuple(messages), ConversationKey(0, 0), "a document")
-        return Parsed(conversation, is_cut_before, is_cut_after, first_header, first_role, role)
+        in_header = self._is_header_begun(text[at + len(last) :], role)
+        last_role = Role.TEMPLATE if in_header else role
+        return Parsed(conversation, is_cut_before, is_cut_after or in_header, first_header, first_role, last_role)
+
+    def _is_header_begun(self, rest: str, role: Role) -> bool:
+        """Returns whether what follows a message is the beginning of the text before another one, and no end."""
+        return rest not in ("", self._stop, *self._ends) and any(gap.startswith(rest) for gap, _ in self._gaps[role])
 
     def _beginning(self, text: str) -> tuple[int, Role | None]:
         """Returns where the first message begins, and its role; None if the beginning is missing."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,20 @@ from torch import Tensor, nn
 
 from sftron.data.chat.check import reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.verify import trainer_remedies as remedies
+from sftron.data.types import Conversation
 from sftron.verify.table import Finding, NotMeasuredError
-from sftron.verify.trainer_state import untouched
-from sftron.verify.trainer_subject import TrainerSubject
+from sftron.verify.trainer import remedies
+from sftron.verify.trainer.state import untouched
+from sftron.verify.trainer.subject import TrainerSubject
 
 _MOST_NAMED, _LEAST_DISTANCE, _MOST_BYTES = 4, 0.1, 2 * 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """What happened to the tensors in one or two steps of the trainer's own optimizer; names of parameters."""
+def _moves(subject: TrainerSubject, named: Mapping[str, nn.Parameter]) -> tuple[int, Set[str], Set[str], Set[str]]:
+    """Takes one or two steps with the trainer's own optimizer.
 
-    num_steps: int
-    optimized: set[str]
-    with_gradient: set[str]
-    moved: set[str]
-
-
-def _moves(subject: TrainerSubject, named: Mapping[str, nn.Parameter]) -> _Moves:
+    Returns their number, and the names of the tensors that the optimizer holds, that have a gradient, and that moved.
+    """
     trainer, step = subject.trainer, subject.step
     trainable = {name for name, each in named.items() if each.requires_grad}
 
@@ -59,7 +53,7 @@ def _moves(subject: TrainerSubject, named: Mapping[str, nn.Parameter]) -> _Moves
             found |= with_gradient()
             optimizer.step()
         moved = {name for name, each in named.items() if not each.equal(before[name])}
-    return _Moves(num_steps, {name for name, each in named.items() if id(each) in held}, found, moved)
+    return num_steps, {name for name, each in named.items() if id(each) in held}, found, moved
 
 
 def _new_optimizer(trainer: Any) -> Any:
@@ -81,18 +75,18 @@ def adapters(subject: TrainerSubject) -> Finding:
         return Finding(False, "no tensor is trainable", "some", (), "Set requires_grad, or give a peft_config.")
     if not any(batch.num_trained for batch in subject.step.batches):
         raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
-    moves = _moves(subject, named)
-    stuck = [name for name in trainable if name in moves.with_gradient & moves.optimized - moves.moved]
+    num_steps, optimized, with_gradient, moved = _moves(subject, named)
+    stuck = [name for name in trainable if name in with_gradient & optimized - moved]
     counts = {
-        "frozen tensors move": [name for name in named if name in moves.moved and name not in trainable],
+        "frozen tensors move": [name for name in named if name in moved and name not in trainable],
         # Of a mixture, an expert to which no token is routed has none.
         "trainable tensors get no gradient": [
-            name for name in trainable if name not in moves.with_gradient and "expert" not in name
+            name for name in trainable if name not in with_gradient and "expert" not in name
         ],
-        "trainable tensors are not in the optimizer": [name for name in trainable if name not in moves.optimized],
+        "trainable tensors are not in the optimizer": [name for name in trainable if name not in optimized],
         "trained tensors are not saved with the adapter": _not_saved(model, trainable) if is_adapter else [],
     }
-    if stuck and not any(name in moves.moved for name in trainable):
+    if stuck and not any(name in moved for name in trainable):
         counts["trainable tensors do not move (learning rate, or the rounding of their type)"] = stuck
     untrained = _untrained_tokens(subject) if is_adapter else {}
     found = [f"{len(each):,} {name}" for name, each in counts.items() if each]
@@ -107,8 +101,8 @@ def adapters(subject: TrainerSubject) -> Finding:
         remedy = remedies.NOT_SAVED
     if untrained:
         remedy = remedies.TOKENS_FROZEN
-    steps = f"{moves.num_steps} step{'s' * (moves.num_steps > 1)}"
-    measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moves.moved):,} moved in {steps}, "
+    steps = f"{num_steps} step{'s' * (num_steps > 1)}"
+    measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moved):,} moved in {steps}, "
     return Finding(
         not found, ", ".join(found) or f"{measured}no frozen one", "all, and no frozen one", tuple(detail), remedy
     )
@@ -133,7 +127,7 @@ def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:
     Such a row is nearly zero, or nearly the mean of all rows, which is how new rows are made.
     """
     tokenizer, model = subject.training.tokenizer, subject.model.unwrapped
-    present = {int(n) for each in subject.training.found.documents for n in np.unique(each.ids)}
+    present = {int(n) for each in subject.training.documents for n in np.unique(each.ids)}
     present &= set(tokenizer.get_added_vocab().values())
     found: dict[str, str] = {}
     for name, layer in {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}.items():
@@ -173,17 +167,13 @@ def generation(subject: TrainerSubject) -> Finding:
     ends, folder, detail = _saved(subject)
     lacking = [n for n in stops if n not in ends]
     rendered = [
-        truth
+        (truth.content, truth.ids.tolist())
         for each in documents
-        if (truth := each.truth) is not None and truth.conversation is not None and truth.tokens is not None
+        if (truth := each.truth) is not None and isinstance(truth.content, Conversation) and truth.tokens is not None
         if not (each.difference or truth.problem or truth.tokens.holds_control_text)
     ]
     chat = ChatTokenizer(folder) if rendered else None
-    num_differing = sum(
-        reference_ids(chat, truth.conversation) != truth.ids.tolist()
-        for truth in rendered
-        if chat is not None and truth.conversation is not None
-    )
+    num_differing = sum(chat is not None and reference_ids(chat, each) != ids for each, ids in rendered)
     found = []
     if lacking:
         names = ", ".join(tokenizer.convert_ids_to_tokens(lacking))

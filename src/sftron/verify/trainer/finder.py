@@ -6,19 +6,19 @@ the truth of each    a row of the data set that still holds messages; one of the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
-from sftron.verify.trainer_batches import SeenBatch
-from sftron.verify.trainer_documents import Document, Documents, find, fragment, place
-from sftron.verify.trainer_truth import Encoder, Truth, read_row
-from sftron.verify.turn_text import Parsed, TurnText
+from sftron.verify.trainer.batches import SeenBatch
+from sftron.verify.trainer.documents import Document, find, fragment, place
+from sftron.verify.trainer.truth import Encoder, PlainText, Truth, read_row
+from sftron.verify.trainer.turn_text import Parsed, TurnText
 
 _MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
 """Of given conversations: how many are read, the tokens that are looked for, and those that show which one it is."""
@@ -31,34 +31,78 @@ class Finder:
         rows: The sampled rows of the data set.
         conversations: Rows or lists of messages given by the user.
         trainer: Declares, if it is TRL's, the column of texts, and whether only the last answer is to be trained.
+        trained_roles: If these are "all", ids that hold no conversation are read as texts.
     """
 
     def __init__(
-        self, rows: Sequence[Any], conversations: Sequence[Any] | None, encoder: Encoder, trainer: Any
+        self,
+        rows: Sequence[Any],
+        conversations: Sequence[Any] | None,
+        encoder: Encoder,
+        trainer: Any,
+        trained_roles: str,
     ) -> None:
         self.encoder, self._is_last_alone = encoder, bool(getattr(trainer, "completion_only_loss", False))
         self._text_field = getattr(trainer.args, "dataset_text_field", "text")
         self.turn_text = TurnText(encoder)
         self._row_of_ids = {own.tobytes(): row for row in rows if (own := _ids_of(row)) is not None}
+        self._reads_texts, self._evaluated = trained_roles == "all", trainer.eval_dataset
         given = [{"messages": each} if isinstance(each, list) else each for each in conversations or ()]
         found = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
         self.given: list[Truth] = [each for truth in found for each in (truth, truth.reference) if each is not None]
         self._used = set[int]()
 
-    def documents(self, batches: Sequence[SeenBatch]) -> Documents:
+    def documents(self, batches: Sequence[SeenBatch]) -> list[Document]:
         self._used.clear()
         documents = [each for number, batch in enumerate(batches) for each in self._of_batch(number, batch)]
-        missing = [each.excerpt for each in self.given if id(each.content) not in self._used and not each.is_forged]
-        return Documents(documents, missing, Counter(self.encoder.refused))
+        if self._reads_texts and not self.given and not any(each.source or self._has_turns(each) for each in documents):
+            return self._texts(documents)
+        return documents
+
+    def missing(self) -> list[str]:
+        """Returns the given conversations that are in none of the last documents, and not in the evaluation."""
+        missing = [each for each in self.given if id(each.content) not in self._used and not each.is_forged]
+        return [each.excerpt for each in missing if not any(find(own, each.ids) >= 0 for own in self.held_out)]
+
+    @cached_property
+    def held_out(self) -> list[np.ndarray]:
+        """The ids of the evaluation's rows, in which given conversations are not missing."""
+        sets = self._evaluated.values() if isinstance(self._evaluated, dict) else [self._evaluated]
+        found = list[np.ndarray]()
+        for row in (row for each in sets if hasattr(each, "__len__") for row in islice(each, _MOST_GIVEN)):
+            own = _ids_of(row)
+            found += [truth.ids for truth in self._truths(row)] if own is None else [own]
+        return found
+
+    def _has_turns(self, document: Document) -> bool:
+        """Returns whether ids that are no known conversation hold a control token or a header of turns all the same."""
+        tokenizer = self.encoder.tokenizer
+        ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+        is_controlled = not self.encoder.special_ids.isdisjoint(set(document.ids.tolist()) - ends)
+        return is_controlled or self.turn_text.occurs_in(self.encoder.decode(document.ids))
+
+    def _texts(self, documents: Sequence[Document]) -> list[Document]:
+        """Returns texts without turns, each of which ends with the token that ends a text; one that does not is cut."""
+        eos, found = self.encoder.tokenizer.eos_token_id, list[Document]()
+        has_ends = any(eos in each.ids for each in documents)
+        for each in documents:
+            is_end = each.ids == eos
+            ends = np.flatnonzero(is_end & ~np.append(is_end[1:], False)) + 1  # the last of several
+            for begin, end in pairwise(sorted({0, *ends.tolist(), len(each)})):
+                part = each.part(begin, end)
+                text = self.encoder.decode(n for n in part.ids if n not in self.encoder.special_ids)
+                truth = self.encoder.truth(PlainText(text))
+                known = place(part, truth, "ids", self.encoder) if truth is not None else None
+                found.append(part if known is None else replace(known, is_cut_after=has_ends and part.ids[-1] != eos))
+        return found
 
     def may_be_several(self, document: Document) -> bool:
         """Returns whether a document that was read from its ids could also be several conversations."""
         return self.turn_text.may_be_several(self.encoder.decode(document.ids))
 
-    def _truths(self, row: Mapping[str, Any]) -> list[Truth]:
-        return [
-            truth for content in read_row(row, self._text_field) if (truth := self.encoder.truth(content)) is not None
-        ]
+    def _truths(self, row: Any) -> list[Truth]:
+        contents = read_row(row, self._text_field) if isinstance(row, Mapping) else ()
+        return [truth for content in contents if (truth := self.encoder.truth(content)) is not None]
 
     def _of_batch(self, number: int, batch: SeenBatch) -> Iterator[Document]:
         for row, start, end, feature in _segments(batch):
@@ -69,7 +113,7 @@ class Finder:
             while len(claims) > 2 and self._is_padding(whole.part(*claims[-2:])):  # it has positions of its own
                 claims.pop()
                 whole = whole.part(0, claims[-1])
-            truths = self._truths(self._known_row(feature)) if isinstance(feature, Mapping) else []
+            truths = self._truths(self._known_row(feature))
             if self.given:  # what the user gives outranks what the rows have become
                 own = {truth.ids.tobytes() for truth in truths}
                 same = [id(truth.content) for truth in self.given if truth.ids.tobytes() in own]
@@ -86,11 +130,10 @@ class Finder:
         is_padding = document.ids == self.encoder.tokenizer.pad_token_id
         return bool((is_padding & (document.labels == IGNORE_INDEX)).all())
 
-    def _known_row(self, feature: Mapping[str, Any]) -> dict[str, Any]:
+    def _known_row(self, feature: Any) -> Any:
         """Returns the row of a feature, which may have lost its messages on the way."""
         ids = _ids_of(feature)
-        row = None if ids is None else self._row_of_ids.get(ids.tobytes())
-        return {**(row or {}), **feature}
+        return feature if ids is None else {**self._row_of_ids.get(ids.tobytes(), {}), **feature}
 
     def _of_row(self, whole: Document, truths: Sequence[Truth]) -> Document:
         """Returns the document of one row: the first truth that it is, or else the difference from the first one."""
@@ -118,9 +161,21 @@ class Finder:
                 document = self._parsed(whole.part(start, start + length), parsed)
                 if self.given and not (document.num_cut_before or document.is_cut_after):
                     source = document.source or "conversations"
-                    document = replace(document, source=source, difference="it is none of the given conversations")
+                    document = replace(document, source=source, difference=self._unlike_given(document))
                 yield document
                 start += length
+
+    def _unlike_given(self, document: Document) -> str:
+        """Describes how a document differs from the given conversation that shares most of its beginning and end."""
+
+        def num_shared(truth: Truth) -> int:
+            size = min(len(truth.ids), len(document))
+            same = truth.ids[:size] == document.ids[:size], truth.ids[-size:][::-1] == document.ids[-size:][::-1]
+            return sum(size if each.all() else int(np.argmin(each)) for each in same)
+
+        nearest = max(self.given, key=num_shared)
+        difference = nearest.difference(document.ids, self.encoder.decode)
+        return f"it is none of the given conversations; of the nearest, {difference}"
 
     def _parsed(self, document: Document, parsed: Parsed | None) -> Document:
         """Returns the document with the truth that encoding its messages again gives, if its ids are the same."""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from sftron.data.types import IGNORE_INDEX, Role
-from sftron.verify import trainer_remedies as remedies
 from sftron.verify.table import Finding, NotMeasuredError
-from sftron.verify.trainer_batches import SeenBatch, Step
-from sftron.verify.trainer_documents import Document
-from sftron.verify.trainer_model import StepLosses
-from sftron.verify.trainer_subject import TrainerSubject
+from sftron.verify.trainer import remedies
+from sftron.verify.trainer.batches import SeenBatch, Step
+from sftron.verify.trainer.documents import Document
+from sftron.verify.trainer.model import StepLosses
+from sftron.verify.trainer.subject import TrainerSubject
 from sftron.verify.trainers import rounding_of
 
 
@@ -68,6 +68,8 @@ def _isolation_remedy(subject: TrainerSubject, kind: str) -> str:
         return remedies.NO_POSITIONS
     if uses_cache:
         return remedies.CACHE
+    if batches[0].attended is not None:
+        return remedies.MASK_OF_ONES
     name, attention = getattr(config, "model_type", "this model"), getattr(config, "_attn_implementation", None)
     return remedies.NOT_ISOLATED.format(name=name, attention=attention)
 
@@ -75,7 +77,7 @@ def _isolation_remedy(subject: TrainerSubject, kind: str) -> str:
 def _require_bounds(subject: TrainerSubject) -> None:
     """Raises NotMeasuredError if rows are packed, and a document could be several conversations."""
     view = subject.training
-    documents = view.found.documents
+    documents = view.documents
     is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
     unclear = [each for each in documents if each.source in ("", "ids") and view.batches[each.batch].positions is None]
     if is_packed and any(map(view.finder.may_be_several, unclear)):
@@ -86,7 +88,7 @@ def _require_bounds(subject: TrainerSubject) -> None:
 
 def _are_alone(subject: TrainerSubject) -> bool:
     """Returns whether every batch holds one conversation, which is known from its beginning to its end."""
-    documents = subject.training.found.documents
+    documents = subject.training.documents
     return all(each.source for each in documents) and set(Counter(each.batch for each in documents).values()) <= {1}
 
 
@@ -156,12 +158,10 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
 
     They are compared without dropout.
     """
-    spread = 0.0
+    spread, detail = 0.0, found.detail
     if subject.together_and_alone:
         whole, *alone = (subject.model.evaluated(each)[0] for each in subject.together_and_alone)
         spread = abs(sum(alone) - whole) / whole if whole else 0.0
-    detail = found.detail
-    if subject.together_and_alone:
         detail = (*detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:
         _require_accumulation(subject)
@@ -225,15 +225,15 @@ def padding(subject: TrainerSubject) -> Finding:
     """Padding is neither trained, nor attended to, nor counted."""
     view, num_padding, num_trained = subject.training, 0, 0
     for number, batch in enumerate(view.batches):
-        is_padding = _padding_of(batch, [each for each in view.found.documents if each.batch == number])
+        is_padding = _padding_of(batch, [each for each in view.documents if each.batch == number])
         num_padding += int(is_padding.sum())
         num_trained += int((is_padding[:, 1:] & (batch.labels[:, 1:] != IGNORE_INDEX)).sum())
-    if not num_padding and not any(_hides_text(view.batches[each.batch], each) for each in view.found.documents):
+    hidden = [each for each in view.documents if _hides_text(view.batches[each.batch], each)]
+    if not num_padding and not hidden:
         raise NotMeasuredError("no batch has padding")
     difference, allowed = next(
         filter(None, (_change_by_padding(subject, *pair) for pair in subject.computed)), (0.0, 0.0)
     )
-    hidden = [each for each in view.found.documents if _hides_text(view.batches[each.batch], each)]
     found = [f"{num_trained:,} of {num_padding:,} padding tokens trained"] if num_trained else []
     if hidden:
         found.append(f"the attention mask is 0 at tokens of {len(hidden):,} conversations")

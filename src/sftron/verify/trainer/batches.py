@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from torch.utils.data import Subset
 
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX
-from sftron.verify.trainer_state import own_collator, own_dataset, restored
+from sftron.verify.trainer.state import own_collator, own_dataset, restored
 
 _LEAST_UNLIKE = 0.1
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def require_checkable(trainer: Any, trained_roles: str) -> Any:
@@ -42,8 +44,6 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
     processor = trainer.processing_class
     if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
         raise ValueError("vision models and processors are not checked; give a text model and its tokenizer")
-    if found := {"image", "images", "video", "videos", "audio"} & set(getattr(data, "column_names", None) or []):
-        raise ValueError(f"the data set has a column {sorted(found)[0]}; only text is checked")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(trainer.model).__name__} is an encoder-decoder; only decoders are checked")
     tokenizer = processor or getattr(trainer.data_collator, "tokenizer", None)
@@ -84,9 +84,9 @@ def recorded(trainer: Any, data: str, sample: Any) -> Iterator[Recorder]:
         yield recorder
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SeenBatch:
-    """One micro-batch."""
+    """One micro-batch. Raises ValueError if it cannot be read."""
 
     features: Sequence[Any]
     """The rows that the collator was given; empty if the trainer does not use its `data_collator`."""
@@ -94,15 +94,44 @@ class SeenBatch:
     """The batch of the trainer's dataloader."""
     seen: Mapping[str, Any]
     """The keyword arguments of the model's call in the trainer's step."""
-    ids: np.ndarray
-    """int64 [B, T]."""
-    labels: np.ndarray
-    """int64 [B, T]: the label of the token at the same index, which the model predicts from the tokens before it; or
-    IGNORE_INDEX."""
-    attended: np.ndarray | None
-    """[B, T], the attention mask, if it has one number for each token; 0 for padding."""
-    positions: np.ndarray | None
-    """[B, T], the position ids, if they are passed."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seen.get("input_ids"), Tensor):
+            raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
+        _ = self.labels
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """int64 [B, T]."""
+        return _array(self.seen["input_ids"])
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """int64 [B, T]: the label of the token at the same index, which the model predicts from the tokens before it;
+        or IGNORE_INDEX. They are those that the model is given, or those of the batch.
+        """
+        if isinstance(shifted := self.seen.get("shift_labels"), Tensor):
+            first = np.full((len(self.ids), 1), IGNORE_INDEX, dtype=np.int64)
+            return np.concatenate([first, _array(shifted)[:, :-1]], axis=1)
+        for labels in (self.seen.get("labels"), self.inputs.get("labels")):
+            if isinstance(labels, Tensor) and labels.shape == self.ids.shape:
+                return _array(labels)
+        raise ValueError("the trainer's batches have no labels of the shape of input_ids, so nothing would be trained")
+
+    @cached_property
+    def attended(self) -> np.ndarray | None:
+        """[B, T], the attention mask, if it has one number for each token; 0 for padding."""
+        return self._of_tokens("attention_mask")
+
+    @cached_property
+    def positions(self) -> np.ndarray | None:
+        """[B, T], the position ids, if they are passed."""
+        found = self._of_tokens("position_ids")
+        return found if found is None else np.broadcast_to(found, self.ids.shape)
+
+    def _of_tokens(self, name: str) -> np.ndarray | None:
+        value = self.seen.get(name)
+        return _array(value) if isinstance(value, Tensor) and value.ndim == 2 else None
 
     @property
     def num_trained(self) -> int:
@@ -123,19 +152,6 @@ class Step:
         """Whether the micro-batches' numbers of labels differ, so that a mean of their means is not the ratio."""
         counts = [batch.num_trained for batch in self.batches]
         return max(counts) - min(counts) > _LEAST_UNLIKE * max(counts)
-
-
-def seen_batch(inputs: Mapping[str, Any], features: Sequence[Any], seen: Mapping[str, Any]) -> SeenBatch:
-    """Returns a batch whose call of the model is known. Raises ValueError if it cannot be read."""
-    if not isinstance(seen.get("input_ids"), Tensor):
-        raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
-    ids = _array(seen["input_ids"])
-    mask, positions = (
-        _array(each) if isinstance(each := seen.get(name), Tensor) and each.ndim == 2 else None
-        for name in ("attention_mask", "position_ids")
-    )
-    positions = positions if positions is None else np.broadcast_to(positions, ids.shape)
-    return SeenBatch(features, dict(inputs), seen, ids, _labels(seen, inputs, ids), mask, positions)
 
 
 def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
@@ -183,20 +199,15 @@ def select(data: Any, chosen: np.ndarray) -> Any:
 
 
 def rows_of(sample: Any) -> list[Any]:
-    """Returns the rows of a sample, as dictionaries if they are mappings."""
-    return [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]
+    """Returns the rows of a sample, as dictionaries if they are mappings. Raises ValueError if one holds an image."""
+    rows = [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]
+    for row in rows:
+        # LLaMA-Factory gives every row such columns, which are None for text.
+        found = [name for name in _MEDIA if isinstance(row, dict) and row.get(name) not in (None, [])]
+        if found:
+            raise ValueError(f"a row of the data set has {found[0]}; only text is checked")
+    return rows
 
 
 def _array(value: Tensor) -> np.ndarray:
     return value.detach().cpu().numpy()
-
-
-def _labels(seen: Mapping[str, Any], inputs: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
-    """Returns the label of each token [B, T]: those that the model is given, or those of the batch."""
-    if isinstance(shifted := seen.get("shift_labels"), Tensor):
-        first = np.full((len(ids), 1), IGNORE_INDEX, dtype=np.int64)
-        return np.concatenate([first, _array(shifted)[:, :-1]], axis=1)
-    for labels in (seen.get("labels"), inputs.get("labels")):
-        if isinstance(labels, Tensor) and labels.shape == ids.shape:
-            return _array(labels)
-    raise ValueError("the trainer's batches have no labels of the shape of input_ids, so nothing would be trained")

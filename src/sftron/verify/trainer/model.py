@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sftron.data.types import IGNORE_INDEX
 from sftron.verify.table import NotMeasuredError
-from sftron.verify.trainer_batches import SeenBatch, Step
+from sftron.verify.trainer.batches import SeenBatch, Step
 
 
 class _Caught(BaseException):
@@ -31,6 +31,17 @@ class StepLosses:
     """The sum of the cross-entropies of each micro-batch, in the same passes of the decoder."""
     auxiliary: float
     gradients: dict[str, Tensor | None]
+
+
+@contextmanager
+def _outputs(module: nn.Module | None) -> Iterator[list[Any]]:
+    """Yields a list that receives what the module returns in each of its calls; it stays empty without a module."""
+    found = list[Any]()
+    with ExitStack() as stack:
+        if module is not None:
+            hook = module.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+            stack.callback(hook.remove)
+        yield found
 
 
 class CalledModel:
@@ -161,43 +172,25 @@ class CalledModel:
 
         The gradient is that of the last hidden states, each of which predicts the next token.
         """
-        found: list[Tensor] = []
-
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found.append(output.last_hidden_state)
-
         if self.decoder is None:
             raise NotMeasuredError("another loss than the cross-entropy, and the model's decoder is not found")
-        handle = self.decoder.register_forward_hook(keep)
-        try:
-            with torch.enable_grad():
-                loss = self.loss_of(batch.inputs, num_items, training=False)
-            (gradient,) = torch.autograd.grad(loss, found[-1])
-        finally:
-            handle.remove()
+        with _outputs(self.decoder) as decoded, torch.enable_grad():
+            loss = self.loss_of(batch.inputs, num_items, training=False)
+            (gradient,) = torch.autograd.grad(loss, decoded[-1].last_hidden_state)
         has_gradient = gradient.abs().amax(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy() > 0
         has_label = np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (0, 1)))
         return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())
 
     def train(self, step: Step) -> StepLosses:
         """Computes the trainer's own steps of one accumulation, with gradients, and the cross-entropies beside."""
-        trainer, returned, sums = self.trainer, list[float](), list[float]()
-        decoded, auxiliary = list[Any](), list[float]()
-
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(found := getattr(output, "aux_loss", None), Tensor):
-                auxiliary.append(float(found))
-
+        trainer, returned, sums, auxiliary = self.trainer, list[float](), list[float](), list[float]()
         trainer.current_gradient_accumulation_steps = len(step.batches)  # TRL divides by it
         for batch in step.batches:
-            decoded.clear()
-            with ExitStack() as stack:
-                stack.callback(self.module.register_forward_hook(keep).remove)
-                if self.decoder is not None:
-                    hook = self.decoder.register_forward_hook(lambda _module, _inputs, output: decoded.append(output))
-                    stack.callback(hook.remove)
-                torch.manual_seed(0)
+            torch.manual_seed(0)
+            with _outputs(self.module) as outputs, _outputs(self.decoder) as decoded:
                 returned.append(float(trainer.training_step(self.module, dict(batch.inputs), step.num_items)))
+            losses = [getattr(each, "aux_loss", None) for each in outputs]
+            auxiliary += [float(each) for each in losses if isinstance(each, Tensor)]
             sums.append(self.loss_sum(batch, decoded[-1] if decoded else None))
         gradients = {name: each.grad for name, each in trainer.model.named_parameters()}
         trainer.model.zero_grad(set_to_none=True)
@@ -223,11 +216,10 @@ class CalledModel:
         self.module.train(training)
         with ExitStack() as stack:
             if decoded is not None:
-                assert self.decoder is not None
-                own = dict(vars(self.decoder))
-                stack.callback(vars(self.decoder).update, own)
-                stack.callback(vars(self.decoder).pop, "forward")
-                vars(self.decoder)["forward"] = lambda *_args, **_options: decoded
+                attributes = vars(self.decoder)
+                stack.callback(attributes.update, dict(attributes))
+                stack.callback(attributes.pop, "forward")
+                attributes["forward"] = lambda *_args, **_options: decoded
             stack.enter_context(self.trainer.compute_loss_context_manager())
             logits = getattr(self.module(**arguments), "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3:

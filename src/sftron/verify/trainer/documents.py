@@ -9,8 +9,7 @@ beginning or end is missing, and may have tokens around it that the template doe
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,8 +21,8 @@ from sftron.data.types import (
     TokenizedConversation,
     Turn,
 )
-from sftron.verify.trainer_truth import Encoder, PlainText, Truth
-from sftron.verify.turn_text import Parsed
+from sftron.verify.trainer.truth import Encoder, PlainText, Truth
+from sftron.verify.trainer.turn_text import Parsed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +67,11 @@ class Document:
     def is_forged(self) -> bool:
         """Whether a text of its conversation became control tokens."""
         return self.truth is not None and self.truth.is_forged
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it was read from its ids as a text without turns."""
+        return self.source == "ids" and self.truth is not None and isinstance(self.truth.content, PlainText)
 
     @property
     def answers(self) -> list[Turn]:
@@ -140,30 +144,6 @@ class Document:
             is_cut_after=is_cut_after,
             cuts_answer=cuts_answer and is_cut_after,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """All documents of the sampled rows."""
-
-    documents: list[Document]
-    missing: list[str]
-    """The conversations that are in no document, if those of the whole data set are known; else empty."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Rows whose messages cannot be read or rendered, by reason."""
-
-    @property
-    def summary(self) -> str:
-        names = {
-            "rows": "from the data set's rows",
-            "conversations": "from conversations=",
-            "ids": "recovered from ids",
-            "": "not recovered",
-        }
-        counts = Counter(each.source for each in self.documents)
-        words = [f"{counts[source]:,} {name}" for source, name in names.items() if counts[source]]
-        reasons = [f"{reason} ({count:,})" for reason, count in self.refused.most_common(2)]
-        return "; ".join([f"{len(self.documents):,} documents: {', '.join(words) or 'none'}", *reasons])
 
 
 def place(document: Document, truth: Truth, source: str, encoder: Encoder) -> Document | None:

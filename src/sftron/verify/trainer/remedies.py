@@ -8,7 +8,8 @@ DOUBLED_BOS = (
 )
 NO_BEGINNING = (
     "The template writes a beginning that the batch lacks. Tokenize with apply_chat_template(tokenize=True), or give "
-    "TRL the `messages` column; or save the template with which the rows were rendered (tokenizer.chat_template)."
+    "TRL the `messages` column; or save the template with which the rows were rendered (tokenizer.chat_template). "
+    "LLaMA-Factory: leave `template:` out, and it takes the tokenizer's own."
 )
 
 SHIFTED_LABELS = (
@@ -96,6 +97,11 @@ FUTURE = (
 OWN_MASK = (
     "The batch carries an attention_mask of its own shape, which lets conversations through. Mend it, or pass "
     "position_ids alone, from which transformers makes the mask."
+)
+MASK_OF_ONES = (
+    "The packed rows are passed with an attention_mask, and transformers reads the borders of conversations from "
+    "position_ids only without one. Leave the mask out of the batch, as DataCollatorWithFlattening does (LLaMA-"
+    "Factory: neat_packing: true), for a model type that supports packed rows; docs/isolation.md lists the types."
 )
 CACHE = (
     "The cache joins the documents of a row. Set use_cache=False (TrainingArguments(use_cache=False)), also where a "

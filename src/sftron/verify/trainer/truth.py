@@ -15,8 +15,9 @@ import numpy as np
 from sftron.data.chat.check import reference_ids
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import FORMATS, RowFormat
-from sftron.data.formats.messages import parse_tools, with_system
+from sftron.data.formats.messages import with_system
+from sftron.data.formats.table import FORMATS, RowFormat
+from sftron.data.formats.tools import parse_tools
 from sftron.data.formats.values import NamedRow
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation, Turn
 
@@ -51,10 +52,6 @@ class Truth:
     """Why the template cannot be followed; the roles are then found by searching for the texts."""
     reference: Truth | None = None
     """The truth of apply_chat_template, where it differs as a text spells a control token."""
-
-    @property
-    def conversation(self) -> Conversation | None:
-        return self.content if isinstance(self.content, Conversation) else None
 
     @property
     def excerpt(self) -> str:

@@ -2,7 +2,7 @@
 
     trainer  ->  a sample of its rows  ->  Step: the batches of one accumulation, from its own dataloader and collator
              ->  SeenBatch: the arguments with which its model is really called
-             ->  Document: one conversation, or a fragment of one, in a row of a batch (trainer_documents.py)
+             ->  Document: one conversation, or a fragment of one, in a row of a batch (documents.py)
 
 The data checks take all sampled rows and compute nothing: the call of the model is caught and ended. The checks of the
 model take a second, small sample, which is computed in full.
@@ -10,6 +10,7 @@ model take a second, small sample, which is computed in full.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,28 +19,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from sftron import __version__
 from sftron.data.dataset import PackedDataset
 from sftron.verify.table import NotMeasuredError
-from sftron.verify.trainer_batches import (
+from sftron.verify.trainer import remedies
+from sftron.verify.trainer.batches import (
     SeenBatch,
     Step,
     chosen_rows,
     recorded,
-    require_checkable,
     rows_of,
-    seen_batch,
     select,
     small_sizes,
     with_fewer_labels,
 )
-from sftron.verify.trainer_documents import Document, Documents
-from sftron.verify.trainer_finder import Finder
-from sftron.verify.trainer_model import CalledModel, StepLosses
-from sftron.verify.trainer_state import own_collator, restored
-from sftron.verify.trainer_truth import Encoder
+from sftron.verify.trainer.documents import Document
+from sftron.verify.trainer.finder import Finder
+from sftron.verify.trainer.model import CalledModel, StepLosses
+from sftron.verify.trainer.state import own_collator, restored
+from sftron.verify.trainer.truth import Encoder
 from sftron.verify.trainers import Isolation, compare_documents, rounding_of
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
@@ -47,7 +48,7 @@ _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
 _FEW_ROWS, _LEAST_KNOWN = 2, 0.95
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class View:
     """Batches of the training's rows, or of the evaluation's, and the documents in them."""
 
@@ -60,41 +61,61 @@ class View:
     training: View | None = None
     """For an evaluation's batches, those of the training."""
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.finder.encoder.tokenizer
+    def __post_init__(self) -> None:
+        self.tokenizer = self.finder.encoder.tokenizer
+        self.documents = self.finder.documents(self.batches)
+        self.missing = self.finder.missing() if self.is_whole else []
+        """Given conversations that are in no batch."""
+        self._refused = Counter(self.finder.encoder.refused)
 
-    @cached_property
-    def found(self) -> Documents:
-        return self.finder.documents(self.batches)
+    @property
+    def truth(self) -> str:
+        """Where what the documents should be is from, and why rows cannot be read or rendered."""
+        names = {
+            "rows": "from the data set's rows",
+            "conversations": "from conversations=",
+            "ids": "recovered from ids",
+            "": "not recovered",
+        }
+        counts = Counter(each.source for each in self.documents)
+        words = [f"{counts[source]:,} {name}" for source, name in names.items() if counts[source]]
+        reasons = [f"{reason} ({count:,})" for reason, count in self._refused.most_common(2)]
+        return "; ".join([f"{len(self.documents):,} documents: {', '.join(words) or 'none'}", *reasons])
 
     def with_roles(self) -> list[Document]:
         """Returns the documents whose tokens have roles. Raises NotMeasuredError if there are none."""
-        documents = [each for each in self.found.documents if each.tokens is not None]
+        documents = [each for each in self.documents if each.tokens is not None]
         if not documents:
-            raise NotMeasuredError(f"no document of the batches has known roles: {self.found.summary}")
+            raise NotMeasuredError(f"no document of the batches has known roles: {self.truth}")
         return documents
 
     def known(self) -> list[Document]:
         """Returns the documents that were recovered. Raises NotMeasuredError if more than a few were not."""
-        documents = [each for each in self.found.documents if each.source]
-        if not documents or len(documents) < _LEAST_KNOWN * len(self.found.documents):
-            raise NotMeasuredError(f"give the rows as conversations=; of {self.found.summary}")
+        documents = [each for each in self.documents if each.source]
+        if not documents or len(documents) < _LEAST_KNOWN * len(self.documents):
+            raise NotMeasuredError(f"give the rows as conversations=; of {self.truth}")
         return documents
+
+    def remedy_of_limit(self, wrong: Sequence[Document]) -> str:
+        """Returns the remedy if only documents that a limit cuts are wrong, as all are of the greatest length."""
+        lengths = Counter(map(len, self.documents))
+        longest = max(lengths, default=0)
+        is_limit = 1 < lengths[longest] < len(self.documents) and {*map(len, wrong)} == {longest}
+        return remedies.TOO_LONG.format(longest=longest) if is_limit else ""
 
     @property
     def summary(self) -> str:
         """How many documents there are; of an evaluation, also how many of them are trained."""
         assert self.training is not None
-        trained = {each.ids.tobytes() for each in self.training.found.documents}
-        num_trained = sum(each.ids.tobytes() in trained for each in self.found.documents)
-        return f"{self.found.summary}; {num_trained:,} of them are in the training's batches too"
+        trained = {each.ids.tobytes() for each in self.training.documents}
+        num_trained = sum(each.ids.tobytes() in trained for each in self.documents)
+        return f"{self.truth}; {num_trained:,} of them are in the training's batches too"
 
     @cached_property
     def rows(self) -> list[tuple[SeenBatch, int, list[Document]]]:
         """Each row of a batch that holds documents with known bounds."""
         documents: dict[tuple[int, int], list[Document]] = {}
-        for each in self.found.documents:
+        for each in self.documents:
             documents.setdefault((each.batch, each.row), []).append(each)
         return [
             (self.batches[number], row, found)
@@ -107,7 +128,8 @@ class TrainerSubject:
     """A trainer, as it is before `train()`.
 
     Args:
-        trainer: A `transformers.Trainer`, within `untouched`.
+        trainer: A `transformers.Trainer` that `require_checkable` lets through, within `untouched`.
+        tokenizer: Its tokenizer.
         conversations: The conversations of the data set, if its rows hold ids alone.
         trained_roles: "assistant", or "all" for a loss over every token.
 
@@ -115,9 +137,9 @@ class TrainerSubject:
         ValueError: The trainer cannot be checked.
     """
 
-    def __init__(self, trainer: Any, conversations: Any = None, trained_roles: str = "assistant") -> None:
+    def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
         self.trainer, self.trained_roles, self.model = trainer, trained_roles, CalledModel(trainer)
-        self.encoder = Encoder(require_checkable(trainer, trained_roles))
+        self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
         if is_packed := isinstance(data, PackedDataset):  # endless; its first packs stand for all
             state = data.state_dict()
@@ -126,12 +148,25 @@ class TrainerSubject:
         self.total_rows, self.sample = len(data), select(data, chosen_rows(len(data), _NUM_ROWS))
         self.rows = rows_of(self.sample)
         self._needs_all_rows = False  # whether the trainer's own sampler numbers rows that a sample does not have
-        finder = Finder(self.rows, conversations, self.encoder, trainer)
+        finder = Finder(self.rows, conversations, self.encoder, trainer, trained_roles)
         batches = [batch for step in self._steps(self.sample) for batch in step.batches]
+        self._require_embeddings(batches)
         is_whole = (
             self.total_rows <= _NUM_ROWS and not is_packed and sum(each.ids.size for each in batches) <= _MOST_TOKENS
         )
         self.training = View(trainer, batches, finder, trained_roles, is_whole)
+
+    def _require_embeddings(self, batches: Sequence[SeenBatch]) -> None:
+        """Raises ValueError if the batches hold ids for which the model has no embedding."""
+        weight = getattr(self.model.unwrapped.get_input_embeddings(), "weight", None)
+        largest = max((int(each.ids.max(initial=0)) for each in batches), default=0)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and largest >= len(weight):
+            token = self.encoder.decode([largest])
+            raise ValueError(
+                f"the batches hold token {largest:,}, {token!r}, and the model has embeddings for {len(weight):,}, so "
+                "its first step raises an IndexError; call model.resize_token_embeddings (LLaMA-Factory: resize_vocab: "
+                "true), or take a template whose tokens the model knows"
+            )
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -174,7 +209,7 @@ class TrainerSubject:
         """Returns the batch with the arguments of the model's call in `training_step`."""
         module = self.model.module
         seen = self.model.arguments(lambda: self.trainer.training_step(module, dict(inputs), num_items))
-        return seen_batch(inputs, features, seen or dict(inputs))
+        return SeenBatch(features, dict(inputs), seen or dict(inputs))
 
     @cached_property
     def evaluation(self) -> dict[str, View | str]:
@@ -193,10 +228,10 @@ class TrainerSubject:
                 inputs = next(iter(trainer.get_eval_dataloader()))
                 module.eval()
                 seen = self.model.arguments(lambda: trainer.prediction_step(module, dict(inputs), True))
-                batch = seen_batch(inputs, recorder.features[0] if recorder.features else [], seen or inputs)
+                batch = SeenBatch(recorder.features[0] if recorder.features else [], dict(inputs), seen or inputs)
             except Exception as error:  # of the trainer's own code
                 return f"not measured: {type(error).__name__}: {error}"
-        finder = Finder(rows_of(sample), None, self.encoder, trainer)
+        finder = Finder(rows_of(sample), None, self.encoder, trainer, self.trained_roles)
         return View(trainer, [batch], finder, self.trained_roles, training=self.training)
 
     # -- what is computed --------------------------------------------------------------------------------------------
@@ -247,7 +282,7 @@ class TrainerSubject:
     @cached_property
     def computed(self) -> list[tuple[SeenBatch, list[Document]]]:
         """The batches that are computed, with their documents; those with the most first."""
-        found = self.training.finder.documents(self.step.batches).documents
+        found = self.training.finder.documents(self.step.batches)
         pairs = [
             (batch, [each for each in found if each.batch == n and len(each)])
             for n, batch in enumerate(self.step.batches)
@@ -315,7 +350,7 @@ class TrainerSubject:
         A server passes the ids alone. None if no conversation has known bounds, or the model gives no logits.
         """
         batch = (self.together_and_alone or self.step.batches)[0]
-        documents = [each for each in self.training.finder.documents([batch]).documents if each.source and len(each)]
+        documents = [each for each in self.training.finder.documents([batch]) if each.source and len(each)]
         if not documents:
             return None
         ids, apart = batch.inputs["input_ids"], list[float]()
@@ -341,7 +376,7 @@ class TrainerSubject:
             "model": f"{type(model).__name__} ({getattr(config, 'model_type', 'no configuration')}), attention "
             f"{getattr(config, '_attn_implementation', 'unknown')}, {next(model.parameters()).dtype}",
             "data": f"{self.total_rows:,} rows, {len(self.rows):,} looked at, in {len(view.batches):,} batches",
-            "truth": view.found.summary,
+            "truth": view.truth,
             **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",

@@ -1,0 +1,141 @@
+"""The folder of a model in Hugging Face format: where it is, its files, and its config.json.
+
+The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
+"""
+
+import json
+import math
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sftron.models.architecture import LlamaConfig
+from sftron.regular_file import read_regular
+
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.tiktoken", "chat_template*", "additional_chat_templates"),
+)
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""The files of the inputs of multimodal models."""
+TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Patterns of the files with the license terms of the model."""
+
+MAX_JSON_BYTES = 64 * 2**20
+"""The largest known file, the index of a model with 90,000 tensors, has 9 MB."""
+_MAX_FILE_BYTES = 512 * 2**20
+"""The largest known vocabulary has 35 MB."""
+_LIMITS = {
+    "*.safetensors": math.inf,
+    "*.jinja": 2**20,
+    **dict.fromkeys(("*config.json", "*.index.json", "special_tokens_map.json", "README.md", *TERMS), MAX_JSON_BYTES),
+    "*": _MAX_FILE_BYTES,
+}
+"""The maximum size of a file, by the first pattern that matches its name."""
+
+
+def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
+    """Returns the local folder of a path or a Hub id; for a Hub id, it is the folder in the Hub's cache.
+
+    Args:
+        with_weights: Whether the weights are needed, or only the tokenizer and the small files.
+        download: Whether to download files that are not in the cache.
+
+    Raises:
+        ValueError: If there is no such folder and no such model on the Hub.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
+        # gpt-oss has a second copy of its weights in the folder `original`.
+        options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"]}
+        return Path(snapshot_download(path, **options, local_files_only=not download))
+    except (OSError, HFValidationError) as error:
+        what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
+        raise ValueError(f"{what} is no local folder, and it cannot be downloaded from the Hub: {error}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raises ValueError if a file is implausibly large or not a regular file, or is a link out of the folder."""
+    patterns = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)
+    for path in _matching(folder, patterns):
+        if path.is_dir() or not path.exists():
+            continue
+        require_inside(folder, path)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path}: is no regular file; take the model from where it was published")
+        limit = next(limit for pattern, limit in _LIMITS.items() if path.match(pattern))
+        if status.st_size > limit:
+            raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
+
+
+def require_inside(folder: Path, path: Path) -> None:
+    """Raises ValueError if a file is a link out of the folder, unless it is in the Hub's own cache. The content would
+    be copied into an export, and might be a private key or the weights of a private model."""
+    target = path.resolve()
+    in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if not in_cache and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path}: is a link to {target}, outside the folder, and would be exported; copy the file")
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Returns the paths that match, and all that is in matching folders."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(found | {path for each in found if each.is_dir() for path in each.rglob("*")})
+
+
+def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
+    """Returns the contents of the files that match, by their path in the folder. Raises ValueError."""
+    paths = [path for path in _matching(folder, patterns) if not path.is_dir()]
+    return {path.relative_to(folder).as_posix(): _read_inside(folder, path, _MAX_FILE_BYTES) for path in paths}
+
+
+def _read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
+    require_inside(folder, path)
+    try:
+        return read_regular(path, max_bytes)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file.
+
+    Raises:
+        ValueError: The file is missing, a link out of its folder, too large, or not a JSON object. The message names
+            the file.
+    """
+    data = _read_inside(path.parent, path, MAX_JSON_BYTES)
+    try:
+        content = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")
+    return content
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """Returns the architecture of the model in `folder`.
+
+    Raises:
+        ValueError: The config has unsupported values; the message lists all of them.
+    """
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder}: is an adapter, not a whole model; merge it into its base (`sftron convert`), or "
+            "train it further (lora.adapter)"
+        )
+    try:
+        return LlamaConfig.from_hf(read_json(folder / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error

@@ -1,0 +1,136 @@
+"""The sections of the configuration that turn rows into packs: the tokenizer, the data and their lengths."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from sftron.config.contradictions import POOL_SIZE
+from sftron.config.values import (
+    Accumulation,
+    Count,
+    Day,
+    Name,
+    Names,
+    PathText,
+    Positive,
+    PositiveNumber,
+    RowFormatName,
+    Section,
+    Share,
+    Text,
+    Texts,
+    TextsByRole,
+    TrainedRoles,
+    TwoOrMore,
+    Wanted,
+)
+
+
+class Tokenizer(Section):
+    """The tokenizer and its chat template."""
+
+    path: PathText | None = None
+    """A local folder or Hub id; null means model.path."""
+    chat_template: PathText | None = None
+    """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
+    add_tokens: Texts = ()
+    """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
+    date: Day | None = None
+    """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
+
+
+class Rows(Section):
+    """Rows of conversations, and how they are read."""
+
+    path: PathText
+    """A .jsonl, .json or .csv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such, or a Hub id."""
+    name: Text | None = None
+    """Names the data set in metrics and reports; null means its path."""
+    split: Text = "train"
+    """The split of a Hub data set or a folder of splits. Or a part of it: train[:5%], train[100:200], train[-10%:]."""
+    format: RowFormatName = "auto"
+    """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
+    prompt_template: Text | None = None
+    """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
+    columns: Names = Field({})
+    """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
+    max_samples: Positive | None = None
+    """Take only the first rows; null: all."""
+
+
+class Dataset(Rows):
+    """One data set."""
+
+    weight: PositiveNumber | None = None
+    """Share of the tokens, relative to the others' weights; all data sets have one, or none: each row once an epoch."""
+    streaming: bool = False
+    """Read rows forward, shuffled in windows of 10,000, for sets larger than the disk; a resume passes them again."""
+
+
+class EvaluationDataset(Rows):
+    """One evaluation set."""
+
+    name: Name | None = None
+    """Names the set in metrics, eval/NAME/loss; null means its file's name without the ending."""
+
+
+class Packing(Section):
+    """How conversations are put together into packs."""
+
+    strategy: Literal["pool", "minibatch", "none"] = "pool"
+    """pool fills packs to the brim; minibatch flattens tokens.micro_batch_size conversations; none takes one."""
+    pool_size: Positive = POOL_SIZE
+    """Conversations that wait to be packed, for strategy pool."""
+
+
+class Data(Section):
+    """The conversations, and which of their tokens are trained."""
+
+    datasets: Annotated[
+        tuple[Dataset, ...],
+        Field(strict=False, min_length=1),
+        Wanted("a list of at least one data set, such as [{path: rows.jsonl}]"),
+    ]
+    """What to train on, at least one: a list of mappings with the keys below."""
+    train_on_completions_only: bool = True
+    """Train only what the model itself generates: assistant contents and their stop tokens. false: every token."""
+    remove_cross_attention: bool = True
+    """Conversations in one pack do not see each other. false: plain causal attention over the pack."""
+    train_on_roles: TrainedRoles = ("assistant",)
+    """Whose text is trained. assistant is all the model generates; answer, reasoning and tool_call are its parts."""
+    train_on_turns: Literal["all", "last"] = "all"
+    """last trains only the last turn of a trained role in each conversation."""
+    reasoning: Literal["keep", "last", "strip"] = "keep"
+    """Which of the assistant's reasoning the template gets: all, that of its last turn, or none."""
+    allow_control_tokens: TextsByRole = Field({})
+    """Control tokens that the text of a role may write, as {assistant: ["<think>", "</think>"]}; others are text."""
+    overlong: Literal["drop", "truncate_turns", "error"] = "drop"
+    """What to do with a conversation longer than tokens.sequence_length."""
+    max_dropped_share: Share = 0.05
+    """The run stops when more than this share of the rows, once 200 are read, was dropped."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
+    max_row_bytes: Positive = 4 * 2**20
+    """The longest row, in bytes as stored: a line of JSON, the values of a Parquet or Arrow row; longer are bad."""
+    num_workers: Count = 1
+    """Loader processes per rank; 0 loads in the training process."""
+    num_lanes: Literal["auto"] | Positive = "auto"
+    """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""
+    packing: Packing = Packing()
+
+
+class Tokens(Section):
+    """Sizes and lengths, in tokens and steps. A pack holds sequence_length x micro_batch_size tokens."""
+
+    sequence_length: TwoOrMore
+    """The longest conversation, in tokens."""
+    micro_batch_size: Positive = 1
+    """Multiplies the token budget of a pack, which is one flat row."""
+    batch_accumulation_per_replica: Accumulation = 1
+    """Packs per rank in one optimizer step."""
+    train_steps: Positive | None = None
+    """Optimizer steps to train. Give this or train_epochs."""
+    train_epochs: Positive | None = None
+    """Passes over the data to train. Give this or train_steps."""

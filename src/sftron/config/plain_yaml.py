@@ -1,0 +1,64 @@
+"""YAML with the plain values of YAML 1.2, in which 1e-5 is a number, and on, off, yes, no and dates are text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+
+from sftron.config.schema import Config
+from sftron.config.values import Section
+
+_LONGEST_ALIASED = 1000
+
+
+class Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own protocol: a class attribute, not shared with the parent
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # Aliases of collections can expand a small file to gigabytes.
+        mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if mark is not None and (not isinstance(node, yaml.ScalarNode) or len(node.value) > _LONGEST_ALIASED):
+            problem = "only short single values can be aliased: write it out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return node
+
+
+class Dumper(yaml.SafeDumper):
+    """A YAML dumper that quotes every text that YAML 1.1 or `Loader` would read as another type."""
+
+
+PLAIN_VALUES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "tag:yaml.org,2002:null": (r"(~|null|Null|NULL|)$", "~nN", lambda text: None),
+    "tag:yaml.org,2002:bool": (r"(true|True|TRUE|false|False|FALSE)$", "tTfF", lambda text: text.lower() == "true"),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+$", "-+0123456789", int),
+    "tag:yaml.org,2002:float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$", "-+.0123456789", float),
+    "tag:yaml.org,2002:str": (r"(?!)", "", str),
+}
+"""The plain values by tag: a pattern of the text, the characters that it can begin with, and its conversion."""
+
+for _tag, (_pattern, _first, _) in PLAIN_VALUES.items():
+    Loader.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
+    Dumper.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
+
+
+def dump_config(config: Config) -> str:
+    """Returns the resolved configuration as YAML; `load_config` reads it back as an equal configuration."""
+    # allow_unicode is not set, because PyYAML would then turn Unicode line ends (U+0085) into spaces.
+    return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False)
+
+
+def is_valid_without_quotes(field: FieldInfo, text: str) -> bool:
+    """Returns whether a quoted text would be a valid value of the field if it were a plain one."""
+    try:
+        tag = Loader(text).get_single_node().tag  # pyright: ignore[reportOptionalMemberAccess]  # caught below
+        plain = PLAIN_VALUES[tag][2](text)
+        TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python(plain)
+    except (yaml.YAMLError, AttributeError, KeyError, ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""The types of values and of sections of the configuration; `Wanted` puts values in words for help and errors."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a value must be, in words that end the sentence "wanted ..."."""
+
+    words: str
+
+
+def _refused(problem: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{problem}", {"problem": problem})
+
+
+def _require_short_names(path: str) -> str:
+    """Refuses a name that no file system allows; it would fail later with the system's own error."""
+    longest = max(path.split("/"), key=lambda name: len(name.encode("utf-8", "surrogatepass")))
+    if (size := len(longest.encode("utf-8", "surrogatepass"))) > _MAX_NAME_BYTES:
+        problem = f"{longest[:20]}... has {size} bytes; the name of a file or folder has {_MAX_NAME_BYTES} at most"
+        raise _refused(f"{problem}; shorten it")
+    return path
+
+
+def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except (re.error, OverflowError, RecursionError) as error:
+            problem = f"{targets} is not a regular expression: {error}; correct it, or write a list of names"
+            raise _refused(problem) from error
+    return targets
+
+
+def _refuse_dropout(dropout: float) -> float:
+    if dropout:
+        raise _refused(
+            f"is {dropout}, but only 0 is supported: which elements are dropped would depend on the packing, the "
+            "number of ranks and the resumes of the run; remove the key"
+        )
+    return dropout
+
+
+def _require_day(date: str) -> str:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise _refused(f"{date}: {error}") from error
+    return date
+
+
+_MAX_NAME_BYTES = 255
+_MAX_ACCUMULATION = 2**20
+
+Text = Annotated[str, Field(min_length=1), Wanted("text")]
+PathText = Annotated[Text, AfterValidator(_require_short_names)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
+Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
+Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
+TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
+Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
+PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
+NonNegativeNumber = Annotated[float, Field(ge=0), Wanted("a number, not negative")]
+Share = Annotated[float, Field(ge=0, le=1), Wanted("a number from 0 to 1")]
+PositiveShare = Annotated[float, Field(gt=0, le=1), Wanted("a number above 0, up to 1")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+# YAML gives lists where frozen models hold tuples, hence strict=False on the container; its items stay strict.
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False), Wanted("a list of two numbers, each at least 0 and below 1")]
+Texts = Annotated[tuple[Text, ...], Field(strict=False), Wanted("a list of text")]
+Names = Annotated[dict[Text, Text], Wanted("a mapping of names to names")]
+TextsByRole = Annotated[dict[Text, Texts], Wanted("a mapping of roles to lists of text")]
+TrainedRole = Literal["assistant", "answer", "reasoning", "tool_call", "user", "system", "tool"]
+TrainedRoles = Annotated[
+    tuple[TrainedRole, ...],
+    Field(strict=False, min_length=1),
+    Wanted("a list of assistant, answer, reasoning, tool_call, user, system or tool"),
+]
+Targets = Annotated[
+    Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | Text,
+    AfterValidator(_require_expression),
+    Wanted("all-linear, a list of names, such as [q_proj, v_proj], or a regular expression"),
+]
+ModulesToSave = Annotated[
+    tuple[Literal["embed_tokens", "lm_head"], ...],
+    Field(strict=False),
+    Wanted("a list of embed_tokens or lm_head"),
+]
+RowFormatName = Literal[
+    "auto", "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
+]
+Dropout = Annotated[float, AfterValidator(_refuse_dropout), Wanted("0")]
+Day = Annotated[
+    str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), AfterValidator(_require_day), Wanted('a date, as "2026-01-31"')
+]
+Accumulation = Annotated[
+    int, Field(ge=1, le=_MAX_ACCUMULATION), Wanted(f"a whole number from 1 to {_MAX_ACCUMULATION}")
+]
+RunName = Annotated[Name, AfterValidator(_require_short_names)]
+Checkpoint = Annotated[
+    str, Field(min_length=1), AfterValidator(_require_short_names), Wanted("auto, never or the path of a checkpoint")
+]
+Repository = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")]
+Trackers = Annotated[
+    tuple[Literal["wandb", "trackio", "tensorboard", "mlflow"], ...],
+    Field(strict=False),
+    Wanted("a list of wandb, trackio, tensorboard or mlflow"),
+]
+
+
+class Section(BaseModel):
+    """Frozen and strict: an unknown key, a quoted number or a bool for a number is an error."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
+    )

@@ -1,0 +1,92 @@
+"""How a model family differs from Llama: the fields of a row in families.py, and what several rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sftron.models.rope_config import RopeKeys
+
+Values = Mapping[str, Any]
+"""The keys of a config.json that its family reads, with the defaults of absent ones."""
+Pattern = Callable[[Values], list[bool]]
+"""Returns one value per layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The ways in which one model_type differs from the others: its keys of config.json, its blocks and its names.
+
+    In `model` and `layer`, a value that is a function is called with the `Values` of the config.json.
+    """
+
+    architecture: str
+    """The model's class in transformers; loaders select their own class by this name."""
+    defaults: Mapping[str, Any]
+    """The keys that this family reads in addition to the common ones, each with its default."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """The keys that this family does not read; if one is present, its value must be this one."""
+    irrelevant: frozenset[str] = frozenset()
+    """Further keys that this family does not read, and which may have any value."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of LlamaConfig that differ from `MODEL`."""
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of every Layer that differ from their defaults, except for its window and its rope."""
+    slides: Pattern | None = None
+    """Whether each layer has the window, if `layer_types` is absent; None means that all do, if there is a window."""
+    rope: RopeKeys = field(default_factory=RopeKeys)
+    """The keys of the rotary embeddings."""
+    rotates: Pattern | None = None
+    """Whether the heads of each layer are rotated; None means that all are."""
+    types: Callable[[Values], list[str]] | None = None
+    """Returns the `layer_types` of a config.json without them."""
+    layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
+    quant_method: str | None = None
+    """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For parts of native names, the parts of Hugging Face's names that replace them; see fusion.py."""
+
+
+def key(name: str, *, or_else: Any = None) -> Callable[[Values], Any]:
+    """Returns a function that returns the value of a key, or `or_else` if the family does not read the key."""
+    return lambda values: values.get(name, or_else)
+
+
+MODEL: dict[str, Any] = {
+    "norm": "rms",
+    "norm_eps": key("rms_norm_eps"),
+    "activation": key("hidden_act"),
+    "qkv_bias": key("attention_bias", or_else=False),
+    "o_bias": key("attention_bias", or_else=False),
+    "mlp_bias": key("mlp_bias", or_else=False),
+    "head_bias": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+    "clip_qkv": None,
+    "output_gate": False,
+    "delta": None,
+}
+"""The fields of LlamaConfig that a family may change, as in Llama."""
+
+COMMON: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+BIASES = {"attention_bias": False, "mlp_bias": False}
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+
+def without(*keys: str) -> dict[str, Any]:
+    return {key: value for key, value in COMMON.items() if key not in keys}
+
+
+def not_every(number: int) -> Pattern:
+    """Returns the pattern that is False for every layer of that number, counted from 1."""
+    return lambda values: [bool((index + 1) % number) for index in range(values["num_hidden_layers"])]

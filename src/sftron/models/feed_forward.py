@@ -1,0 +1,95 @@
+"""The feed-forward networks of blocks, one of which is a mixture of experts.
+
+shape suffixes: T tokens of the packed row, H hidden_size
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from sftron.models.architecture import LlamaConfig
+from sftron.models.experts import BiasedExperts, Experts
+from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+from sftron.models.routing import Router
+
+
+class LlamaMLP(nn.Module):
+    """The feed-forward network with a gate."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
+        sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
+        self.gate_up_proj = NormedLinear(config.hidden_size, 2 * config.intermediate_size, **options)
+        self.down_proj = GatedLinear(*sizes, activation=activation, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        return self.down_proj(self.gate_up_proj(x_TH, norm))
+
+
+class PlainMLP(nn.Module):
+    """The feed-forward network without a gate."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
+        sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
+        self.up_proj = NormedLinear(config.hidden_size, config.intermediate_size, **options)
+        self.down_proj = ActiveLinear(*sizes, activation=activation, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        return self.down_proj(self.up_proj(x_TH, norm))
+
+
+class ExpertsMLP(nn.Module):
+    """A mixture of experts in place of the feed-forward network (arXiv 2401.04088)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        mixture, size, options = config.mixture, config.hidden_size, {"initializer_range": config.initializer_range}
+        assert mixture is not None
+        self.gate = Router(size, mixture.num_experts, mixture.num_selected, normalizes=mixture.normalizes, **options)
+        self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        return self.experts(normed_TH, *self.gate(normed_TH))
+
+
+class BiasedExpertsMLP(ExpertsMLP):
+    """A mixture of experts whose router and experts have biases, and whose gates are clamped (gpt-oss)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        mixture, options = config.mixture, {"initializer_range": config.initializer_range}
+        assert mixture is not None
+        self.gate.bias = nn.Parameter(torch.zeros(mixture.num_experts))
+        sizes = (config.hidden_size, mixture.num_experts, mixture.intermediate_size)
+        self.experts = BiasedExperts(*sizes, alpha=mixture.swiglu_alpha, limit=mixture.swiglu_limit, **options)
+
+
+class SharedExpertMLP(ExpertsMLP):
+    """A mixture of experts, and one expert of all tokens, times a gate of its own (Qwen 2 MoE, arXiv 2407.10671)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        assert config.mixture is not None
+        assert config.mixture.shared_size is not None
+        self.shared_expert = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
+        options = {"initializer_range": config.initializer_range, "recompute": recompute}
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        routed_TH = self.experts(normed_TH, *self.gate(normed_TH))
+        return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
+
+
+MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
+    "gated": LlamaMLP,
+    "plain": PlainMLP,
+    "experts": ExpertsMLP,
+    "shared_experts": SharedExpertMLP,
+    "biased_experts": BiasedExpertsMLP,
+}

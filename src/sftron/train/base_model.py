@@ -1,0 +1,60 @@
+"""The model that a run starts from, as model cards name it: its Hub id, license and revision."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from sftron.checkpoint.model_folder import MAX_JSON_BYTES
+from sftron.regular_file import read_regular
+
+_MAX_README_BYTES, _MAX_FRONT_MATTER = 16 * 2**20, 64 * 2**10
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that training started from, as described in a model card."""
+
+    folder: Path
+    name: str
+    """The Hub id if it is known, else the name of the folder without its parents."""
+    license: str | None
+    revision: str | None = None
+    """The commit of a model in the Hub's cache."""
+
+
+def read_base_model(path: str, folder: Path) -> BaseModel:
+    """Reads the name and the license of the model in `folder`. `path` is the value of model.path."""
+    name, license_name = folder.resolve().name, None
+    if hub_id(path) and not Path(path).exists():
+        name = path
+    elif match := re.search(r"models--([^/]+?)--([^/]+)", str(folder)):  # the Hub's cache
+        name = f"{match[1]}/{match[2]}"
+    else:
+        with suppress(OSError, ValueError, AttributeError):
+            stated = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
+            if isinstance(stated, str) and hub_id(stated) and not Path(stated).exists():
+                name = stated
+    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
+        text = read_regular(folder / "README.md", _MAX_README_BYTES).decode()[:_MAX_FRONT_MATTER]
+        if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):
+            license_name = yaml.safe_load(match[1]).get("license")
+    revision = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", folder.as_posix())
+    return BaseModel(folder, name, license_name, revision and revision[1])
+
+
+def hub_id(name: str) -> str | None:
+    """Returns the name if it has the form `owner/name`, else None; only such names become links."""
+    return name if _HUB_ID.fullmatch(name) and ".." not in name and len(name) <= 96 else None
+
+
+def license_id(name: object) -> str | None:
+    """Returns the name if it has the form of a license id of the Hub, else None."""
+    return name if isinstance(name, str) and _LICENSE.fullmatch(name) else None

@@ -1,0 +1,104 @@
+"""The peak memory of a training step as it is measured.
+
+It counts the bytes of tensors, as torch.cuda.max_memory_allocated does; on a CPU, the resident memory of the process is
+measured too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPeak:
+    """The bytes of a step as measured; each is None where it is not known."""
+
+    tensors: int | None
+    resident: int | None = None
+    """The growth of the process since before the model was made."""
+
+
+class LiveMemory(TorchDispatchMode):
+    """Records the tensors made in its `with` block; what an operation allocates and frees within itself is not seen.
+
+    Attributes:
+        peak: The most bytes at a time of storages made inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        made = func(*args, **kwargs)
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
+                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return made
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+@contextmanager
+def peak_of_step(
+    model: nn.Module, device: torch.device, baseline: int | None = None
+) -> Iterator[Callable[[], MeasuredPeak]]:
+    """Yields a function that returns, after the `with` block, the peak of the block, weights included.
+
+    The tensors of a sharded model on a CPU are not known, because its collectives are not operations of torch.
+
+    Args:
+        baseline: The `resident_memory` before the model was made, from which the growth of the process is measured.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
+        return
+    if baseline is not None:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
+
+    def growth() -> int | None:
+        return None if baseline is None else _status("VmHWM") - baseline
+
+    if isinstance(model, FSDPModule):
+        yield lambda: MeasuredPeak(None, growth())
+        return
+    weights = sum(each.nbytes for each in model.parameters())
+    with LiveMemory() as memory:
+        yield lambda: MeasuredPeak(weights + memory.peak, growth())
+
+
+def resident_memory() -> int | None:
+    """Returns the bytes of this process that are in memory; None on a system other than Linux."""
+    return _status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def total_memory(device: torch.device) -> int:
+    """Returns the bytes of memory of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
