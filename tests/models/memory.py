@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sftron.models.attention_kernels import PLAIN, Scores
-from sftron.train import measured_memory
+from sftron.train.start import measured_memory
 
 
 class LiveMemory(measured_memory.LiveMemory):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sftron.train import console
-from sftron.train.loggers import flat_numbers
+from sftron.train.logs import console
+from sftron.train.logs.loggers import flat_numbers
 from sftron.train.trainer import Trainer
 from tests.train.runs import chat_line, make_config, make_model_folder, metrics, run
 
@@ -31,7 +31,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _prints() -> None:
     """Whatever run an earlier test made: of several ranks, only the main one prints."""
-    console.speak(True)
+    console.start(True)
 
 
 @pytest.fixture

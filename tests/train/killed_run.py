@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 
 from sftron.config import load_config
-from sftron.train import loop, run_logs, saving, trainer
+from sftron.train import loop, saving, trainer
+from sftron.train.logs import run_logs
 
 When = Literal["in the step", "in the ledger's line", "after the ledger's line", "after the checkpoint"]
 

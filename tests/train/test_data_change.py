@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sftron.checkpoint.checkpoint import CheckpointError
-from sftron.train.ledger import read_ledger
+from sftron.train.logs.ledger import read_ledger
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger import OpenedRun, audit_run
 from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, on_each_step, run, stop_in, write_rows

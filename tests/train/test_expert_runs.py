@@ -15,7 +15,7 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.config.load import load_config
 from sftron.models.generation import greedy_generate
 from sftron.train.ranks import start_ranks
-from sftron.train.setup import set_up
+from sftron.train.start.setup import set_up
 from tests.conftest import ASSETS
 from tests.models.packed_experts import pack_experts
 from tests.models.reference import EXPERTS, FAMILIES, GPT_OSS, make_native, make_reference, pack

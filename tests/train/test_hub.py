@@ -13,9 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from sftron.config import ConfigError, Hub
-from sftron.train import hub
-from sftron.train.export import export_checkpoint
-from sftron.train.hub import HubPusher, Push, require_hub
+from sftron.train.exports import hub
+from sftron.train.exports.exporter import export_checkpoint
+from sftron.train.exports.hub import HubPusher, Push, require_hub
 from sftron.train.loop import TrainingLoop
 from sftron.train.trainer import Trainer
 from tests.train.hub_server import TOKEN, HubServer, serving

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sftron.config import Logging
-from sftron.train import loggers as loggers_module
-from sftron.train import trackers
-from sftron.train.loggers import Loggers, LoggerThread, Numbers, known_id, store_id
-from sftron.train.trackers import require_loggers
+from sftron.train.logs import loggers as loggers_module
+from sftron.train.logs import trackers
+from sftron.train.logs.loggers import Loggers, LoggerThread, Numbers, known_id, store_id
+from sftron.train.logs.trackers import require_loggers
 from tests.train.runs import bits, make_config, metrics, on_each_step, result, run, stop_in
 
 NUM_STEPS = 4

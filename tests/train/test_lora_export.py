@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_weights import load_model
 from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.train import export
-from sftron.train.export import export_checkpoint
-from sftron.train.lora import adapter_tensors, logits_of
+from sftron.train.exports import export
+from sftron.train.exports.exporter import export_checkpoint
+from sftron.train.start.lora import adapter_tensors, logits_of
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, make_model_folder, run, write_rows
 

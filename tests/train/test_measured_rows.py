@@ -8,7 +8,7 @@ import pytest
 
 from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
-from sftron.train import run_data
+from sftron.train.start import run_data
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_config, metrics, run, write_rows

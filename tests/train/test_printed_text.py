@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sftron.commands.train import run as main
-from sftron.train import console
+from sftron.train.logs import console
 from sftron.visible_text import visible_text
 from tests.conftest import ROOT
 from tests.train.runs import chat_line, settings, write_config, write_rows
@@ -111,8 +111,8 @@ def test_what_libraries_warn_of_in_a_model_folder_is_not_obeyed(
 
 
 def test_a_line_end_in_a_name_makes_no_line_that_passes_for_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
-    console.speak(True)
-    console.say("data       rows\ncompleted  after step 9")
+    console.start(True)
+    console.write("data       rows\ncompleted  after step 9")
     assert capsys.readouterr().out == "data       rows\n           completed  after step 9\n"
 
 

@@ -15,10 +15,11 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import console, outputs, resume, run_logs
-from sftron.train.ledger import Ledger, ledger_file, read_ledger, start_line, step_line
+from sftron.train import outputs, resume
+from sftron.train.logs import console, run_logs
+from sftron.train.logs.ledger import Ledger, ledger_file, read_ledger, start_line, step_line
+from sftron.train.logs.run_logs import LineFile, RunLogs
 from sftron.train.metrics import StepMetrics
-from sftron.train.run_logs import LineFile, RunLogs
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config, on_each_step, result, run
@@ -39,7 +40,7 @@ def test_a_file_that_is_gone_is_reported_once_and_another_in_its_place_is_left_a
     is_main: bool,
 ) -> None:
     """A rank that prints nothing has a ledger, and warns on standard error."""
-    console.speak(is_main)
+    console.start(is_main)
     monkeypatch.chdir(tmp_path)
     file = LineFile(Path("metrics.jsonl"))
     file.append(b"1")

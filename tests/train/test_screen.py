@@ -15,8 +15,9 @@ from termios import TIOCSWINSZ
 import pytest
 
 from sftron.errors import print_any_text
-from sftron.train import console, description, run_logs
-from sftron.train.run_logs import LineFile
+from sftron.train.logs import console, run_logs
+from sftron.train.logs.run_logs import LineFile
+from sftron.train.start import description
 from sftron.train.trainer import Trainer
 from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config
@@ -83,16 +84,16 @@ def test_lines_and_warnings_stand_above_the_bar_and_the_bar_comes_back(terminal:
     with terminal:
         now = 0.0
         progress = console.RunProgress(lambda: now)
-        console.say("before")
+        console.write("before")
         progress.update(0.25, "step 1/4")
-        console.say("WARNING    one line")
+        console.write("WARNING    one line")
         now = 10.0
         progress.update(0.5, "step 2/4")
         *lines, last = terminal.rows
 
         assert lines == ["before", "WARNING    one line"]
         assert re.fullmatch(r"━+╸?━+  50% \| step 2/4 \| 0:20 left", last)
-        console.say("[/b] [red] :smile: " + "as it is, " * 20)
+        console.write("[/b] [red] :smile: " + "as it is, " * 20)
         assert terminal.rows[2] == "[/b] [red] :smile: " + "as it is, " * 20
         # As Python itself shows a warning; pytest keeps warnings to itself.
         sys.stderr.write(warnings.formatwarning("mind the [/gap]", UserWarning, "file.py", 7))
@@ -110,7 +111,7 @@ def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(ter
     with terminal:
         terminal.resize(columns)
         console.log_to(logged.append)
-        console.say_in_short(line, short)
+        console.write_short(line, short)
         assert terminal.rows == [short[: columns - 1], ""]
     console.log_to(None)
     assert logged == [line.encode()]
@@ -123,7 +124,7 @@ def test_the_bar_never_wraps_whatever_becomes_of_the_terminal(terminal: Terminal
         progress.update(0.1, "step 1/9 | loss 1.2345 | 12,345 tokens/s")
         terminal.resize(columns)
         terminal.text = ""
-        console.say("")
+        console.write("")
         progress.update(0.5, "step 2/9 | loss 1.2345 | 12,345 tokens/s")
         assert all(len(row) < (columns or 80) for row in terminal.rows)
         assert len(terminal.rows) == 2
@@ -148,9 +149,9 @@ def test_the_time_left_follows_the_pace_of_the_last_steps(seconds: float, words:
 
 def test_without_a_terminal_there_is_no_bar_and_the_whole_line(capsys: pytest.CaptureFixture[str]) -> None:
     console.RunProgress().update(0.5, "the bar")
-    console.say_in_short("the whole line", "short")
-    console.speak(False)  # as on all ranks but the main one
-    console.say("nothing")
+    console.write_short("the whole line", "short")
+    console.start(False)  # as on all ranks but the main one
+    console.write("nothing")
     assert capsys.readouterr().out == "the whole line\n"
 
 
@@ -166,11 +167,11 @@ def test_console_log_has_every_line_of_every_start_plain(finished: FinishedRun) 
 
 def test_a_log_has_what_was_printed_before_it_existed_and_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     logged: list[bytes] = []
-    console.say("early")
+    console.write("early")
     console.log_to(logged.append)
-    console.say("see https://user:hunter2@example.org/x")
+    console.write("see https://user:hunter2@example.org/x")
     console.log_to(None)
-    console.say("after")
+    console.write("after")
     assert logged == [b"early", b"see https://***@example.org/x"]
     assert capsys.readouterr().out == "early\nsee https://***@example.org/x\nafter\n"
 
@@ -187,10 +188,10 @@ def test_a_console_log_that_cannot_be_written_is_reported_once_on_the_screen(
         return write(file, data)
 
     monkeypatch.setattr(run_logs.os, "write", write_if_room)
-    console.say("one")
-    console.say("two")
+    console.write("one")
+    console.write("two")
     is_full = False
-    console.say("three")
+    console.write("three")
     console.log_to(None)
     log.close()
 
@@ -204,7 +205,7 @@ def test_a_terminal_that_lacks_the_datas_letters_ends_nothing(monkeypatch: pytes
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
     print_any_text()
-    console.say("日本")
+    console.write("日本")
     assert shown.getvalue() == b"\\u65e5\\u672c\n"
 
 

@@ -25,10 +25,10 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
 from sftron.sweep.grid import read_sweep_file
-from sftron.train import console
+from sftron.train.logs import console
 from sftron.train.ranks import start_ranks
 from sftron.train.run_directory import RunDirectory
-from sftron.train.setup import open_run
+from sftron.train.start.setup import open_run
 from sftron.verify.parity import read_prompts
 from tests.conftest import ROOT
 from tests.data.files import refusal_of, write, write_rows
@@ -383,7 +383,7 @@ def test_neither_a_line_nor_a_traceback_shows_a_secret(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", PASSWORD)
-    console.say(f"dropped    3 rows of {PASSWORD}")
+    console.write(f"dropped    3 rows of {PASSWORD}")
     try:
         raise OSError(f"proxy https://me:{PASSWORD}@proxy:8080 gives 407")
     except OSError as error:

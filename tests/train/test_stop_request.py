@@ -16,7 +16,7 @@ import pytest
 
 from sftron.data.child_process import STOP_SIGNALS
 from sftron.train import signals
-from sftron.train.run_logs import RunLogs
+from sftron.train.logs.run_logs import RunLogs
 from sftron.train.signals import StopRequest
 from tests.conftest import ROOT
 from tests.train.faults import Fault, train_with

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sftron.train import loggers
-from sftron.train.loggers import git_state
-from sftron.train.wandb import final_figures, require_wandb, wandb_id
+from sftron.train.logs import loggers
+from sftron.train.logs.loggers import git_state
+from sftron.train.logs.wandb import final_figures, require_wandb, wandb_id
 
 
 def test_final_figures_are_weighted_by_tokens() -> None:

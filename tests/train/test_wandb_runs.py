@@ -50,7 +50,8 @@ class Run:
 def go(folder: Path, environment: dict[str, str], timeouts: dict[str, float], fault: str) -> int:
     """Does what run_train.py does, in a process of its own; `fault` happens in step 4."""
     from sftron.commands.train import run as main
-    from sftron.train import loop, wandb
+    from sftron.train import loop
+    from sftron.train.logs import wandb
 
     os.environ |= environment
     for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_ERROR_REPORTING"):

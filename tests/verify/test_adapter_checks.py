@@ -14,7 +14,7 @@ import torch
 from sftron.checkpoint import merge as merge_module
 from sftron.models import adapters
 from sftron.models.adapters import LoraSpec
-from sftron.train import lora, setup
+from sftron.train.start import lora, setup
 from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.table import Table

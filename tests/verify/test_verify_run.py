@@ -20,7 +20,7 @@ from sftron.data.types import IGNORE_INDEX, Role
 from sftron.kernels import table as table_module
 from sftron.models.sdpa_attention import SdpaAttention, attend_causally
 from sftron.train import resume as resume_module
-from sftron.train import run_data
+from sftron.train.start import run_data
 from sftron.train.step import StepResult
 from sftron.verify import model_checks, run_checks
 from sftron.verify import subject as subject_module

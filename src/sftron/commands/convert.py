@@ -39,10 +39,10 @@ from sftron.config import load_config
 from sftron.errors import refuse, show
 from sftron.models.adapters import LoraSpec
 from sftron.models.quantization import as_computed
-from sftron.train.base_model import hub_id, read_base_model
-from sftron.train.export import export_checkpoint
-from sftron.train.lora import frozen_dtype
-from sftron.train.model_card import AdapterFacts, plain_model_card
+from sftron.train.exports.base_model import hub_id, read_base_model
+from sftron.train.exports.exporter import export_checkpoint
+from sftron.train.exports.model_card import AdapterFacts, plain_model_card
+from sftron.train.start.lora import frozen_dtype
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -41,7 +41,7 @@ from sftron.models.architecture import architecture_facts
 from sftron.models.generation import Choose, Sampler, generate
 from sftron.models.llama import LlamaForSFT
 from sftron.train.resume import require_same_model
-from sftron.train.run_data import load_chat_tokenizer
+from sftron.train.start.run_data import load_chat_tokenizer
 
 # --- The model ---
 

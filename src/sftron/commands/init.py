@@ -30,13 +30,14 @@ from sftron.data.sources import open_source
 from sftron.data.types import DataError
 from sftron.errors import refuse, show
 from sftron.report.counts import LengthCount
-from sftron.train import console, run_data
-from sftron.train.description import describe_memory, describe_setup, emulates_bf16
-from sftron.train.measured_memory import total_memory
-from sftron.train.memory import RESERVE_OF, StepMemory
+from sftron.train.logs import console
 from sftron.train.ranks import Ranks, start_ranks
-from sftron.train.sample import Sample, check_sample
-from sftron.train.setup import Setup, download, open_run
+from sftron.train.start import run_data
+from sftron.train.start.description import describe_memory, describe_setup, emulates_bf16
+from sftron.train.start.measured_memory import total_memory
+from sftron.train.start.memory import RESERVE_OF, StepMemory
+from sftron.train.start.sample import Sample, check_sample
+from sftron.train.start.setup import Setup, download, open_run
 from sftron.visible_text import visible_text
 
 _STARTER = Path(__file__).parents[1] / "starter"
@@ -84,7 +85,7 @@ def init(data: str, model: str, out: Path) -> int:
         raise ValueError(f"{out} exists; remove it, or choose another file with --out FILE")
     if not out.parent.is_dir():
         raise ValueError(f"--out: {out.parent} is no folder; make it, or choose another file")
-    console.speak(True)
+    console.start(True)
     ranks = start_ranks()
     tree: dict[str, Any] = {
         "general": {"run_name": _run_name(data)},

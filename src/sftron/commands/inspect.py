@@ -26,7 +26,7 @@ from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import PackingCount
 from sftron.report.page import inspect_packs, pack_picture
 from sftron.report.terminal import wants_color
-from sftron.train import run_data
+from sftron.train.start import run_data
 
 _NUM_MASKS_COMPARED = 400
 """The number of conversations whose masks are compared. A comparison takes two or three renderings per answer, a few

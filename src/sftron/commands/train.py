@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     The imports of `run` take seconds, during which torchrun may be killed or a scheduler may send a signal.
     """
     die_with_torchrun()
-    stop_request = StopRequest(speaks=_is_main())
+    stop_request = StopRequest(prints=_is_main())
     stop_request.listen()
     try:
         return run(arguments, stop_request)
@@ -48,7 +48,7 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
         config = load_config(*split_arguments(arguments))
     except ValueError as error:
         return _refuse(error)
-    stop_request = stop_request or StopRequest(speaks=_is_main())
+    stop_request = stop_request or StopRequest(prints=_is_main())
     if dry_run:
         stop_request.give_back()  # there is nothing to save
         status = 1 if stop_request.received else _run(config, stop_request, dry_run)

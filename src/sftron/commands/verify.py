@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from sftron.commands.checked import ShownTable
-    from sftron.train.model_card import VERIFY_CARD
+    from sftron.train.exports.model_card import VERIFY_CARD
     from sftron.verify.card import card_of
     from sftron.verify.subject import Subject
     from sftron.verify.table import RunReport, carry_out

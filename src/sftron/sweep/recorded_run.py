@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, ConfigError, load_config
-from sftron.train.loggers import flat, flat_numbers
+from sftron.train.logs.loggers import flat, flat_numbers
 from sftron.train.run_directory import read_records, read_result
 
 _CHANGE_NO_WEIGHT = (

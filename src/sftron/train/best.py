@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from sftron.config import Config
 from sftron.data.types import Role
-from sftron.train.run_data import EvaluationSet
+from sftron.train.start.run_data import EvaluationSet
 
 if TYPE_CHECKING:
-    from sftron.train.setup import Setup  # avoids an import cycle: setup imports preflight, which imports this module
+    from sftron.train.start.setup import (
+        Setup,  # avoids an import cycle: setup imports preflight, which imports this module
+    )
 
 
 @dataclass(frozen=True, slots=True)

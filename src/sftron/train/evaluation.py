@@ -19,16 +19,16 @@ from sftron.data.types import Conversation, ConversationKey, DataError, Message,
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
-from sftron.train import console
 from sftron.train.best import Best, Watched, is_patience_over, metric_of, watched_metric
+from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.ranks import Ranks
-from sftron.train.run_data import EvaluationSet
-from sftron.train.run_data import token_budget as training_token_budget
+from sftron.train.start.run_data import EvaluationSet
+from sftron.train.start.run_data import token_budget as training_token_budget
 from sftron.train.step import loss_of
 
 if TYPE_CHECKING:
-    from sftron.train.setup import Setup  # avoids an import cycle: setup imports this module
+    from sftron.train.start.setup import Setup  # avoids an import cycle: setup imports this module
 
 _POOL_SIZE = 256
 _ALL_ROLES = frozenset(Role) - {Role.PADDING}
@@ -248,7 +248,7 @@ class Evaluator:
         if self.evaluated_step is None:  # it may take minutes without output
             parts = [f"{each.name}, {len(each.conversations):,} conversations" for each in data.evaluation_sets]
             parts += [f"prompts to answer: {len(data.questions)}"] * bool(data.questions)
-            console.say(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
+            console.write(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
         token_budget = self._options.tokens_per_batch or training_token_budget(self._setup.config)
         options: Any = {"token_budget": token_budget, "ranks": self._setup.ranks, "before_pack": self._heed_stop}
         try:
@@ -263,7 +263,7 @@ class Evaluator:
         self._update_best(evaluation)
         self._update_watched(evaluation)
         for line in evaluation.as_lines():
-            console.say(line)
+            console.write(line)
         return evaluation
 
     def _heed_stop(self) -> None:
@@ -323,7 +323,7 @@ class Evaluator:
             if (watched.best.metric, watched.best.of) == (metric, self._fingerprints):
                 self.watched = watched
             else:
-                console.say(f"patience   has watched {watched.best.metric} of other settings, and starts again")
+                console.write(f"patience   has watched {watched.best.metric} of other settings, and starts again")
         if not best:
             return
         metric = self._setup.config.checkpoints.keep_best
@@ -336,4 +336,4 @@ class Evaluator:
         else:
             self.best = best
             return
-        console.say(f"best       step {best.step} {problem}; the search for the best starts again")
+        console.write(f"best       step {best.step} {problem}; the search for the best starts again")

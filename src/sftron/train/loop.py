@@ -9,16 +9,17 @@ from typing import Any
 
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
-from sftron.train import console, description
 from sftron.train.flops import step_flops
-from sftron.train.loss_chart import write_loss_chart
+from sftron.train.logs import console
+from sftron.train.logs.loss_chart import write_loss_chart
+from sftron.train.logs.run_logs import RunLogs
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.progress import RunLength
 from sftron.train.run_directory import NOT_FINITE, RunDirectory
-from sftron.train.run_logs import RunLogs
-from sftron.train.setup import Setup
 from sftron.train.signals import StopRequest
+from sftron.train.start import description
+from sftron.train.start.setup import Setup
 from sftron.train.step import StepBatches, StepResult, measure_step, next_step_batches, train_step
 
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -139,7 +140,7 @@ class TrainingLoop:
         if not self._evaluate():
             return "preempted"
         if reason := self._reason("completed"):
-            console.say(f"ends early {reason}")
+            console.write(f"ends early {reason}")
         return "completed"
 
     def _fetch(self, batches: Iterator[Batch]) -> StepBatches:
@@ -182,7 +183,7 @@ class TrainingLoop:
         self._logs.write_step(metrics)
         bar.update(self._length.share_done(progress), metrics.in_short(num_steps))
         if progress.step % self._config.logging.interval == 0 or result.skipped:
-            console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+            console.write_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
 
     def _step(self, fetched: StepBatches) -> tuple[float, StepResult]:
         """Makes one optimizer step. Returns the learning rate and the result."""
@@ -190,7 +191,7 @@ class TrainingLoop:
         if progress.step == self._config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
         if self._started is not None:
-            console.say(f"first step {time.perf_counter() - self._started:.1f} s after the start")
+            console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
             self._started = None
         learning_rate = self._length.learning_rate(progress)
         set_learning_rate(self._state.optimizer, learning_rate)
@@ -235,5 +236,5 @@ class TrainingLoop:
         self._progress.non_finite_in_a_row += 1
         locations = [self._setup.data.preparation.location(key) for batch in batches for key in batch.pack.keys]
         everyone = [each for facts in self._ranks.gather({"rows": locations}) for each in facts["rows"]]
-        console.say(f"           no update was made. In the batch: {', '.join(everyone)}")
+        console.write(f"           no update was made. In the batch: {', '.join(everyone)}")
         return self._progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW

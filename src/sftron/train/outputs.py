@@ -14,23 +14,23 @@ from sftron.data.loader import PackLoader
 from sftron.models.adapters import LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
-from sftron.train import console
 from sftron.train.best import Best
 from sftron.train.evaluation import Evaluator
-from sftron.train.export import Exporter, export_checkpoint
-from sftron.train.hub import HubPusher
-from sftron.train.lora import adapter_tensors, logits_of, texts_of
+from sftron.train.exports.exporter import Exporter, export_checkpoint
+from sftron.train.exports.hub import HubPusher
+from sftron.train.logs import console
+from sftron.train.logs.run_logs import RunLogs
 from sftron.train.metrics import Stopwatch
-from sftron.train.preflight import Health
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts, run_state
-from sftron.train.run_data import DataWatch
 from sftron.train.run_directory import RunDirectory
-from sftron.train.run_logs import RunLogs
-from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
-from sftron.train.setup import Setup
+from sftron.train.start.lora import adapter_tensors, logits_of, texts_of
+from sftron.train.start.preflight import Health
+from sftron.train.start.run_data import DataWatch
+from sftron.train.start.sample import mix_report
+from sftron.train.start.setup import Setup
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,9 +123,9 @@ class RunOutputs:
         try:
             self.save_last()
             if self.saver.saved_step == step:
-                console.say(f"saved      step {step}, the last one before the failure")
+                console.write(f"saved      step {step}, the last one before the failure")
         except OSError as error:
-            console.say(f"WARNING    step {step} could not be saved: {error}")
+            console.write(f"WARNING    step {step} could not be saved: {error}")
 
     def _save_best(self, before: Best | None) -> None:
         """Saves the new best checkpoint; if it cannot be saved, `before` stays the best."""
@@ -142,7 +142,7 @@ class RunOutputs:
             self._directory.write("best.json", facts | {"checkpoint": f"checkpoints/step-{best.step}"})
 
     def _warn_of_broken_weights(self, what: str) -> None:
-        console.say(
+        console.write(
             f"WARNING    the weights after step {self._state.progress.step} give no finite loss and gradients, so they "
             f"are not {what}. Lower optimizer.learning_rate if that happens again"
         )
@@ -258,9 +258,9 @@ class RunOutputs:
         try:
             main_or_raise(self._ranks, write)
             also = f"(also {directory.folder / 'best'})"
-            console.say(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} {also}")
+            console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} {also}")
         except OSError as error:
-            console.say(f"WARNING    the best, step {best.step}, could not be exported: {error}")
+            console.write(f"WARNING    the best, step {best.step}, could not be exported: {error}")
         return exported
 
     def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
@@ -284,7 +284,7 @@ class RunOutputs:
             with self.checkpoint_time:
                 self.export(is_last=False)
         except OSError as error:
-            console.say(f"WARNING    the export of step {step} could not be written: {error}")
+            console.write(f"WARNING    the export of step {step} could not be written: {error}")
 
     # -- the mix -----------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,13 @@ from sftron.checkpoint.checkpoint import (
 from sftron.data.loader import PackLoader
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
-from sftron.train import console
 from sftron.train.best import Watched, is_patience_over
-from sftron.train.model_card import hardware
+from sftron.train.exports.model_card import hardware
+from sftron.train.logs import console
 from sftron.train.progress import Progress, RunLength
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
 from sftron.train.settings import Change, Settings
-from sftron.train.setup import Setup
+from sftron.train.start.setup import Setup
 
 _LONGEST_SHOWN = 40
 
@@ -130,15 +130,15 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
             "raise it, or set the data back"
         )
     for problem in found.rejected:
-        console.say(f"broken     {problem}")
+        console.write(f"broken     {problem}")
     result = read_result(checkpoints.parent)
     if result.get("error") == NOT_FINITE:
-        console.say(
+        console.write(
             f"goes back  the run ended after step {result.get('step')} without a finite loss; {start.folder} is the "
             "newest checkpoint, and its weights gave one"
         )
     for aside in main_or_raise(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
-        console.say(f"set aside  {aside}")
+        console.write(f"set aside  {aside}")
     return start
 
 
@@ -284,18 +284,18 @@ def load_start(
     progress = start.progress
     load_checkpoint(start.folder, model=model, optimizer=None if progress is None else optimizer)
     if progress is None:
-        console.say(f"weights    loaded from {start.folder}; step, data position and optimizer start from zero")
+        console.write(f"weights    loaded from {start.folder}; step, data position and optimizer start from zero")
         return None
-    console.say(f"resumed    {start.folder}, after step {progress.step}")
+    console.write(f"resumed    {start.folder}, after step {progress.step}")
     if not start.changes:
         loader.load_state_dict(start.state["data"])
         return progress
     progress.change_data(len(setup.data.preparation.datasets))
     loader.start_epoch(progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
-    console.say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
+    console.write("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
     for change in start.changes:
-        console.say(f"             {change}")
-    console.say(
+        console.write(f"             {change}")
+    console.write(
         f"           epoch {progress.first_epoch}, counted from 0, begins with it; what was left of earlier epochs is "
         "not trained"
     )

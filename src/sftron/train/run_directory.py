@@ -15,7 +15,7 @@ from typing import Any
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
 from sftron.config import Config
 from sftron.errors import without_secrets
-from sftron.train import console
+from sftron.train.logs import console
 
 RESULT = "result.json"
 NOT_FINITE = "loss or gradients not finite"
@@ -62,7 +62,7 @@ def intact_records(path: Path) -> list[dict[str, Any]]:
     try:
         records.extend(read_records(path))
     except ValueError as error:
-        console.say(f"WARNING    {error}. What comes after it is left out")
+        console.write(f"WARNING    {error}. What comes after it is left out")
     return records
 
 
@@ -172,7 +172,7 @@ class RunDirectory:
                 "general.run_name"
             ) from None
         except OSError as error:  # ENOLCK, EOPNOTSUPP, ENOSYS: NFS without lockd, Lustre without -o flock
-            console.say(
+            console.write(
                 f"WARNING    {self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
                 "second run started here would not be noticed. Start none, or put general.output_dir elsewhere"
             )
@@ -193,14 +193,14 @@ class RunDirectory:
             result = _killed(result)
         if result.get("status") == "killed":
             self.write_result(**result)
-            console.say(f"killed     {result['error']}")
+            console.write(f"killed     {result['error']}")
         for parent in (self.checkpoints, self.folder / "hf", self.folder / "adapter"):
             try:
                 restored = restore_replaced(parent)
             except OSError as error:
                 raise ValueError(f"{error.filename} cannot be renamed: {error.strerror}") from error
             for folder in restored:
-                console.say(f"restored   {folder}, which was about to be replaced when the run was killed")
+                console.write(f"restored   {folder}, which was about to be replaced when the run was killed")
             remove_unfinished(parent)
 
     def hf(self, step: int) -> Path:
@@ -232,7 +232,7 @@ class RunDirectory:
             aside.symlink_to(target.relative_to(self.folder))
             aside.replace(self.folder / name)
         except OSError as error:
-            console.say(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
+            console.write(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
         """Writes result.json; the status is running (with the process), completed, preempted, failed or killed."""
@@ -255,6 +255,6 @@ class RunDirectory:
             aside.write_text(text, encoding="utf-8")
             aside.replace(self.folder / name)
         except OSError as error:
-            console.say(f"WARNING    {self.folder / name} cannot be written ({error.strerror}); it stays as it was")
+            console.write(f"WARNING    {self.folder / name} cannot be written ({error.strerror}); it stays as it was")
             with suppress(OSError):
                 aside.unlink(missing_ok=True)

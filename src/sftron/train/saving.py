@@ -20,7 +20,7 @@ from sftron.checkpoint.checkpoint import (
     write_checkpoint,
 )
 from sftron.checkpoint.shards import HostCopy, StoredShards
-from sftron.train import console
+from sftron.train.logs import console
 from sftron.train.ranks import Ranks
 
 _MAX_MISSES_IN_A_ROW = 3
@@ -84,7 +84,7 @@ class Saver:
         if self._running:
             self.wait()
             waited = time.monotonic() - began
-            console.say(f"waited     {waited:.1f} s until the checkpoint of step {earlier} was written")
+            console.write(f"waited     {waited:.1f} s until the checkpoint of step {earlier} was written")
         self.tried_step = step
         shards, text, best_step = self._shards(model, optimizer), state_text(step, state), self.best_step
         if self._host_copy is None:
@@ -150,7 +150,7 @@ class Saver:
         if self._num_misses == _MAX_MISSES_IN_A_ROW:
             raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row could not be saved: {error}") from error
         newest = f"step-{self.saved_step}" if self.saved_step else "none"
-        console.say(
+        console.write(
             f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its "
             f"newest one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
         )

@@ -23,12 +23,12 @@ class StopRequest:
     The run then saves a checkpoint and ends after the current step, or before its first one.
 
     Args:
-        speaks: Whether this process prints a line when it receives a signal; only the main rank does.
+        prints: Whether this process prints a line when it receives a signal; only the main rank does.
     """
 
-    def __init__(self, *, speaks: bool = True) -> None:
+    def __init__(self, *, prints: bool = True) -> None:
         self.received = False
-        self._speaks = speaks
+        self._prints = prints
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -60,7 +60,7 @@ class StopRequest:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = True
-        if os.getpid() == self._process and self._speaks:
+        if os.getpid() == self._process and self._prints:
             # Not print: the signal may have interrupted a print, and print is not reentrant.
             with suppress(OSError):  # a full disk or a closed pipe; the exception would end the run unsaved
                 os.write(1, f"received {signal.Signals(number).name}: saving after this step\n".encode())

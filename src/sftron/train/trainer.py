@@ -12,26 +12,27 @@ import torch
 from sftron.config import Config, dump_config
 from sftron.data.types import DataError
 from sftron.models.loss import loss_function
-from sftron.train import console, description
 from sftron.train.evaluation import Evaluator
-from sftron.train.hub import HubPusher, require_hub
+from sftron.train.exports.hub import HubPusher, require_hub
+from sftron.train.logs import console
+from sftron.train.logs.run_logs import RunLogs
+from sftron.train.logs.trackers import make_loggers, require_loggers
 from sftron.train.loop import TrainingLoop
-from sftron.train.measured_memory import peak_of_step, resident_memory
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
-from sftron.train.preflight import Health, require_finite, require_one_folder
 from sftron.train.progress import DataSetCount, Progress, RunLength
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
-from sftron.train.run_data import DataWatch, maximal_batch, measure_rows_once
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
-from sftron.train.run_logs import RunLogs
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
-from sftron.train.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.signals import StopRequest
+from sftron.train.start import description
+from sftron.train.start.measured_memory import peak_of_step, resident_memory
+from sftron.train.start.preflight import Health, require_finite, require_one_folder
+from sftron.train.start.run_data import DataWatch, maximal_batch, measure_rows_once
+from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.step import loss_of
-from sftron.train.trackers import make_loggers, require_loggers
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 
@@ -50,8 +51,8 @@ class Trainer:
         parallelism = config.parallelism
         dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
         self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds)
-        console.speak(self.ranks.is_main)
-        self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
+        console.start(self.ranks.is_main)
+        self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
         self.ranks.all_or_raise(lambda: self._require_services() if self.ranks.is_main else None)
         torch.manual_seed(config.general.seed)
         if config.general.deterministic:

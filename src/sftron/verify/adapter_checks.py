@@ -22,8 +22,8 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import as_computed
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
-from sftron.train.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
-from sftron.train.setup import make_optimizer
+from sftron.train.start.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
+from sftron.train.start.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
 from sftron.verify.parity import FP32_TOLERANCE, check_logits

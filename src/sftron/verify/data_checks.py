@@ -28,7 +28,7 @@ from sftron.data.types import (
     TokenizedConversation,
 )
 from sftron.report.audit import Audit
-from sftron.train import run_data
+from sftron.train.start import run_data
 from sftron.verify.subject import Row, Subject
 from sftron.verify.table import Finding, NotMeasuredError
 

@@ -19,10 +19,10 @@ from sftron.checkpoint.checkpoint import read_state, steps_in
 from sftron.config import load_config
 from sftron.data.types import ConversationKey, Pack
 from sftron.models.architecture import is_of_the_model
-from sftron.train import run_data
-from sftron.train.ledger import Ledger, LedgerPack, LedgerStart, data_facts, read_ledger
+from sftron.train.logs.ledger import Ledger, LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
+from sftron.train.start import run_data
 from sftron.verify.table import Check, aligned, check_lines
 
 _MOST_NAMED = 5

@@ -18,7 +18,7 @@ from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, from_stored, is_matrix, to_stored
-from sftron.train.lora import frozen_dtype
+from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import hidden_states, loss_of, train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits
 from sftron.verify.reference import load_reference

@@ -48,10 +48,10 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.models.quantization import from_stored
 from sftron.models.wrappers import text_config, with_text_config
-from sftron.train import run_data
 from sftron.train.ranks import Ranks
-from sftron.train.sample import sampled_keys
-from sftron.train.setup import Setup, load_model, open_run
+from sftron.train.start import run_data
+from sftron.train.start.sample import sampled_keys
+from sftron.train.start.setup import Setup, load_model, open_run
 from sftron.verify.table import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8

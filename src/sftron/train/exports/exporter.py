@@ -26,11 +26,11 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed
-from sftron.train import console
-from sftron.train.base_model import BaseModel, read_base_model
-from sftron.train.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
-from sftron.train.model_card import VERIFY_CARD, AdapterFacts, model_card
-from sftron.train.run_data import load_chat_tokenizer
+from sftron.train.exports.base_model import BaseModel, read_base_model
+from sftron.train.exports.model_card import VERIFY_CARD, AdapterFacts, model_card
+from sftron.train.logs import console
+from sftron.train.start.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
+from sftron.train.start.run_data import load_chat_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class Exporter:
             vocab_size=self._vocab_size,
             model_card=self._card(facts),
         )
-        console.say(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
+        console.write(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
         for limit in vllm_limits(spec):
-            console.say(f"           {limit}")
+            console.write(f"           {limit}")
 
     def write_merged(
         self,
@@ -153,15 +153,15 @@ class Exporter:
         if is_accepted:
             remove(folder)
             unchecked.rename(folder)
-            console.say(f"merged     {folder}: {measured}")
+            console.write(f"merged     {folder}: {measured}")
         else:
             remove(unchecked)
-            console.say(
+            console.write(
                 f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
                 "(`sftron convert --dtype float32`)"
             )
         for line in report.lines():
-            console.say(f"           {line}")
+            console.write(f"           {line}")
         measures = {"lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL, "is_accepted": is_accepted}
         return {"dtype": str(self._dtype).removeprefix("torch."), **measures}
 

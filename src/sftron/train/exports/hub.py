@@ -20,7 +20,7 @@ from typing import Any
 
 from sftron.config import Hub
 from sftron.errors import show
-from sftron.train import console
+from sftron.train.logs import console
 
 _WAITS_S = (10.0, 30.0, 60.0, 120.0)
 """The waits before the second and later attempts of a push."""
@@ -110,7 +110,7 @@ class HubPusher:
         """Waits until all pushes are done, the seconds are over, or `until` returns True."""
         if not self._waiting:
             return
-        console.say(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
+        console.write(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
         end = time.monotonic() + seconds
         while self._thread.is_alive() and not until() and (left := end - time.monotonic()) > 0:
             self._thread.join(min(left, _TIME_TO_NOTICE_S))
@@ -118,7 +118,7 @@ class HubPusher:
     def _work(self) -> None:
         problem = self._run("check", str(self._options.push_to), seconds=_LEAST_TIME_S)
         if problem and not self._is_over.is_set():
-            console.say(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
+            console.write(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
         while (push := self._jobs.get()) is not None:
             problem = self._try(push)
             with self._lock:
@@ -131,7 +131,7 @@ class HubPusher:
                     self._failed[self._name(push)] = problem
             if problem is None:
                 place = "" if push.path_in_repo == "." else f", folder {push.path_in_repo}"
-                console.say(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
+                console.write(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
             else:
                 self._warn(push, problem)
 
@@ -143,14 +143,14 @@ class HubPusher:
             problem = self._run("push", *words, "private" if self._options.private else "", seconds=push.seconds)
             if problem is None or wait is None or self._is_over.is_set():
                 return problem
-            console.say(f"hub        {push.folder} was not pushed: {problem}; the next attempt is in {wait:.0f} s")
+            console.write(f"hub        {push.folder} was not pushed: {problem}; the next attempt is in {wait:.0f} s")
             if self._is_over.wait(wait):
                 return problem
         return problem
 
     def _run(self, function: str, *words: str, seconds: float) -> str | None:
         """Calls a function of this module in a process. Returns its problem; None if there was none."""
-        script = f"import sys; from sftron.train import hub; sys.exit(hub.report(hub.{function}, sys.argv[1:]))"
+        script = f"import sys; from sftron.train.exports import hub; sys.exit(hub.report(hub.{function}, sys.argv[1:]))"
         root = str(Path(__file__).parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -180,8 +180,10 @@ class HubPusher:
         return None if process.returncode == 0 else lines[-1]
 
     def _warn(self, push: Push, problem: str) -> None:
-        console.say(f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:")
-        console.say(f"             {push.command(self._options)}")
+        console.write(
+            f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:"
+        )
+        console.write(f"             {push.command(self._options)}")
 
     def _name(self, push: Push) -> str:
         return str(push.folder.relative_to(self._run_folder))

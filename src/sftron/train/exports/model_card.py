@@ -33,12 +33,12 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_regular
-from sftron.train.base_model import BaseModel, hub_id, license_id
+from sftron.train.exports.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
-from sftron.train.run_data import token_budget
 from sftron.train.run_directory import intact_records
 from sftron.train.settings import Settings, period_words, shown
+from sftron.train.start.run_data import token_budget
 from sftron.visible_text import visible_text
 
 VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"

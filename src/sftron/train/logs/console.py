@@ -20,7 +20,7 @@ from sftron.errors import printable, redacted
 _INDENT = " " * 11
 _WIDEST_BAR, _NARROWEST_BAR = 40, 10
 
-_speaks = True
+_prints = True
 _append: Callable[[bytes], None] | None = None
 """Appends a line to console.log."""
 _early_lines: list[bytes] | None = None
@@ -31,19 +31,19 @@ _lock = threading.RLock()
 """Held while a line is printed or the bar is drawn, as threads of loggers print too; a signal handler may reenter."""
 
 
-def speak(wanted: bool) -> None:
+def start(wanted: bool) -> None:
     """Starts the console of a run. Only the main rank prints: `wanted` is false on the others."""
-    global _speaks, _append, _early_lines
-    _speaks, _append, _early_lines = wanted, None, []
+    global _prints, _append, _early_lines
+    _prints, _append, _early_lines = wanted, None, []
 
 
-def speaks() -> bool:
+def prints() -> bool:
     """Returns whether this process prints."""
-    return _speaks
+    return _prints
 
 
 def log_to(append: Callable[[bytes], None] | None) -> None:
-    """Logs every line since `speak`, and from now on, with `append`; None ends the logging."""
+    """Logs every line since `start`, and from now on, with `append`; None ends the logging."""
     global _append, _early_lines
     with _lock:
         early_lines, _append, _early_lines = _early_lines, append, None
@@ -52,7 +52,7 @@ def log_to(append: Callable[[bytes], None] | None) -> None:
                 append(line)
 
 
-def say(line: str, colored: str | None = None) -> None:
+def write(line: str, colored: str | None = None) -> None:
     """Prints one line immediately and logs it.
 
     Secrets are removed from it, and escape sequences are made visible. If the text contains line ends, for example in a
@@ -63,7 +63,7 @@ def say(line: str, colored: str | None = None) -> None:
         colored: The same text for the screen, which may have colors and several lines. The caller has passed all
             foreign text in it through `visible_text`.
     """
-    if not _speaks:
+    if not _prints:
         return
     line = printable(line)
     if colored is None:
@@ -80,12 +80,12 @@ def say(line: str, colored: str | None = None) -> None:
             log(line.encode(errors="replace"))
 
 
-def say_in_short(line: str, short: str) -> None:
+def write_short(line: str, short: str) -> None:
     """Prints the short form on a terminal, cut to its width.
 
     console.log receives the full line, and so does standard output if it is not a terminal.
     """
-    say(line, short[: _columns() - 1] if sys.stdout.isatty() else None)
+    write(line, short[: _columns() - 1] if sys.stdout.isatty() else None)
 
 
 class RunProgress:
@@ -103,7 +103,7 @@ class RunProgress:
             redirect_stderr=sys.stderr.isatty(),  # warnings of Python and of libraries appear above the bar
             speed_estimate_period=math.inf,
             get_time=clock,
-            disable=not (_speaks and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
+            disable=not (_prints and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
         )
         self._task_id = self._progress.add_task("", total=1.0)
 

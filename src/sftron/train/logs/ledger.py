@@ -27,7 +27,7 @@ from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import Batch
 from sftron.models.architecture import is_of_the_model
-from sftron.train.run_data import data_fingerprint
+from sftron.train.start.run_data import data_fingerprint
 
 _BEGINS = b'{"begins": '
 

@@ -19,8 +19,8 @@ import torch
 
 from sftron import __version__
 from sftron.errors import without_secrets
-from sftron.train import console
-from sftron.train.setup import Setup
+from sftron.train.logs import console
+from sftron.train.start.setup import Setup
 
 _TIME_FOR_GIT_S = 5.0
 _TIME_TO_START_S = 10.0
@@ -123,7 +123,7 @@ class LoggerThread:
                 self._has_failed = True
 
     def _say(self, words: str) -> None:
-        console.say(f"{self.name:<10} {words}. metrics.jsonl has every step")
+        console.write(f"{self.name:<10} {words}. metrics.jsonl has every step")
 
 
 class Loggers:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sftron.report.charts import Chart, Line, Point, thinned, write_images
-from sftron.train import console
+from sftron.train.logs import console
 from sftron.train.run_directory import RunDirectory, read_records
 
 _MOST_POINTS, _MOST_MEANS = 400, 40
@@ -37,7 +37,7 @@ def write_loss_chart(directory: RunDirectory, title: str) -> Path | None:
         write_images([chart], directory.folder, names=names)
         return directory.folder / f"{chart.name}.png"
     except Exception as error:  # a full disk, a damaged line, a fault of matplotlib
-        console.say(f"WARNING    loss.png could not be drawn: {error}")
+        console.write(f"WARNING    loss.png could not be drawn: {error}")
         return None
 
 

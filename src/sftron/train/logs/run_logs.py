@@ -15,13 +15,13 @@ from typing import Any
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.data.types import Batch
 from sftron.errors import show
-from sftron.train import console
 from sftron.train.evaluation import Evaluation
-from sftron.train.ledger import data_facts, ledger_file, next_start, start_line, step_line
-from sftron.train.loggers import Loggers
+from sftron.train.logs import console
+from sftron.train.logs.ledger import data_facts, ledger_file, next_start, start_line, step_line
+from sftron.train.logs.loggers import Loggers
 from sftron.train.metrics import StepMetrics
 from sftron.train.run_directory import RunDirectory, intact_records, read_records
-from sftron.train.setup import Setup
+from sftron.train.start.setup import Setup
 
 
 class LineFile:
@@ -85,8 +85,8 @@ class LineFile:
 
     def _warn(self, words: str) -> None:
         line = f"WARNING    {self.path} {words}"
-        if console.speaks():
-            console.say(line)
+        if console.prints():
+            console.write(line)
         else:  # every rank has a ledger, but only the main one prints on the console
             with suppress(OSError):
                 show(line, to=sys.stderr)

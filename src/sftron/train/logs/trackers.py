@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from sftron.config import Logging
-from sftron.train import console
-from sftron.train.loggers import Loggers, Numbers, config_and_facts, flat, known_id, new_id, store_id
+from sftron.train.logs import console
+from sftron.train.logs.loggers import Loggers, Numbers, config_and_facts, flat, known_id, new_id, store_id
+from sftron.train.logs.wandb import make_wandb, require_wandb
 from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory
-from sftron.train.setup import Setup
-from sftron.train.wandb import make_wandb, require_wandb
+from sftron.train.start.setup import Setup
 
 PACKAGES = {"trackio": ("trackio",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """The packages that each logger imports, besides wandb."""
@@ -47,7 +47,9 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1 if step else 0)
-        console.say(f"tensorboard `tensorboard --logdir {self._folder.parent.parent}` shows this run and its neighbors")
+        console.write(
+            f"tensorboard `tensorboard --logdir {self._folder.parent.parent}` shows this run and its neighbors"
+        )
 
     def log_step(self, step: int, numbers: Numbers) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,7 +93,7 @@ class TrackioLogger:
         config = config_and_facts(self._setup, **self._facts)
         no_machine_facts: dict[str, Any] = {"auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project, name, resume="allow", config=config, embed=False, **no_machine_facts)
-        console.say(f"trackio    run {name}; `trackio show --project {project}` shows it")
+        console.write(f"trackio    run {name}; `trackio show --project {project}` shows it")
 
     def log_step(self, step: int, numbers: Numbers) -> None:
         self._run.log(dict(numbers), step=step)
@@ -108,19 +110,19 @@ class TrackioLogger:
         The names are replaced in its modules, because the streams and filters of this process belong to all threads.
         """
 
-        def say(*words: object, **_: Any) -> None:
+        def write(*words: object, **_: Any) -> None:
             text = re.sub(r"\x1b\[[\d;]*m", "", " ".join(map(str, words))).strip("* \n")
             # Until the run is open, all but a URL of its dashboard is in the line of this logger.
             if text and (self._run is not None or "://" in text):
-                console.say(f"trackio    {text}")
+                console.write(f"trackio    {text}")
 
         def warn(message: object, *_: Any, **__: Any) -> None:
             if str(message) not in self._warned:
-                console.say(f"trackio    warning: {message}")
+                console.write(f"trackio    warning: {message}")
             self._warned.add(str(message))
 
         for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
-            vars(module)["print"] = say
+            vars(module)["print"] = write
             if "warnings" in vars(module):
                 vars(module)["warnings"] = SimpleNamespace(**{**vars(warnings), "warn": warn})
 
@@ -160,7 +162,7 @@ class MlflowLogger:
         else:
             client.update_run(run_id, "RUNNING")
         self._client, self._run_id = client, store_id(self.name, self._folder, run_id)
-        console.say(f"mlflow     run {run_id} of experiment {experiment} in {uri}")
+        console.write(f"mlflow     run {run_id} of experiment {experiment} in {uri}")
 
     def log_step(self, step: int, numbers: Numbers) -> None:
         from mlflow.entities import Metric

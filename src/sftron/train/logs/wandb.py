@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sftron.train import console
-from sftron.train.loggers import Numbers, config_and_facts, in_words, known_id, new_id, store_id
-from sftron.train.setup import Setup
+from sftron.train.logs import console
+from sftron.train.logs.loggers import Numbers, config_and_facts, in_words, known_id, new_id, store_id
+from sftron.train.start.setup import Setup
 
 _NUM_FINAL_STEPS = 50
 # By default, wandb collects host name, user, command line, packages, git remote, code, console output and GPU use.
@@ -79,8 +79,8 @@ class WandbLogger:
                 raise
             wandb.teardown(exit_code=1)  # releases the run id for the second attempt
             run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
-            console.say(f"wandb      has no server ({in_words(error)}), and the run is logged offline")
-        console.say(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
+            console.write(f"wandb      has no server ({in_words(error)}), and the run is logged offline")
+        console.write(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
         # wandb's own step must increase, so wandb would drop a step that a resumed run trains again.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -136,7 +136,7 @@ def require_wandb(mode: str) -> None:
             "set the mode to offline and run `wandb sync` later"
         )
     if (other := os.environ.get("WANDB_MODE")) and other != mode:
-        console.say(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
+        console.write(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
 
 
 def _has_key() -> bool:

@@ -20,20 +20,20 @@ from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.best import watched_metric
-from sftron.train.console import say
 from sftron.train.evaluation import Question
-from sftron.train.measured_memory import MeasuredPeak, total_memory
-from sftron.train.memory import (
+from sftron.train.logs import console
+from sftron.train.settings import Change
+from sftron.train.start.measured_memory import MeasuredPeak, total_memory
+from sftron.train.start.memory import (
     GROWTH_OF_TENSORS,
     MEMORY_PARTS,
     RESERVE_OF,
     StepMemory,
     predictions_of,
 )
-from sftron.train.run_data import num_workers
-from sftron.train.sample import Sample
-from sftron.train.settings import Change
-from sftron.train.setup import Setup
+from sftron.train.start.run_data import num_workers
+from sftron.train.start.sample import Sample
+from sftron.train.start.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
@@ -59,7 +59,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
     _show_pack(inspection)
     if samples is not None:
         inspection.write_html(samples)
-        say(f"samples    {samples} shows this pack, and the audit of the sampled rows")
+        console.write(f"samples    {samples} shows this pack, and the audit of the sampled rows")
 
 
 def describe_setup(setup: Setup) -> None:
@@ -68,24 +68,24 @@ def describe_setup(setup: Setup) -> None:
     describe_data(config, data.dataset, data.sample)
     _describe_evaluation_sets(setup)
     for line in data.projection.lines(config, data.dataset.token_budget):
-        say(line)
+        console.write(line)
     _describe_model(setup)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
     preparation, weights = dataset.preparation, dataset.preparation.weights or ()
-    say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
+    console.write(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
     for index, each in enumerate(preparation.datasets):
         share = f", {100 * weights[index] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
         names = "; not read: " + ", ".join(unread) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
-        say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
+        console.write(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
     rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
     workers = num_workers(config, dataset)
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     packs = f"packs of {dataset.token_budget:,} tokens"
-    say(f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, {packs}")
+    console.write(f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, {packs}")
 
     num_chats = sample.audit.num_kept - sample.num_pretokenized
     tokenizer = preparation.chat_tokenizer.tokenizer
@@ -95,25 +95,29 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         others = num_chats - sample.num_equal
         control = f"; the other {others:,} spell control tokens, taken as plain text" if others else ""
         equal = f"{sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids"
-        say(f"template   {equal} of apply_chat_template{control}")
+        console.write(f"template   {equal} of apply_chat_template{control}")
         stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
-        say(f"           {stopping}, {stops}")
+        console.write(f"           {stopping}, {stops}")
     if sample.num_pretokenized:
-        say(
+        console.write(
             f"ids        {sample.num_pretokenized:,} sampled rows are pretokenized, taken as they are: their template "
             f"and stop tokens cannot be checked; control tokens that end a trained span: {stops}"
         )
     if date := preparation.chat_tokenizer.template.date:
-        say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
+        console.write(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
     if sample.other_prompt:
         trained, generated = sample.other_prompt
-        say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {generated!r}")
+        console.write(
+            f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {generated!r}"
+        )
     if empty := sample.audit.empty_turns:
-        say(f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}")
+        console.write(
+            f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}"
+        )
     for text, count in sample.audit.left_out.most_common():
-        say(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
+        console.write(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
     for reason, count, first in sample.audit.drops():
-        say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
+        console.write(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
 
 
 def _describe_model(setup: Setup) -> None:
@@ -123,11 +127,11 @@ def _describe_model(setup: Setup) -> None:
     loss = model.loss + (" (auto)" if options.loss == "auto" else "")
     compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[options.compile]
     missing = "" if model.loss == "native" else " (which reports no entropy nor token accuracy)"
-    say(
+    console.write(
         f"model      {model.folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
         f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
     )
-    say(
+    console.write(
         f"           on {setup.ranks.device}, attention {attention}, loss {loss}{missing}, "
         f"{options.compute_dtype} compute, float32 {'trained ' if model.adapters else ''}weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
@@ -136,19 +140,19 @@ def _describe_model(setup: Setup) -> None:
     _describe_experts(setup)
     if quant_method(source) is not None:
         exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
-        say(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
+        console.write(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
     _describe_adapters(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and emulates_bf16():
-        say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
+        console.write("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
-        say(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
+        console.write(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
     other = (
         ""
         if options.compute_dtype == "bfloat16" or not is_known
         else f", bf16's peak though compute is {options.compute_dtype}"
     )
-    say(f"           {model.peak}{other}")
+    console.write(f"           {model.peak}{other}")
 
 
 def _describe_experts(setup: Setup) -> None:
@@ -158,7 +162,7 @@ def _describe_experts(setup: Setup) -> None:
     shared = "" if mixture.shared_size is None else " and a shared one"
     frozen = setup.config.model.freeze_router or setup.model.adapters is not None
     is_stated = setup.config.model.router_aux_loss_coef is not None
-    say(
+    console.write(
         f"           {mixture.num_experts} experts in {num_layers} layers, {mixture.num_selected}{shared} a token; "
         f"routers {'frozen' if frozen else 'trained'}; router_aux_loss_coef {setup.model.router_aux_loss_coef:g}"
         f"{'' if is_stated else ' (config.json)'}"
@@ -173,24 +177,26 @@ def _describe_adapters(setup: Setup) -> None:
     sizes = dict.fromkeys(f"rank {rank}, alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items())
     options = "".join(f", {name}" for name in ("rslora", "dora") if getattr(spec, name))
     saved = f", and all of {', '.join(spec.modules_to_save)}" if spec.modules_to_save else ""
-    say(f"lora       {'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}")
+    console.write(f"lora       {'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}")
     if adapters.origin:
-        say(f"           going on from {visible_text(adapters.origin)}")
+        console.write(f"           going on from {visible_text(adapters.origin)}")
     frozen = setup.config.model.frozen_dtype
     frozen = setup.config.model.compute_dtype if frozen == "auto" else frozen
-    say(f"           {adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}")
+    console.write(
+        f"           {adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}"
+    )
 
 
 def _show_pack(inspection: Inspection) -> None:
     """Prints the first pack, in color on a terminal."""
     width, names = min(_WIDEST, shutil.get_terminal_size().columns), inspection.audit.source_names
     options = {"width": width, "max_tokens": _SHOWN_TOKENS, "source_names": names}
-    say("")
+    console.write("")
     plain, colored = (
         pack_as_text(inspection.packs[0], inspection.decode, color=color, **options)
         for color in (False, wants_color(sys.stdout))
     )
-    say(plain, colored)
+    console.write(plain, colored)
 
 
 def _describe_evaluation_sets(setup: Setup) -> None:
@@ -201,22 +207,22 @@ def _describe_evaluation_sets(setup: Setup) -> None:
     for each, shared in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
         dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
-        say(
+        console.write(
             f"evaluation {each.name}: {len(each.conversations):,} conversations, {num_tokens:,} tokens"
             f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
         )
         if shared:
             there, here = shared[0]
             part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
-            say(
+            console.write(
                 f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
                 f"{there} is {here}. Their loss proves nothing about new data"
             )
     config = setup.config
     if (patience := config.evaluation.patience) is not None:
-        say(f"           ends after {patience} evaluations without a better {watched_metric(config, sets)}")
+        console.write(f"           ends after {patience} evaluations without a better {watched_metric(config, sets)}")
         if (schedule := config.optimizer.schedule) != "constant":
-            say(
+            console.write(
                 f"WARNING    optimizer.schedule {schedule} falls over the full length of the run; if "
                 "evaluation.patience ends it earlier, it ends at a higher rate. schedule constant has no length"
             )
@@ -235,17 +241,17 @@ def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     """Prints the predicted memory of a training step for three ways to train, and returns it as predictions_of does."""
     memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
     own, predictions = predictions_of(setup)
-    say(
+    console.write(
         f"memory     predicted for steps of packs of {setup.data.dataset.token_budget:,} tokens; a step fits if "
         f"{reserve:g} times as much is below the {memory / 1e9:.1f} GB of {setup.ranks.device}"
     )
     for name, found in predictions.items():
         if isinstance(found, str):
-            say(f"             {name:<16} {found}")
+            console.write(f"             {name:<16} {found}")
             continue
         parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
-        say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
+        console.write(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     return own, predictions
 
 
@@ -260,17 +266,17 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
     ):
         if found is not None:
             share = f"{found / expected:.0%} of the {expected / 1e9:.2f} GB predicted"
-            say(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB, {share}")
-    say("dry run    all checks passed; nothing was trained or written")
+            console.write(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB, {share}")
+    console.write("dry run    all checks passed; nothing was trained or written")
 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
     """Prints the keys whose values differ from those of the checkpoint."""
     if changed:
         which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
-        say(f"settings   have changed since the checkpoint; {which}:")
+        console.write(f"settings   have changed since the checkpoint; {which}:")
     for each in changed:
-        say(f"             {each}")
+        console.write(f"             {each}")
 
 
 def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
@@ -279,17 +285,21 @@ def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
     Args:
         unused: The differences between the given configuration and data and those of the completed run.
     """
-    say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
+    console.write(
+        f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}"
+    )
     if not unused:
         return
-    say("not used   these differ from what the run was made with:")
+    console.write("not used   these differ from what the run was made with:")
     for each in unused:
-        say(f"             {each}")
+        console.write(f"             {each}")
     by_steps = config.tokens.train_steps is not None
     more = f"tokens.train_steps above {step}" if by_steps else "tokens.train_epochs"
     if config.evaluation.patience is not None:
         more += " or evaluation.patience"
-    say(f"           To train further, raise {more}; for a run with these settings, choose another general.run_name")
+    console.write(
+        f"           To train further, raise {more}; for a run with these settings, choose another general.run_name"
+    )
 
 
 # --- After the steps ---
@@ -307,14 +317,14 @@ def show_answers(
         before = None
     for number, question in enumerate(questions):
         text = _one_line(question.text)
-        say("")
-        say(text, f"\x1b[1m{text}\x1b[0m" if wants_color(sys.stdout) else None)
+        console.write("")
+        console.write(text, f"\x1b[1m{text}\x1b[0m" if wants_color(sys.stdout) else None)
         if before is not None:
-            say(f"  before   {_one_line(before[number]['answer'])}")
-        say(f"  after    {_one_line(after[number]['answer'])}")
-    say("")
-    say(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
-    say("")
+            console.write(f"  before   {_one_line(before[number]['answer'])}")
+        console.write(f"  after    {_one_line(after[number]['answer'])}")
+    console.write("")
+    console.write(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
+    console.write("")
 
 
 def _stopped(answers: Sequence[Mapping[str, Any]]) -> str:
@@ -327,7 +337,7 @@ def _one_line(text: str) -> str:
 
 def conclude_not_finite(step: int, saved_step: int) -> None:
     newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
-    say(
+    console.write(
         f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
         "optimizer.learning_rate, or look at the rows that are named above"
     )
@@ -337,9 +347,9 @@ def conclude(status: str, run_dir: Path, step: int, *, exported: Path | None, ch
     """Prints the result of the run. `status` is the status in result.json: completed or preempted."""
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
-    say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
+    console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
     if chart is not None:
-        say(f"picture    {chart} has the loss of every step and evaluation")
+        console.write(f"picture    {chart} has the loss of every step and evaluation")
     if exported is not None:
         loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
-        say(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")
+        console.write(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")

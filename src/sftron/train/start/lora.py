@@ -27,7 +27,7 @@ from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
 
 if TYPE_CHECKING:
-    from sftron.train.setup import RunData  # avoids an import cycle: setup imports this module
+    from sftron.train.start.setup import RunData  # avoids an import cycle: setup imports this module
 
 _RANK, _ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""

@@ -22,11 +22,11 @@ from sftron.models.layers import LayerNorm, Linear
 from sftron.models.llama import LlamaBlock, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
-from sftron.train.lora import frozen_dtype
 from sftron.train.optimizer import state_bytes
+from sftron.train.start.lora import frozen_dtype
 
 if TYPE_CHECKING:
-    from sftron.train.setup import Setup
+    from sftron.train.start.setup import Setup
 
 DEFAULT_RANK = 16
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

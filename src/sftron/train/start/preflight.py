@@ -22,13 +22,13 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
 from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
-from sftron.train import run_data
 from sftron.train.best import require_metric, watched_metric
 from sftron.train.ranks import Ranks
+from sftron.train.start import run_data
 from sftron.train.step import StepResult, train_step
 
 if TYPE_CHECKING:
-    from sftron.train.setup import RunData, RunModel, Setup  # avoids an import cycle: setup imports this module
+    from sftron.train.start.setup import RunData, RunModel, Setup  # avoids an import cycle: setup imports this module
 
 _PATIENCE_S = 60
 """The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""

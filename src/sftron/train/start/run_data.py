@@ -31,12 +31,12 @@ from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import find_files, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
-from sftron.train import console
+from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
-from sftron.train.sample import check_sample
+from sftron.train.start.sample import check_sample
 
 if TYPE_CHECKING:
-    from sftron.train.setup import Setup  # avoids an import cycle: setup imports this module
+    from sftron.train.start.setup import Setup  # avoids an import cycle: setup imports this module
 
 HELD_OUT = "held_out"
 """The name of the evaluation set that evaluation.share makes."""
@@ -272,7 +272,7 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
     rows = known or [0] * num_rows
     if not known:
         if num_rows >= _LONG_ENOUGH_TO_REPORT:
-            console.say(f"measuring  {num_rows:,} rows, once, so that packs are full to the end of an epoch")
+            console.write(f"measuring  {num_rows:,} rows, once, so that packs are full to the end of an epoch")
         own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
         measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
         for rank, each in enumerate(ranks.gather({"rows": measured})):

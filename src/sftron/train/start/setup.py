@@ -29,17 +29,17 @@ from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.routing import freeze_routers
 from sftron.models.sharding import shard_model
-from sftron.train import run_data
 from sftron.train.evaluation import Question, read_questions
-from sftron.train.export import ExportParts, read_export_parts
+from sftron.train.exports.exporter import ExportParts, read_export_parts
 from sftron.train.flops import Peak, TrainedMatrices, find_peak
-from sftron.train.lora import RunAdapters, base_digest, frozen_dtype, resolve_adapters
-from sftron.train.new_tokens import ids_to_initialize
 from sftron.train.optimizer import make_adamw
-from sftron.train.preflight import preflight, require_alike
 from sftron.train.ranks import Ranks
-from sftron.train.run_data import EvaluationSet
-from sftron.train.sample import Projection, Sample, check_sample, project
+from sftron.train.start import run_data
+from sftron.train.start.lora import RunAdapters, base_digest, frozen_dtype, resolve_adapters
+from sftron.train.start.new_tokens import ids_to_initialize
+from sftron.train.start.preflight import preflight, require_alike
+from sftron.train.start.run_data import EvaluationSet
+from sftron.train.start.sample import Projection, Sample, check_sample, project
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""What a run writes about itself: the console, its files of lines, and the loggers' copy of them."""
