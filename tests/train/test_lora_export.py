@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_weights import load_model
 from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.train.exports import export
+from sftron.train.exports import exporter
 from sftron.train.exports.exporter import export_checkpoint
 from sftron.train.start.lora import adapter_tensors, logits_of
 from sftron.train.trainer import Trainer
@@ -77,7 +77,7 @@ def test_a_merge_that_changes_the_model_is_not_written(
     def unmerged(source: Path, *_: Any, **__: Any) -> Any:
         return load_model(source, compute_dtype=torch.float32).named_parameters()
 
-    monkeypatch.setattr(export, "merged_weights", unmerged)
+    monkeypatch.setattr(exporter, "merged_weights", unmerged)
     trainer = run(config_of(tmp_path, model_folder))
     assert "not merged: KL" in capsys.readouterr().out
     assert not list((trainer.directory.folder / "hf").iterdir())
