@@ -40,6 +40,21 @@ def test_help_lists_every_command_without_an_import_that_takes_time() -> None:
     assert not slow & set(ended.stderr.split())
 
 
+def test_help_of_every_command_but_benchmarks_needs_no_import_of_torch() -> None:
+    names = [name for name in COMMANDS if not name.startswith("bench")]
+    script = f"""
+import contextlib, sys
+from sftron.__main__ import main
+for name in {names}:
+    with contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    assert not {{"torch", "transformers", "datasets"}} & set(sys.modules), name
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("usage: sftron ") == len(names)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_describes_itself_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:

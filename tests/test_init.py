@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sftron.__main__ import main
-from sftron.commands import init
 from sftron.config import load_config
 from sftron.data.sources import open_source
 from sftron.report.counts import LengthCount
+from sftron.train.start import first_config
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, write_rows
 
@@ -88,7 +88,7 @@ def dry_run(capfd: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_the_runs_name_is_that_of_the_file_in_letters_that_a_name_may_have(data: str, name: str) -> None:
-    assert init._run_name(data) == name
+    assert first_config._run_name(data) == name
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_adapters_are_suggested_where_only_they_fit(
         return own, predictions
 
     def total(device: torch.device) -> int:
-        return int(init.RESERVE_OF["cpu"] * (peaks["full"] + peaks["LoRA"]) / 2)
+        return int(first_config.RESERVE_OF["cpu"] * (peaks["full"] + peaks["LoRA"]) / 2)
 
-    real = init.describe_memory
-    monkeypatch.setattr(init, "describe_memory", describe)
-    monkeypatch.setattr(init, "total_memory", total)
+    real = first_config.describe_memory
+    monkeypatch.setattr(first_config, "describe_memory", describe)
+    monkeypatch.setattr(first_config, "total_memory", total)
     assert main(["init", str(write("chats.jsonl")), "models/wide"]) == 0
     text = Path("sft.yaml").read_text(encoding="utf-8")
     assert load_config("sft.yaml").lora is None
@@ -155,7 +155,7 @@ def test_adapters_are_suggested_where_only_they_fit(
     assert "lora       rank 16, alpha 32 on" in dry_run(capfd)
 
     Path("sft.yaml").unlink()
-    monkeypatch.setattr(init, "total_memory", lambda device: 2**20)
+    monkeypatch.setattr(first_config, "total_memory", lambda device: 2**20)
     assert main(["init", "chats.jsonl", "models/wide"]) == 0
     assert "Neither all weights nor adapters fit" in Path("sft.yaml").read_text(encoding="utf-8")
 
@@ -207,9 +207,9 @@ def test_the_sizes_leave_at_most_one_row_in_a_hundred_out(
     num_beyond = sum(each > positions for each in lengths)
     if num_beyond > 0.05 * len(lengths):
         with pytest.raises(ValueError, match="shorten them, or take a model with more"):
-            init._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
+            first_config._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
         return
-    sizes = init._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
+    sizes = first_config._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
     length, size = sizes["sequence_length"], sizes["micro_batch_size"]
     assert length <= positions
     assert length in (512, 1024) or length % 256 == 0

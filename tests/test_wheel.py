@@ -44,11 +44,12 @@ class Environment:
     def __init__(self, folder: Path, wheel: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
         self._bin = folder / "bin"
+        # With the sources in PYTHONPATH, where tests of ranks put them, pip would take the wheel for installed.
+        self._variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         install = ["--python", str(self._bin / "python"), "install", "--quiet", "--no-deps", str(wheel)]
-        subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=120, env=self._variables)
         (packages,) = folder.glob("lib/python*/site-packages")
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-        self._variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
     def run(self, *command: str, cwd: Path, typed: str = "", status: int = 0) -> str:
         """Returns the output of a command, which has to end with `status`."""

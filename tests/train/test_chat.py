@@ -12,9 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from sftron.commands import generate
-from sftron.commands.generate import Chat, ChatModel, open_chat_model, stream_text
 from sftron.data.types import Message, Role
 from sftron.models.generation import Sampler, greedy_generate, most_likely
+from sftron.train.exports.chat import Chat, ChatModel, open_chat_model, stream_text
 from tests.conftest import ASSETS
 from tests.train.conftest import FinishedRun
 

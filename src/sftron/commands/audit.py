@@ -13,8 +13,6 @@ from pathlib import Path
 
 from sftron.commands.arguments import add_reports, make_parser, write_json
 from sftron.errors import refuse, show
-from sftron.verify.ledger import OpenedRun, audit_run
-from sftron.verify.named_step import name_step
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -29,6 +27,10 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 def main(arguments: list[str]) -> int:
     options, overrides = parse_arguments(arguments)
+    # Imported here, so that --help takes no time.
+    from sftron.verify.ledger import OpenedRun, audit_run
+    from sftron.verify.named_step import name_step
+
     try:
         run = OpenedRun(options.run, overrides)
         step = None if options.step is None else name_step(run, options.step)

@@ -7,16 +7,17 @@
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
-
-import torch
-from transformers.utils.logging import disable_progress_bar
+from typing import TYPE_CHECKING
 
 from sftron.commands.arguments import add_reports, make_parser, positive, write_json
 from sftron.errors import refuse, show
-from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
-from sftron.verify.served import check_served
+
+if TYPE_CHECKING:
+    import torch
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -49,7 +50,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--served-model", metavar="NAME", help="the model of a server that serves several")
     parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
-    parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
+    parser.add_argument("--device", type=device, help="cpu (default) or cuda")
     add_reports(parser, html=None)
     options = parser.parse_args(arguments)
     if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
@@ -57,8 +58,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def device(text: str) -> torch.device:
+    """Parses a device; argparse calls it only if one is given."""
+    import torch
+
+    return torch.device(text)
+
+
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
+    # Imported here, so that --help takes no time.
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
+    from sftron.verify.served import check_served
+
     disable_progress_bar()
     try:
         prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from sftron.commands.arguments import make_parser
 from sftron.errors import refuse, show
-from sftron.sweep.comparison import compare
-from sftron.sweep.recorded_run import read_run
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -28,6 +26,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
+    # Imported here, so that --help takes no time.
+    from sftron.sweep.comparison import compare
+    from sftron.sweep.recorded_run import read_run
+
     try:
         if len({folder.resolve() for folder in options.runs}) < len(options.runs):
             raise ValueError(f"a run is given twice: {', '.join(map(str, options.runs))}; give each run once")

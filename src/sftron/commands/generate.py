@@ -9,192 +9,22 @@ Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. What is pi
 Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --json cannot be written.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers.utils.logging import disable_progress_bar
-
-from sftron.checkpoint.checkpoint import (
-    MANIFEST,
-    MODEL,
-    CheckpointError,
-    load_checkpoint,
-    read_state,
-    steps_in,
-    verify_checkpoint,
-)
-from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import check_files, local_folder, read_config
-from sftron.checkpoint.shards import ShardedTensors
 from sftron.commands.arguments import make_parser, write_json
-from sftron.config import load_config
-from sftron.data.chat import pretrained
-from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.types import Message, Role
 from sftron.errors import refuse, show
-from sftron.models.architecture import architecture_facts
-from sftron.models.generation import Choose, Sampler, generate
-from sftron.models.llama import LlamaForSFT
-from sftron.train.resume import require_same_model
-from sftron.train.start.run_data import load_chat_tokenizer
 
-# --- The model ---
-
-
-@dataclass(frozen=True, slots=True)
-class ChatModel:
-    """A model with its tokenizer, opened from `folder`. Each of the `stop_ids` ends an answer."""
-
-    folder: Path
-    model: LlamaForSFT
-    chat_tokenizer: ChatTokenizer
-    stop_ids: frozenset[int]
-
-
-def open_chat_model(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> ChatModel:
-    """Opens an exported folder, a checkpoint of a run, or the newest of these in a run directory.
-
-    Raises ValueError if `path` is none of them, or is damaged.
-    """
-    folder = _newest_of_run(path) if (path / "checkpoints").is_dir() else path
-    is_checkpoint = (folder / MANIFEST).is_file()
-    model, chat_tokenizer, stop_ids = (_open_checkpoint if is_checkpoint else _open_export)(folder, device)
-    eos = chat_tokenizer.tokenizer.eos_token_id
-    model.to(dtype)  # converts the weights once instead of at every token
-    return ChatModel(folder, model, chat_tokenizer, frozenset([*stop_ids, *([eos] if isinstance(eos, int) else [])]))
-
-
-def _newest_of_run(run: Path) -> Path:
-    """Returns the target of the link `latest`, or the newest checkpoint if that has a later step."""
-    newest = max(steps_in(run / "checkpoints"), default=-1)
-    exported = (run / "latest").resolve()
-    step = exported.name.removeprefix("step-")
-    if exported.is_dir() and (int(step) if step.isdecimal() else -1) >= newest:
-        return exported
-    if newest < 0:
-        raise ValueError(f"{run} has no checkpoint and no export yet")
-    return run / "checkpoints" / f"step-{newest}"
-
-
-def _open_export(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give an exported model, a checkpoint, or a run directory")
-    check_files(folder)
-    read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
-    chat_tokenizer = pretrained.load_chat_tokenizer(folder)
-    model = load_model(folder, compute_dtype=torch.float32, device=device)
-    return model, chat_tokenizer, stop_ids_of(folder)
-
-
-def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
-    """Opens a checkpoint with the tokenizer, template and architecture of its run."""
-    if problem := verify_checkpoint(folder):
-        raise CheckpointError(f"{folder}: {problem}")
-    run_config = folder.resolve().parents[1] / "config.yaml"
-    if not run_config.is_file():
-        raise ValueError(f"{folder} is not in a run directory; export it first (`sftron convert --model DIR`)")
-    config = load_config(run_config)
-    model_folder = local_folder(config.model.path)
-    check_files(model_folder)
-    chat_tokenizer = load_chat_tokenizer(config)
-    with ShardedTensors(folder, MODEL) as stored:
-        vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
-    llama_config = replace(read_config(model_folder), vocab_size=vocab_size)
-    state = read_state(folder)
-    require_same_model(folder, saved=state.get("fingerprint", {}), now=architecture_facts(llama_config))
-    with torch.device("meta"):
-        model = LlamaForSFT(llama_config, compute_dtype=torch.float32)
-    model.to_empty(device=device)
-    load_checkpoint(folder, model=model, optimizer=None)
-    return model, chat_tokenizer, state.get("stop_token_ids") or stop_ids_of(model_folder)
-
-
-# --- The conversation ---
-
-
-class Chat:
-    """A conversation with a model. Control tokens in its texts are encoded as plain text (law 3).
-
-    Attributes:
-        messages: The messages so far, starting with the system message if there is one.
-        has_stopped: Whether the last answer ended with a stop token.
-    """
-
-    def __init__(self, opened: ChatModel, *, choose: Choose, max_new_tokens: int, system: str | None = None) -> None:
-        self._opened, self._choose, self._max_new_tokens = opened, choose, max_new_tokens
-        self._first = [] if system is None else [Message(Role.SYSTEM, system)]
-        self.reset()
-
-    def reset(self) -> None:
-        """Removes all messages except the system message."""
-        self.messages = list(self._first)
-        self.has_stopped = False
-
-    def ask(self, text: str) -> Iterator[str]:
-        """Yields the answer in parts as they are generated, then adds question and answer to `messages`.
-
-        If the iterator is closed early, the parts so far become the answer; if there are none, the question is dropped.
-        Raises ValueError and drops the question if the template refuses it, or if the conversation is too long for the
-        model.
-        """
-        asked = [*self.messages, Message(Role.USER, text)]
-        prompt_ids = self._opened.chat_tokenizer.encode_prompt(asked)
-        answer, self.has_stopped = "", False
-        try:
-            for part in stream_text(self._decode, self._token_ids(prompt_ids)):
-                answer += part
-                yield part
-        finally:
-            if answer:
-                self.messages = [*asked, Message(Role.ASSISTANT, answer)]
-
-    def _decode(self, ids: list[int]) -> str:
-        tokenizer = self._opened.chat_tokenizer.tokenizer
-        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _token_ids(self, prompt_ids: list[int]) -> Iterator[int]:
-        """Yields the ids of the answer, without its stop token."""
-        model, stop_ids = self._opened.model, self._opened.stop_ids
-        most = model.rope_tables.num_positions
-        if len(prompt_ids) >= most:
-            raise ValueError(f"the conversation has {len(prompt_ids):,} tokens, and the model takes {most:,}: /reset")
-        max_new_tokens = min(self._max_new_tokens, most - len(prompt_ids))
-        dtype = model.head_weight.dtype
-        for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=self._choose, dtype=dtype):
-            self.has_stopped = token_id in stop_ids
-            if not self.has_stopped:
-                yield token_id
-
-
-def stream_text(decode: Callable[[list[int]], str], token_ids: Iterable[int]) -> Iterator[str]:
-    """Yields text as soon as it is complete: a character whose bytes span several tokens follows the last of them.
-
-    The joined parts equal `decode` of all ids.
-    """
-    ids: list[int] = []
-    text, num_shown = "", 0
-    for token_id in token_ids:
-        ids.append(token_id)
-        text = decode(ids)
-        if len(text) > num_shown and not text.endswith("\ufffd"):
-            yield text[num_shown:]
-            num_shown = len(text)
-    if len(text) > num_shown:
-        yield text[num_shown:]
-
-
-# --- The command ---
+if TYPE_CHECKING:
+    from sftron.train.exports.chat import Chat
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("generate", __doc__)
-    on_gpu = torch.cuda.is_available()
-    dtypes = ["float32", "bfloat16"]
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
     add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
@@ -203,8 +33,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0, metavar="P", help="with a temperature (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
-    add("--dtype", choices=dtypes, default=dtypes[on_gpu], help="to compute in (%(default)s)")
-    add("--device", default="cuda" if on_gpu else "cpu", help="%(default)s")
+    add("--dtype", choices=["float32", "bfloat16"], help="to compute in (float32; bfloat16 if there is a GPU)")
+    add("--device", help="where to compute (cuda if there is a GPU, else cpu)")
     add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
     options = parser.parse_args(arguments)
     if options.max_new_tokens < 1:
@@ -213,6 +43,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"argument --temperature: {options.temperature} is not a finite number from 0")
     if not 0 < options.top_p <= 1:
         parser.error(f"argument --top-p: {options.top_p} is not above 0 and at most 1")
+    import torch  # here, so that --help takes no time
+
+    on_gpu = torch.cuda.is_available()
+    options.device = options.device or ("cuda" if on_gpu else "cpu")
+    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
@@ -257,6 +92,12 @@ def chat_until_end(chat: Chat) -> None:
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from sftron.models.generation import Sampler
+    from sftron.train.exports.chat import Chat, open_chat_model
+
     disable_progress_bar()
     try:
         opened = open_chat_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)

@@ -10,49 +10,12 @@ Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
 
 import argparse
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from sftron.commands.arguments import OVERRIDES, make_parser, write_json
 from sftron.config import load_config
-from sftron.data.chat.check import MaskCount, require_reference_ids
-from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
-from sftron.data.prepare import Preparation
-from sftron.data.types import Conversation, Dropped
 from sftron.errors import refuse, show
-from sftron.report.audit import Audit, AuditedRow
-from sftron.report.counts import PackingCount
-from sftron.report.page import inspect_packs, pack_picture
-from sftron.report.terminal import wants_color
-from sftron.train.start import run_data
-
-_NUM_MASKS_COMPARED = 400
-"""The number of conversations whose masks are compared. A comparison takes two or three renderings per answer, a few
-milliseconds per conversation."""
-
-
-def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[AuditedRow]:
-    """Yields every row in file order, and adds the comparison of the first masks to `masks`.
-
-    Raises:
-        DataError: If the ids of a conversation differ from those of apply_chat_template. Pretokenized rows are not
-            compared.
-    """
-    eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
-    for key in preparation.all_keys():
-        tokenized = preparation.tokenize(key)
-        if isinstance(tokenized, Dropped):
-            yield tokenized
-            continue
-        parsed = preparation.parse(key)
-        if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
-            require_reference_ids(preparation.chat_tokenizer, parsed, tokenized)
-            if masks.num_rows < _NUM_MASKS_COMPARED:
-                stop_ids = {eos_id, *tokenized.stop_ids}
-                masks.add(preparation, parsed, tokenized, preparation.label(tokenized), stop_ids)
-        yield tokenized, preparation.label(tokenized)
 
 
 def count(text: str) -> int:
@@ -77,6 +40,15 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 def main(arguments: list[str]) -> int:
     options, overrides = parse_arguments(arguments)
+    # Imported here, so that --help takes no time.
+    from sftron.data.chat.check import MaskCount
+    from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
+    from sftron.report.audit import Audit, audited_rows
+    from sftron.report.counts import PackingCount
+    from sftron.report.page import inspect_packs, pack_picture
+    from sftron.report.terminal import wants_color
+    from sftron.train.start import run_data
+
     try:
         config = load_config(options.config, overrides)
         preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))

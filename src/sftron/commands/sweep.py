@@ -9,19 +9,21 @@ At the end report.html, report.json and plots/*.png are written next to the runs
 Exit status: 0 all completed, or stopped on request after saving; 1 a run failed; 2 the file or a configuration is bad.
 """
 
+from __future__ import annotations
+
 import argparse
 import shlex
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sftron.commands.arguments import make_parser
 from sftron.errors import refuse, show
-from sftron.sweep.comparison import compare
-from sftron.sweep.grid import PlannedRun, SweepError, SweepFile, plan_runs, read_sweep_file
-from sftron.sweep.recorded_run import read_run
-from sftron.sweep.runner import LOG_NAME, Runner
+
+if TYPE_CHECKING:
+    from sftron.sweep.grid import PlannedRun, SweepFile
 
 
 def numbers(text: str) -> list[int]:
@@ -47,6 +49,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
+    # Imported here, so that --help takes no time.
+    from sftron.sweep.grid import SweepError, plan_runs, read_sweep_file
+
     try:
         sweep = read_sweep_file(options.sweep)
         runs = plan_runs(sweep, wandb_mode=options.wandb)
@@ -75,6 +80,8 @@ def main(arguments: list[str]) -> int:
 
 def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
     """Runs the waiting runs one after another. Returns the exit status."""
+    from sftron.sweep.runner import LOG_NAME, Runner
+
     started, runner, endings = time.monotonic(), Runner(), []
     if waiting:
         show(f"           the output of each run is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
@@ -97,6 +104,9 @@ def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
 
 
 def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: Path | None) -> None:
+    from sftron.sweep.comparison import compare
+    from sftron.sweep.recorded_run import read_run
+
     recorded = [read_run(run.folder) for run in runs if run.state() != "new"]
     if not recorded:
         show("no report  no run has begun")

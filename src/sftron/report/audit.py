@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.chat.check import MaskCount
+from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.labels import Targets
-from sftron.data.types import IGNORE_INDEX, Dropped, LabeledConversation, Pack, TokenizedConversation
+from sftron.data.prepare import Preparation
+from sftron.data.types import IGNORE_INDEX, Conversation, Dropped, LabeledConversation, Pack, TokenizedConversation
 from sftron.report.counts import LengthCount, PackingCount, RoleCount, SourceCount, TurnCount
 from sftron.report.tokens import (
     conversation_ranges,
@@ -26,6 +27,9 @@ AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
 
 _ROW_COUNTS = ("num_boundary_tokens", "num_holding_control_text", "num_truncated", "num_untrained")
 _BAR_COLUMNS = 40
+_NUM_MASKS_COMPARED = 400
+"""The number of conversations whose masks are compared. A comparison takes two or three renderings per answer, a few
+milliseconds per conversation."""
 
 
 class Audit:
@@ -259,3 +263,25 @@ class Audit:
 def _of(count: int, total: int) -> str:
     """Returns "3 of 4 (75.0%)". The percentage is rounded down, so that only all of them give 100%."""
     return f"{count:,} of {total:,} ({1000 * count // max(total, 1) / 10:.1f}%)"
+
+
+def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[AuditedRow]:
+    """Yields every row in file order, and adds the comparison of the first masks to `masks`.
+
+    Raises:
+        DataError: If the ids of a conversation differ from those of apply_chat_template. Pretokenized rows are not
+            compared.
+    """
+    eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
+    for key in preparation.all_keys():
+        tokenized = preparation.tokenize(key)
+        if isinstance(tokenized, Dropped):
+            yield tokenized
+            continue
+        parsed = preparation.parse(key)
+        if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
+            require_reference_ids(preparation.chat_tokenizer, parsed, tokenized)
+            if masks.num_rows < _NUM_MASKS_COMPARED:
+                stop_ids = {eos_id, *tokenized.stop_ids}
+                masks.add(preparation, parsed, tokenized, preparation.label(tokenized), stop_ids)
+        yield tokenized, preparation.label(tokenized)

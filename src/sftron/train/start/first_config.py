@@ -1,0 +1,229 @@
+"""The first configuration for one's own data: the sizes that fit the rows and the model, with comments."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from sftron.checkpoint.model_folder import check_files, local_folder, read_config, read_json
+from sftron.config import Config, load_config
+from sftron.config.data_schema import Data
+from sftron.data.formats.detect import suggested_readings
+from sftron.data.sources import open_source
+from sftron.data.types import DataError
+from sftron.errors import show
+from sftron.report.counts import LengthCount
+from sftron.train.logs import console
+from sftron.train.ranks import Ranks, start_ranks
+from sftron.train.start import run_data
+from sftron.train.start.description import describe_memory, describe_setup, emulates_bf16
+from sftron.train.start.measured_memory import total_memory
+from sftron.train.start.memory import RESERVE_OF, StepMemory
+from sftron.train.start.sample import Sample, check_sample
+from sftron.train.start.setup import Setup, download, open_run
+from sftron.visible_text import visible_text
+
+_TEMPLATE = Path(__file__).with_name("sft.yaml.jinja")
+_EPOCHS = 3
+_STEPS_PER_EPOCH = 50
+"""The number of steps that an epoch of a small data set has; with more tokens, steps become longer first."""
+_TOKENS_PER_STEP = 2**17
+"""The longest step."""
+_TOKENS_PER_PACK = 2**13
+"""The size of a pack on a GPU, whose kernels need some thousands of tokens; on a CPU, a pack is one row."""
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 500
+_LEARNING_RATES = ((0.5e9, "1.0e-4"), (2e9, "3.0e-5"), (15e9, "1.0e-5"))
+"""Learning rates of full fine-tuning, each for models with fewer parameters than the number."""
+_LORA_RATE = "2.0e-4"
+_UNMEASURED = 2**20
+"""A sequence length for which no row is overlong, so that all are measured."""
+
+
+def write_first_config(data: str, model: str, out: Path) -> None:
+    """Looks at the data and the model, and writes the configuration. Raises ValueError or OSError."""
+    if out.exists():
+        raise ValueError(f"{out} exists; remove it, or choose another file with --out FILE")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out: {out.parent} is no folder; make it, or choose another file")
+    console.start(True)
+    ranks = start_ranks()
+    tree: dict[str, Any] = {
+        "general": {"run_name": _run_name(data)},
+        "model": {"path": model},
+        "tokenizer": {},
+        "data": {"datasets": [{"path": data}]},
+        "tokens": {"sequence_length": _UNMEASURED, "train_epochs": _EPOCHS},
+        "optimizer": {"learning_rate": 1e-5},
+    }
+    if ranks.device.type == "cpu" and emulates_bf16():
+        tree["model"]["compute_dtype"] = "float32"
+    positions = _look_at_model(tree, ranks)
+    sample, num_rows, meaning = _look_at_rows(tree)
+    lengths = sample.audit.lengths
+    tree["tokens"] |= _sizes(lengths, num_rows, positions, model, on_gpu=ranks.device.type == "cuda")
+    tree["evaluation"] = {"share": float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}")}
+    setup = open_run(Config.model_validate(tree), ranks)
+    describe_setup(setup)
+    _, predictions = describe_memory(setup)
+    _write_checked(_render(setup, sample, predictions, tree, meaning, out), out)
+    length = setup.config.tokens.sequence_length
+    quantiles = f"half have up to {lengths.quantile(0.5):,} tokens, the longest {max(lengths):,}"
+    show(f"lengths    {_share_that_fits(lengths, length)} of the sampled rows fit {length:,} tokens; {quantiles}")
+    if meaning:
+        show(f"columns    read as if {meaning}: see data.datasets, and change it if that is wrong")
+    show(f"written    {out}; next: sftron train --config {shlex.quote(str(out))} --dry-run")
+
+
+# --- What is there ---
+
+
+def _look_at_model(tree: dict[str, Any], ranks: Ranks) -> int:
+    """Downloads what is on the Hub, and chooses a template if the tokenizer has none. Returns the model's positions."""
+    download(Config.model_validate(tree), ranks)
+    folder = local_folder(tree["model"]["path"], download=False)
+    check_files(folder)
+    architecture = read_config(folder)
+    file = folder / "tokenizer_config.json"
+    has_template = file.is_file() and read_json(file).get("chat_template")
+    if not has_template and not [*folder.glob("*chat_template*")]:
+        tree["tokenizer"]["chat_template"] = "plain"  # needs no control token that the model does not know
+    return architecture.max_position_embeddings
+
+
+def _look_at_rows(tree: dict[str, Any]) -> tuple[Sample, int, str]:
+    """Checks a sample of the rows. If they can be read in one way only, adds the keys for it to the data set.
+
+    Returns:
+        The sample, the number of rows, and what has to be true of the columns; "" if the format is detected.
+    """
+    config, meaning = Config.model_validate(tree), ""
+    chat_tokenizer = run_data.load_chat_tokenizer(config, local_folder(config.tokenizer_path, download=False))
+    try:
+        preparation = run_data.open_data(config, chat_tokenizer)
+    except DataError as error:
+        if error.reason != "no_format":
+            raise
+        (dataset,) = tree["data"]["datasets"]
+        readings = suggested_readings(open_source(dataset["path"], "train", config.data.max_row_bytes)[0])
+        if len(readings) != 1:
+            raise
+        meaning, keys = readings[0]
+        dataset |= keys
+        preparation = run_data.open_data(Config.model_validate(tree), chat_tokenizer)
+    return check_sample(preparation, config.data.max_dropped_share), preparation.num_rows or 0, meaning
+
+
+# --- What is chosen ---
+
+
+def _run_name(data: str) -> str:
+    """Returns the name of the data's file or folder, in the characters that a run's name may have."""
+    stem = Path(data.rstrip("/*")).name.partition(".")[0]
+    stem = "".join(each for each in unicodedata.normalize("NFKD", stem) if not unicodedata.combining(each))
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:60] or "my-run"
+
+
+def _share_that_fits(lengths: LengthCount, limit: int) -> str:
+    share = sum(count for length, count in lengths.items() if length <= limit) / lengths.total()
+    return f"{100 * share:.4g} %"
+
+
+def _sizes(lengths: LengthCount, num_rows: int, positions: int, model: str, *, on_gpu: bool) -> dict[str, int]:
+    """Returns the sizes of `tokens`. Raises ValueError if too many rows are longer than the positions of the model.
+
+    The sequence length is a power of two up to 1,024, or a multiple of 256, into which the longest row fits; if a few
+    rows are more than twice as long as 99 % of all, it fits those 99 %.
+    """
+    longest, usual = max(lengths), lengths.quantile(0.99)
+    wanted = longest if longest <= max(2 * usual, 1024) else usual
+    rounded = -(-wanted // 256) * 256 if wanted > 1024 else max(512, 1 << (wanted - 1).bit_length())
+    length = min(rounded, positions)
+    too_long = sum(count for each, count in lengths.items() if each > length)
+    if too_long > Data.model_fields["max_dropped_share"].default * lengths.total():
+        raise ValueError(
+            f"{too_long} of {lengths.total()} sampled rows are longer than the {positions:,} tokens for which {model} "
+            "has positions; shorten them, or take a model with more (max_position_embeddings)"
+        )
+    mean = sum(each * count for each, count in lengths.items()) / lengths.total()
+    # A pool of 256 conversations should hold two packs.
+    size = max(1, int(min(_TOKENS_PER_PACK, 128 * mean)) // length) if on_gpu else 1
+    accumulation = min(round(mean * num_rows / _STEPS_PER_EPOCH / (length * size)), _TOKENS_PER_STEP // (length * size))
+    return {
+        "sequence_length": length,
+        "micro_batch_size": size,
+        "batch_accumulation_per_replica": max(1, accumulation),
+    }
+
+
+# --- The file ---
+
+
+def _render(
+    setup: Setup,
+    sample: Sample,
+    predictions: Mapping[str, StepMemory | str],
+    tree: Mapping[str, Any],
+    meaning: str,
+    out: Path,
+) -> str:
+    """Returns the text of the configuration: the template, with what was found and chosen."""
+    config, device, lengths = setup.config, setup.ranks.device, sample.audit.lengths
+    preparation = setup.data.preparation
+    found = {name: each for name, each in predictions.items() if isinstance(each, StepMemory)}
+    peaks = {name: each.peak * RESERVE_OF[device.type] for name, each in found.items()}
+    fitting = [name for name, peak in peaks.items() if peak <= total_memory(device)]
+    num_parameters = found["full"].weights / 4  # float32
+    steps_per_epoch = setup.data.projection.steps_per_epoch or 0.0
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        config=config,
+        dataset=tree["data"]["datasets"][0],
+        row_format=str(preparation.datasets[0].row_format),
+        num_rows=f"{(preparation.num_rows or 0) + sum(len(each.held_out or ()) for each in preparation.datasets):,}",
+        meaning=meaning,
+        out=shlex.quote(str(out)),
+        scalar=_scalar,
+        comment=lambda text: " ".join(visible_text(text).split()),
+        projection=setup.data.projection,
+        steps=_EPOCHS * steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=min(100, int(_EPOCHS * steps_per_epoch) // 20),
+        lengths=lengths,
+        longest=max(lengths),
+        fit=_share_that_fits(lengths, config.tokens.sequence_length),
+        peaks={name: f"{peak / 1e9:.1f}" for name, peak in peaks.items()},
+        memory=f"{total_memory(device) / 1e9:.1f}",
+        device=device.type,
+        fitting=fitting,
+        suggested=fitting[0] if fitting and "full" not in fitting else None,
+        num_parameters=f"{num_parameters / 1e9:.2f} billion" if num_parameters >= 1e8 else f"{num_parameters:,.0f}",
+        learning_rate=next((rate for size, rate in _LEARNING_RATES if num_parameters < size), "5.0e-6"),
+        lora_rate=_LORA_RATE,
+    )
+
+
+def _scalar(text: str) -> str:
+    """Returns a text as a YAML value, quoted if it could be anything but a name or a path."""
+    is_name = re.fullmatch(r"[A-Za-z_][\w.-]*|[\w.-]*(/[\w.-]+)+", text, re.ASCII)
+    is_plain = is_name and text.lower() not in ("null", "true", "false")
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+def _write_checked(text: str, out: Path) -> None:
+    """Writes the file if it is a valid configuration."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        load_config(partial)
+        with out.open("x", encoding="utf-8") as file:  # fails if another process has written it
+            file.write(text)
+    finally:
+        partial.unlink(missing_ok=True)
