@@ -80,6 +80,14 @@ def test_arguments_that_cannot_be_used_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "per_step"),
+    [([], 8), (["--gpu"], 32), (["--gpu", "--per-step=16"], 16), (["--per-step=16"], 16), (["--quick"], 4)],
+)
+def test_conversations_a_step_are_as_given(arguments: list[str], per_step: int) -> None:
+    assert bench_step.parse_arguments(arguments).per_step == per_step
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"

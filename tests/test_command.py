@@ -91,3 +91,23 @@ def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> No
     assert f"exit_with(lambda: main([{words}, *sys.argv[1:]]))" in text
     assert not [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     assert SCRIPTS[script] in COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check --model m --device gpu", "argument --device: gpu: "),
+        ("check --model m --device cuda:99", "argument --device: cuda:99: "),
+        ("sweep x.yaml --only 1,a", "argument --only: '1,a' is not a list of whole numbers separated by commas"),
+        ("convert a b --stop-token-ids 1;2", "argument --stop-token-ids: '1;2' is not a list of whole numbers"),
+        ("bench step --per-step 0", "argument --per-step: invalid positive value: '0'"),
+        ("generate --model m --max-new-tokens 0", "argument --max-new-tokens: invalid positive value: '0'"),
+    ],
+)
+def test_a_value_that_cannot_be_parsed_is_refused_by_its_argument(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_a_conversation_that_fills_the_model_is_refused_and_a_long_answer_ends_a
     list(chat.ask("Hi"))
     assert not chat.has_stopped
     before = list(chat.messages)
-    with pytest.raises(ValueError, match=r"tokens, and the model takes 256: /reset"):
+    with pytest.raises(ValueError, match=r"tokens, and the model has room for 255 before an answer"):
         list(chat.ask("And now?"))
     assert chat.messages == before
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.hf_weights import load_model
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.train.exports import exporter
+from sftron.train.exports.chat import open_chat_model
 from sftron.train.exports.exporter import export_checkpoint
 from sftron.train.start.lora import adapter_tensors, logits_of
 from sftron.train.trainer import Trainer
@@ -31,6 +32,10 @@ def logits_in(folder: Path) -> torch.Tensor:
     return logits_of(load_model(folder, compute_dtype=torch.float32), TEXT)[0]
 
 
+def merges_of(trainer: Trainer) -> dict[str, Any]:
+    return json.loads((trainer.directory.folder / "merge_report.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Trainer:
     return run(config_of(tmp_path_factory.mktemp("lora"), model_folder, checkpoints__interval=2))
@@ -47,9 +52,17 @@ def test_adapter_and_merge_have_the_logits_of_the_trained_model(trained: Trainer
     assert (adapted - expected).abs().max() <= limit
     assert (logits_in(trained.directory.hf(4)) - expected).abs().max() <= limit
     assert (trained.directory.folder / "latest").resolve() == trained.directory.hf(4).resolve()
-    report = json.loads((trained.directory.folder / "merge_report.json").read_text())
+    report = merges_of(trained)["4"]
     assert report["is_accepted"]
     assert report["largest_kl"] < 1e-5
+
+
+def test_a_checkpoint_of_adapters_is_chatted_with_as_it_was_trained(trained: Trainer) -> None:
+    checkpoint = trained.directory.checkpoints / "step-4"
+    opened = open_chat_model(checkpoint, dtype=torch.float32)
+    expected = logits_of(trained.model, TEXT)[0]
+    assert (logits_of(opened.model, TEXT)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert opened.stop_ids
 
 
 def test_a_checkpoint_exports_what_the_run_exported(trained: Trainer, tmp_path: Path) -> None:
@@ -57,7 +70,8 @@ def test_a_checkpoint_exports_what_the_run_exported(trained: Trainer, tmp_path: 
     for merge, own in ((False, trained.directory.adapter(4)), (True, trained.directory.hf(4))):
         export_checkpoint(trained.config, checkpoint, tmp_path / str(merge), merge=merge)
         (weights,) = own.glob("*.safetensors")
-        assert (tmp_path / str(merge) / weights.name).read_bytes() == weights.read_bytes()
+        for name in (weights.name, "README.md"):
+            assert (tmp_path / str(merge) / name).read_bytes() == (own / name).read_bytes()
 
 
 def test_a_merge_into_another_base_is_refused(trained: Trainer, tmp_path: Path, model_folder: Path) -> None:
@@ -82,7 +96,7 @@ def test_a_merge_that_changes_the_model_is_not_written(
     assert "not merged: KL" in capsys.readouterr().out
     assert not list((trainer.directory.folder / "hf").iterdir())
     assert (trainer.directory.folder / "latest").resolve() == trainer.directory.adapter(4).resolve()
-    assert not json.loads((trainer.directory.folder / "merge_report.json").read_text())["is_accepted"]
+    assert not merges_of(trainer)["4"]["is_accepted"]
 
 
 def test_a_base_that_changes_during_the_run_is_not_merged(tmp_path: Path, model_folder: Path) -> None:
@@ -109,14 +123,54 @@ def test_without_merge_only_the_adapter_is_exported_and_a_finished_run_stays_as_
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_the_best_checkpoint_is_exported_as_adapter_and_merge(tmp_path: Path, model_folder: Path) -> None:
+def best_of(tmp_path: Path, model_folder: Path) -> tuple[Trainer, int]:
+    """Returns a run whose best checkpoint is not its last, and the step of the best."""
     write_rows(tmp_path / "held_out.jsonl", 4)
     options = {"evaluation__datasets": [{"path": str(tmp_path / "held_out.jsonl"), "name": "held"}]}
     options |= {"evaluation__interval": 1, "checkpoints__keep_best": "eval/held/loss", "optimizer__learning_rate": 1.0}
     trainer = run(config_of(tmp_path, model_folder, **options))
     best = json.loads((trainer.directory.folder / "best.json").read_text())["step"]
-    assert (trainer.directory.folder / "best").resolve() == trainer.directory.hf(best).resolve()
-    assert trainer.directory.adapter(best).is_dir()
+    assert best < 4
+    return trainer, best
+
+
+def test_the_best_checkpoint_is_exported_as_adapter_and_merge(tmp_path: Path, model_folder: Path) -> None:
+    trainer, best = best_of(tmp_path, model_folder)
+    merge, adapter = trainer.directory.hf(best), trainer.directory.adapter(best)
+    assert (trainer.directory.folder / "best").resolve() == merge.resolve()
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+    untrained = base(torch.tensor(TEXT)).logits[0]
+    peft = pytest.importorskip("peft")
+    expected = peft.PeftModel.from_pretrained(base, adapter).eval()(torch.tensor(TEXT)).logits[0]
+    limit = 1e-3 * expected.abs().max()  # after steps with a learning rate of 1, rounding shows
+    assert (untrained - expected).abs().max() > 100 * limit
+    assert (logits_in(merge) - expected).abs().max() <= limit
+    assert merges_of(trainer)[str(best)]["largest_kl"] < 1e-5
+    assert merges_of(trainer)["4"]["is_accepted"]
+    assert "rounding errors of float32" in (merge / "README.md").read_text()
+
+
+def test_the_merge_of_the_best_is_compared_with_the_model_of_its_own_step(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = exporter.merged_weights
+    calls = []
+
+    def wrong_at_second(source: Path, *arguments: Any, **options: Any) -> Any:
+        calls.append(source)
+        if len(calls) == 1:  # the last step's, which is sound
+            return real(source, *arguments, **options)
+        return load_model(source, compute_dtype=torch.float32).named_parameters()
+
+    monkeypatch.setattr(exporter, "merged_weights", wrong_at_second)
+    trainer, best = best_of(tmp_path, model_folder)
+    assert len(calls) == 2
+    assert trainer.directory.refused_merges() == {best}
+    assert (trainer.directory.folder / "best").resolve() == trainer.directory.adapter(best).resolve()
+    assert trainer.directory.hf(4).is_dir()
+    assert not trainer.directory.hf(best).exists()
+    run(trainer.config)  # a finished run stays as it is
+    assert len(calls) == 2
 
 
 def test_a_run_goes_on_from_an_adapter(

@@ -191,6 +191,12 @@ def test_resume_never_and_resume_from_a_path_do_what_they_say(
     first = run(config)
     with pytest.raises(ValueError, match=r"resume is never, but .* holds checkpoints of an earlier run"):
         Trainer(make_config(tmp_path, model_folder, checkpoints__resume="never")).build()
+    shutil.copytree(first.directory.folder, tmp_path / "runs" / "broken", symlinks=True)
+    for weights in (tmp_path / "runs" / "broken" / "checkpoints").glob("*/*.safetensors"):
+        weights.unlink()
+    for resume, message in (("auto", "choose another general.run_name"), ("never", "resume is never, but")):
+        with pytest.raises(ValueError, match=message):
+            Trainer(make_config(tmp_path, model_folder, general__run_name="broken", checkpoints__resume=resume)).build()
     path = str(first.directory.checkpoints / "step-2")
     branch = run(
         make_config(

@@ -136,7 +136,7 @@ def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> Found:
     if rejected:
         raise CheckpointError(
             "no checkpoint of this run can be used:\n  " + "\n  ".join(rejected) + "\n"
-            "Starting again would lose the run: move them away, or set checkpoints.resume: never"
+            "Starting again would lose the run: move them away, or choose another general.run_name"
         )
     return Found(None, ())
 

@@ -106,6 +106,19 @@ def checkpoint_to_adapter(
         )
 
 
+def read_trained_adapter(checkpoint: Path, source: ExportSource) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    """Reads a checkpoint of adapters.
+
+    Returns:
+        The state, the tensors by `peft_name`, and the number of rows of the embeddings.
+
+    Raises:
+        CheckpointError: The checkpoint is broken, or its architecture differs from the source's.
+    """
+    with _opened(checkpoint, source, None) as (state, weights, vocab_size):
+        return state, {peft_name(name): each for name, each in weights}, vocab_size
+
+
 def adapter_to_hf(
     adapter: Path,
     folder: Path,

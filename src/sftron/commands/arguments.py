@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 OVERRIDES = "--section.key=value overrides the configuration, as in `sftron train`."
 
@@ -32,6 +35,25 @@ def write_json(path: Path | None, content: Any) -> None:
     """Writes a report, if a file is wanted. Raises OSError."""
     if path is not None:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def integers(text: str) -> list[int]:
+    """Parses whole numbers separated by commas."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers separated by commas") from None
+
+
+def device(text: str) -> torch.device:
+    """Parses a device of torch, which has to be present."""
+    import torch  # argparse calls this only if a device is given, so --help takes no time
+
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
+        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from None
+    return torch.device(text)
 
 
 def positive(text: str) -> int:

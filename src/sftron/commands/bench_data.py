@@ -27,7 +27,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sftron import ChatTokenizer, PackedDataset
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import make_parser, positive
 from sftron.commands.bench_report import markdown_table, write_report
 from sftron.data.loader import collate
 from sftron.data.types import Conversation, DataError
@@ -132,9 +132,9 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("--tokenizer", nargs="+", required=True, metavar="FOLDER", help="tokenizers with a chat template")
     add("--data", type=Path, required=True, metavar="FILE", help="conversations")
-    add("--rows", type=int, help="take only the first ROWS rows")
-    add("--sequence-length", type=int, default=8192, help="tokens of a pack (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="the best of them counts (default: %(default)s)")
+    add("--rows", type=positive, help="take only the first ROWS rows")
+    add("--sequence-length", type=positive, default=8192, help="tokens of a pack (default: %(default)s)")
+    add("--rounds", type=positive, default=3, help="the best of them counts (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write every number there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import make_parser, positive
 from sftron.commands.bench_report import WrongResultError, markdown_table, report_head, write_report
 from sftron.errors import refuse
 from sftron.kernels import rms_norm, swiglu
@@ -310,9 +310,9 @@ def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
     return started.elapsed_time(ended)
 
 
-def report(cases: Sequence[dict[str, Any]], device: torch.device) -> str:
+def report(cases: Sequence[dict[str, Any]], device: torch.device, words: Sequence[str]) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    parts = [report_head(name, "torch", "triton", "transformers", "liger_kernel", "flash_attn")]
+    parts = [report_head(words, name, "torch", "triton", "transformers", "liger_kernel", "flash_attn")]
     for case in cases:
         rows = [
             [name, f"{way['ms']:.4g}", "{:.4g} to {:.4g}".format(*way["quartiles"]), f"{way['rate']:.4g}"]
@@ -328,7 +328,7 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
-    add("--rounds", type=int, default=20, help="at least 2 (default: %(default)s)")
+    add("--rounds", type=positive, default=20, help="at least 2 (default: %(default)s)")
     add("--quick", action="store_true", help="tiny shapes and two rounds")
     add("--out", type=Path, metavar="FILE", help="also write the report there, in Markdown")
     add("--json", type=Path, metavar="FILE", help="also write every number there")
@@ -342,7 +342,9 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     try:
         cases = [measure(case, rounds, device) for name in options.cases for case in CASES[name](sizes, device)]
-        write_report(report(cases, device), cases, out=options.out, json_file=options.json)
+        write_report(
+            report(cases, device, ["bench", "kernels", *arguments]), cases, out=options.out, json_file=options.json
+        )
     except (WrongResultError, OSError) as error:
         refused = refuse(error, "sftron bench kernels")
         return 1 if isinstance(error, WrongResultError) else refused

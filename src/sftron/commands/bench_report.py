@@ -3,7 +3,6 @@
 import datetime
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,11 +16,11 @@ class WrongResultError(Exception):
     """Something that is to be timed computes another result than its reference, by more than rounding."""
 
 
-def report_head(device: str, *packages: str) -> str:
-    """Returns the date, the device, the versions of those packages that are installed, and the command line."""
+def report_head(words: Sequence[str], device: str, *packages: str) -> str:
+    """Returns the date, the device, the versions of the packages that are installed, and `sftron` with the words."""
     versions = [f"{name} {version(name)}" for name in packages if find_spec(name)]
     facts = ", ".join([str(datetime.date.today()), device, *versions])
-    return f"{facts}\n\n```\n{shlex.join(['python', *sys.argv])}\n```"
+    return f"{facts}\n\n```\n{shlex.join(['sftron', *words])}\n```"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_names: int = 1) -> str:

@@ -7,7 +7,7 @@ All ways train the same conversations, tokenized before the clock starts, from e
 and fused AdamW. With peft and "sftron, LoRA", the weights are frozen in the compute type, and adapters of rank 16 on
 all linear layers are trained in fp32. Before anything is timed, the losses of the labeled tokens are compared. The exit
 status is 0 if the ways were measured, 1 if two of them do not compute the same, and 2 if the arguments cannot be used.
-Needs torch, transformers and numpy alone, and peft for its own way.
+With peft installed, its way is timed too.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from typing import Any
 
 import torch
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import make_parser, positive
 from sftron.commands.bench_report import WrongResultError, markdown_table, report_head, write_report
 from sftron.commands.bench_ways import FULL, PEFT, POOL_SIZE, StepBatch, Way, random_rows, rows_of_file, ways_of
 from sftron.data.types import IGNORE_INDEX, LabeledConversation
 from sftron.errors import refuse, show
 from sftron.models.architecture import LlamaConfig
 from sftron.train.flops import find_peak, model_flops
+from sftron.train.start.measured_memory import memory_status
 
 LARGEST_DIFFERENCE = 0.08
 """The largest accepted difference of token losses between two ways, as a share of their standard deviation. Rounding to
@@ -117,7 +118,7 @@ def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
 
     The peak is reset before the steps, because it also counts what was needed to make the model.
     """
-    before = _status("VmRSS")
+    before = memory_status("VmRSS")
     way = ways_of(options)[name]()
     batches = list(itertools.islice(way.batches(itertools.cycle(options.rows)), options.rounds))
     if options.device.type == "cuda":
@@ -128,21 +129,12 @@ def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
         way.step(batch)
     if options.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
-    return (_status("VmHWM") - before) / 1e9
+    return (memory_status("VmHWM") - before) / 1e9
 
 
-def _status(field: str) -> int:
-    """Returns a memory field of /proc/self/status in bytes.
-
-    getrusage is not used, because it returns the peak of the parent process if that is higher.
-    """
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def measured_alone(name: str) -> float:
+def measured_alone(name: str, words: Sequence[str]) -> float:
     """Measures the memory of one way by running this command again in a separate process."""
-    command = [sys.executable, *sys.argv, "--memory-of", name]
+    command = [sys.executable, "-m", "sftron", *words, "--memory-of", name]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise ValueError(f"the memory of {name} could not be measured: {ended.stderr[-2000:]}")
@@ -154,7 +146,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     names = options.ways or list(make)
     if unknown := [name for name in names if name not in make]:
         raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(make)}")
-    memory = {name: {"peak GB": measured_alone(name)} for name in names} if options.memory else {}
+    memory = {name: {"peak GB": measured_alone(name, options.words)} for name in names} if options.memory else {}
     # The weights, gradients and AdamW states of all ways do not always fit in GPU memory together.
     groups = [[name] for name in names] if options.gpu else [names]
     found: dict[str, dict[str, Any]] = {}
@@ -185,11 +177,11 @@ def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> s
         for name, each in results.items()
     ]
     kind = options.model.name if options.model else options.shape
-    head = report_head(f"{machine}, {torch.get_num_threads()} threads", *packages)
+    head = report_head(options.words, f"{machine}, {torch.get_num_threads()} threads", *packages)
     return f"{head}\n\n{kind}\n\n{markdown_table(['', *columns], rows)}\n"
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("bench step", __doc__)
     add = parser.add_argument
     add("--model", type=Path, metavar="FOLDER", help="a Llama in Hugging Face format, with its tokenizer")
@@ -198,8 +190,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--shape", metavar="NAME[:LAYERS]", help=shape_help)
     add("--gpu", action="store_true", help="on a CUDA device: documents of 512 tokens, compiled ways too")
     add("--ways", nargs="+", metavar="NAME", help="only these")
-    add("--per-step", type=int, default=8, help="conversations a step (default: %(default)s; 32 with --gpu)")
-    add("--rounds", type=int, default=4, help="steps of each way (default: %(default)s)")
+    add("--per-step", type=positive, help="conversations a step (default: 8; 32 with --gpu)")
+    add("--rounds", type=positive, default=4, help="steps of each way (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the products (default: %(default)s)")
     add("--checkpointing", choices=("none", "selective", "full"), default="none", help="of sftron's model")
     add("--memory", action="store_true", help="also measure the peak memory of each way, in a process of its own")
@@ -212,8 +204,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.shape = "tiny" if options.quick else options.shape or ("llama3.2-1b" if options.gpu else "smollm2-135m")
     if options.quick:
         options.rounds, options.per_step = 2, 4
-    elif options.gpu:
-        options.per_step = 32
+    options.per_step = options.per_step or (32 if options.gpu else 8)
+    options.words = ["bench", "step", *arguments]
     return options
 
 

@@ -7,17 +7,11 @@
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import add_reports, make_parser, positive, write_json
+from sftron.commands.arguments import add_reports, device, make_parser, positive, write_json
 from sftron.errors import refuse, show
-
-if TYPE_CHECKING:
-    import torch
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -56,13 +50,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
         parser.error("--served-model and --timeout belong to --against vllm URL")
     return options
-
-
-def device(text: str) -> torch.device:
-    """Parses a device; argparse calls it only if one is given."""
-    import torch
-
-    return torch.device(text)
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ source cannot be read or the target cannot be written.
 import argparse
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser, write_json
+from sftron.commands.arguments import integers, make_parser, write_json
 from sftron.errors import refuse, show
 
 
@@ -39,8 +39,12 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
         choices=["bfloat16", "float32"],
         help="the type of a Hugging Face folder (the run's), or of an adapter (float32)",
     )
-    ids = {"type": lambda text: [int(each) for each in text.split(",")], "metavar": "ID,..."}
-    parser.add_argument("--stop-token-ids", **ids, help="the ids that end a turn (those that the run has trained)")
+    parser.add_argument(
+        "--stop-token-ids",
+        type=integers,
+        metavar="ID,...",
+        help="the ids that end a turn (those that the run has trained)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     return parser.parse_known_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Look at the data as it will be trained on: packs in color, and an audit of the rows. Needs no weights.
+"""Shows the data as it will be trained on: packs in color, and an audit of the rows. Needs no weights.
 
 Proves, on the rows it reads: each conversation's ids are those of apply_chat_template (but for texts that spell control
 tokens, which are counted); every assistant turn trains its stop token; every label is the next token of the same

@@ -1,4 +1,4 @@
-"""Run the grid of a sweep file, one run after another: `sftron sweep configs/sweep_toggles.yaml`.
+"""Runs the grid of a sweep file, one run after another: `sftron sweep configs/sweep_toggles.yaml`.
 
 `wandb sweep` takes the same file.
 
@@ -19,21 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import integers, make_parser
 from sftron.errors import refuse, show
 
 if TYPE_CHECKING:
     from sftron.sweep.grid import PlannedRun, SweepFile
 
 
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("sweep", __doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
-    parser.add_argument("--only", type=numbers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
+    parser.add_argument("--only", type=integers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: next to the runs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
     parser.add_argument(

@@ -21,6 +21,9 @@ _CHANGE_NO_WEIGHT = (
     "checkpoints.export",
     "checkpoints.resume",
     "lora.merge",
+    "hub.",
+    "data.num_workers",
+    "parallelism.timeout_seconds",
 )
 
 Numbers = Mapping[str, float]
@@ -121,7 +124,7 @@ def flat_config(config: Config) -> dict[str, Any]:
 
 
 def decides_training(key: str) -> bool:
-    """Returns whether a change of this key changes the weights; other keys only control logging and storage."""
+    """Returns whether a change of this key changes the weights; other keys control logging, storage and speed."""
     return not key.startswith(_CHANGE_NO_WEIGHT)
 
 

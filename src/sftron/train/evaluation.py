@@ -315,7 +315,7 @@ class Evaluator:
         try:
             kept = state["evaluation"]
             self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
-            watched = Watched.from_state(kept.get("watched"))  # older checkpoints have none
+            watched = Watched.from_state(kept["watched"])
         except (TypeError, KeyError) as error:
             raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
         if watched is not None and self._options.patience is not None:

@@ -39,6 +39,7 @@ class TrainingLoop:
         outputs: RunOutputs,
         logs: RunLogs,
         *,
+        length: RunLength,
         stop_request: StopRequest,
         started: float,
     ) -> None:
@@ -46,7 +47,7 @@ class TrainingLoop:
         self._stop_request = stop_request
         self._started: float | None = started
         self._config, self._ranks, self._progress = setup.config, setup.ranks, state.progress
-        self._length = RunLength(setup.config, setup.data.preparation.num_rows)
+        self._length = length
 
     def run(self, directory: RunDirectory) -> str:
         """Trains, saves and exports. Returns "completed", "preempted" or NOT_FINITE."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.atomic import all_or_raise, main_or_raise
+from sftron.checkpoint.convert import read_trained_adapter
 from sftron.data.loader import PackLoader
-from sftron.models.adapters import LoraSpec
+from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train.best import Best
@@ -30,7 +31,7 @@ from sftron.train.start.lora import adapter_tensors, logits_of, texts_of
 from sftron.train.start.preflight import Health
 from sftron.train.start.run_data import DataWatch
 from sftron.train.start.sample import mix_report
-from sftron.train.start.setup import Setup
+from sftron.train.start.setup import Setup, load_whole_model
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -224,7 +225,7 @@ class RunOutputs:
             if not is_merged:
                 return str(folder)
             merge = exporter.write_merged(tensors, spec, merged_folder, trained=model, texts=texts, logits=logits)
-            self._directory.write("merge_report.json", {"step": step, **merge})
+            self._directory.record_merge(step, merge)
             return str(merged_folder if merge["is_accepted"] else folder)
 
         return Path(main_or_raise(self._ranks, write))
@@ -237,31 +238,47 @@ class RunOutputs:
         exported, best, directory = self.export(is_last=True), self.evaluator.best, self._directory
         if best is None:
             return exported
-        config = self._setup.config
-        folders = [directory.hf(best.step)]
-        if config.lora is not None:
-            is_merged = config.lora.merge and best.step not in directory.refused_merges()
-            folders = [directory.adapter(best.step), *(folders if is_merged else [])]
-        folder = folders[-1]
 
-        def write() -> None:
-            for each in folders:
-                if each.exists():
-                    continue
-                checkpoint, merge = directory.checkpoints / f"step-{best.step}", each == directory.hf(best.step)
-                try:
-                    export_checkpoint(config, checkpoint, each, parts=self._setup.model.export_parts, merge=merge)
-                except ValueError as error:  # the checkpoint has been damaged since it was saved
-                    raise OSError(str(error)) from error
+        def write() -> str:
+            try:
+                self._write_best(best.step)
+            except ValueError as error:  # the checkpoint has been damaged since it was saved
+                raise OSError(str(error)) from error
+            is_model = directory.hf(best.step).is_dir()
+            folder = directory.hf(best.step) if is_model else directory.adapter(best.step)
             directory.point("best", folder)
+            return str(folder)
 
         try:
-            main_or_raise(self._ranks, write)
+            folder = main_or_raise(self._ranks, write)
             also = f"(also {directory.folder / 'best'})"
             console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} {also}")
         except OSError as error:
             console.write(f"WARNING    the best, step {best.step}, could not be exported: {error}")
         return exported
+
+    def _write_best(self, step: int) -> None:
+        """Exports the checkpoint of a step, unless that is done. Raises ValueError or OSError."""
+        setup, directory = self._setup, self._directory
+        config, parts, checkpoint = setup.config, setup.model.export_parts, directory.checkpoints / f"step-{step}"
+        assert parts is not None
+        if directory.is_exported(config, step):
+            return
+        if config.lora is None:
+            export_checkpoint(config, checkpoint, directory.hf(step), parts=parts)
+            return
+        state, tensors, vocab_size = read_trained_adapter(checkpoint, parts.source)
+        start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
+        exporter = Exporter(config, parts, state, directory.folder, vocab_size=vocab_size, repository=None)
+        exporter.write_adapter(tensors, start.spec, directory.adapter(step))
+        if config.lora.merge:
+            # The merge is compared with the model of that step, which is loaded for it.
+            texts = texts_of(setup.data)
+            logits = logits_of(load_whole_model(setup, start), texts)
+            merge = exporter.write_merged(
+                tensors, start.spec, directory.hf(step), trained=self._state.model, texts=texts, logits=logits
+            )
+            directory.record_merge(step, merge)
 
     def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
         """Exports if an export is due.

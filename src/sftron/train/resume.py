@@ -18,6 +18,7 @@ from sftron.checkpoint.checkpoint import (
     newest_checkpoint,
     read_state,
     set_aside_newer,
+    steps_in,
     verify_checkpoint,
 )
 from sftron.data.loader import PackLoader
@@ -107,7 +108,7 @@ class Start:
         if self.progress is None:
             return False
         with suppress(TypeError, KeyError):  # an invalid state is reported when it is loaded
-            watched = Watched.from_state(self.state["evaluation"].get("watched"))
+            watched = Watched.from_state(self.state["evaluation"]["watched"])
             return length.is_done(self.progress) or is_patience_over(setup, watched)
         return False
 
@@ -182,7 +183,7 @@ def _find(setup: Setup, checkpoints: Path) -> Found:
         return newest_checkpoint(checkpoints, setup.ranks)
     if options.resume != "never":
         return Found(_verified(setup, Path(options.resume)), ())
-    if newest_checkpoint(checkpoints, setup.ranks).folder:
+    if main_or_raise(setup.ranks, lambda: steps_in(checkpoints)):
         raise CheckpointError(
             f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
             "general.run_name, or remove them"

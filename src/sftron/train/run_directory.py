@@ -217,12 +217,21 @@ class RunDirectory:
         return self.adapter(step).is_dir() and is_merged
 
     def refused_merges(self) -> set[int]:
-        """Returns the step of the last merge, if it was not accepted."""
+        """Returns the steps whose merges were not accepted."""
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
+            return {int(step) for step, merge in self._merges().items() if not merge["is_accepted"]}
+        return set()
+
+    def record_merge(self, step: int, merge: Mapping[str, Any]) -> None:
+        """Adds the measurements of a merge to merge_report.json, by its step."""
+        self.write("merge_report.json", {**self._merges(), str(step): merge})
+
+    def _merges(self) -> dict[str, Any]:
         try:
-            report = json.loads((self.folder / "merge_report.json").read_text(encoding="utf-8"))
-            return set() if report["is_accepted"] else {report["step"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            return set()
+            merges = json.loads((self.folder / "merge_report.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return merges if isinstance(merges, dict) else {}
 
     def point(self, name: str, target: Path) -> None:
         """Points the link `name` (`latest` or `best`) at the export `target`, by rename; warns if it cannot."""

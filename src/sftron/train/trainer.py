@@ -198,8 +198,15 @@ class Trainer:
             with self.stop_request.listening():
                 try:
                     with self._failure_reported(DataError):
-                        run = self.setup, self._state, self._outputs, self._logs
-                        loop = TrainingLoop(*run, stop_request=self.stop_request, started=self._started)
+                        loop = TrainingLoop(
+                            self.setup,
+                            self._state,
+                            self._outputs,
+                            self._logs,
+                            length=self._length,
+                            stop_request=self.stop_request,
+                            started=self._started,
+                        )
                         status = loop.run(self.directory)
                 finally:  # not within _failure_reported: the result of the run is known
                     self._finish_pushes(status)

@@ -17,7 +17,8 @@ from sftron.checkpoint.checkpoint import (
     steps_in,
     verify_checkpoint,
 )
-from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.checkpoint.convert import lora_of, read_trained_adapter, require_base
+from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, local_folder, read_config
 from sftron.checkpoint.shards import ShardedTensors
@@ -25,6 +26,7 @@ from sftron.config import load_config
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
+from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import architecture_facts
 from sftron.models.generation import Choose, generate
 from sftron.models.llama import LlamaForSFT
@@ -90,16 +92,32 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
     model_folder = local_folder(config.model.path)
     check_files(model_folder)
     chat_tokenizer = load_chat_tokenizer(config)
+    state = read_state(folder)
+    stop_ids = state.get("stop_token_ids") or stop_ids_of(model_folder)
+    if lora_of(state) is not None:
+        return _load_adapted(folder, model_folder, device), chat_tokenizer, stop_ids
     with ShardedTensors(folder, MODEL) as stored:
         vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
     llama_config = replace(read_config(model_folder), vocab_size=vocab_size)
-    state = read_state(folder)
     require_same_model(folder, saved=state.get("fingerprint", {}), now=architecture_facts(llama_config))
     with torch.device("meta"):
         model = LlamaForSFT(llama_config, compute_dtype=torch.float32)
     model.to_empty(device=device)
     load_checkpoint(folder, model=model, optimizer=None)
-    return model, chat_tokenizer, state.get("stop_token_ids") or stop_ids_of(model_folder)
+    return model, chat_tokenizer, stop_ids
+
+
+def _load_adapted(checkpoint: Path, base: Path, device: torch.device | str) -> LlamaForSFT:
+    """Loads the base of a checkpoint of adapters with these. Raises ValueError if it is not their base."""
+    state, tensors, vocab_size = read_trained_adapter(checkpoint, ExportSource.read(base))
+    require_base(base, state["fingerprint"])
+    return load_model(
+        base,
+        compute_dtype=torch.float32,
+        vocab_size=vocab_size,
+        device=device,
+        adapters=AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors),
+    )
 
 
 # --- The conversation ---
@@ -150,7 +168,10 @@ class Chat:
         model, stop_ids = self._opened.model, self._opened.stop_ids
         most = model.rope_tables.num_positions
         if len(prompt_ids) >= most:
-            raise ValueError(f"the conversation has {len(prompt_ids):,} tokens, and the model takes {most:,}: /reset")
+            raise ValueError(
+                f"the conversation has {len(prompt_ids):,} tokens, and the model has room for {most - 1:,} before an "
+                "answer; shorten it (in a chat: /reset)"
+            )
         max_new_tokens = min(self._max_new_tokens, most - len(prompt_ids))
         dtype = model.head_weight.dtype
         for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=self._choose, dtype=dtype):

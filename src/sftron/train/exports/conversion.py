@@ -75,7 +75,7 @@ def convert(
     elif run_config.is_file():
         config = load_config(run_config, overrides)
         model = local_folder(config.model.path)
-        export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=stop_token_ids, merge=merge)
+        _show_merge(export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=stop_token_ids, merge=merge))
         read_base = partial(as_computed, dtype=frozen_dtype(config))
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")

@@ -210,7 +210,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     stop_token_ids: Collection[int] | None = None,
     merge: bool = False,
-) -> None:
+) -> MergeReport | None:
     """Exports a checkpoint of the run with this configuration to `folder`.
 
     A checkpoint of adapters becomes an adapter folder or, with `merge`, the merged model.
@@ -219,6 +219,9 @@ def export_checkpoint(
         parts: The files besides the weights; by default, they are read from the folders that the configuration names.
         dtype: The dtype of the exported weights; by default, the run's compute dtype, or float32 for adapters.
         stop_token_ids: The stop tokens; by default, those in the checkpoint.
+
+    Returns:
+        What rounding lost in the merge, if there is one.
 
     Raises:
         ValueError: If the checkpoint or a source folder cannot be used.
@@ -231,16 +234,17 @@ def export_checkpoint(
     run_folder = checkpoint.resolve().parents[1]
     parts = _with_verify_card(parts, run_folder)
     state = read_state(checkpoint)
-    spec, facts = lora_of(state), None
-    if spec is not None and not merge:
-        facts = AdapterFacts(spec=spec, base_sha256=state["fingerprint"][BASE_WEIGHTS])
-    base, chat_tokenizer = parts.base, parts.chat_tokenizer
-    card = model_card(config, state, run_folder=run_folder, base=base, chat_tokenizer=chat_tokenizer, adapter=facts)
-    options: dict[str, Any] = {"source": parts.source, "stop_token_ids": stop_token_ids, "model_card": card}
-    if facts is not None:
-        names = {"base_model": base.name, "base_revision": base.revision}
-        checkpoint_to_adapter(checkpoint, folder, dtype=dtype or torch.float32, **names, **options)
-    else:
-        export_dtype: torch.dtype = dtype or getattr(torch, config.model.compute_dtype)
-        read_base = partial(as_computed, dtype=frozen_dtype(config))
-        checkpoint_to_hf(checkpoint, folder, dtype=export_dtype, read_base=read_base, **options)
+    spec, base = lora_of(state), parts.base
+    facts = None if spec is None else AdapterFacts(spec=spec, base_sha256=state["fingerprint"][BASE_WEIGHTS])
+    card = partial(model_card, config, state, run_folder=run_folder, base=base, chat_tokenizer=parts.chat_tokenizer)
+    options: dict[str, Any] = {"source": parts.source, "stop_token_ids": stop_token_ids}
+    if facts is not None and not merge:
+        options |= {"base_model": base.name, "base_revision": base.revision, "model_card": card(adapter=facts)}
+        checkpoint_to_adapter(checkpoint, folder, dtype=dtype or torch.float32, **options)
+        return None
+    export_dtype: torch.dtype = dtype or getattr(torch, config.model.compute_dtype)
+    read_base = partial(as_computed, dtype=frozen_dtype(config))
+    report = checkpoint_to_hf(checkpoint, folder, dtype=export_dtype, read_base=read_base, model_card=card(), **options)
+    if facts is not None:  # the report is complete only now
+        (folder / "README.md").write_text(card(adapter=replace(facts, merge=report)), encoding="utf-8")
+    return report

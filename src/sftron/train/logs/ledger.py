@@ -26,7 +26,6 @@ import numpy as np
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import Batch
-from sftron.models.architecture import is_of_the_model
 from sftron.train.start.run_data import data_fingerprint
 
 _BEGINS = b'{"begins": '
@@ -85,11 +84,10 @@ def _line(record: Mapping[str, Any]) -> bytes:
 def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
     """Returns the facts that identify a data version, with row counts for when the data no longer exists."""
     fingerprint = data_fingerprint(config, dataset)
-    of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
     return {
         "datasets": [{"name": each.name, "rows": each.num_rows} for each in dataset.preparation.datasets],
         "num_epochs": dataset.num_epochs,
-        "fingerprint": sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest(),
+        "fingerprint": sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest(),
     }
 
 

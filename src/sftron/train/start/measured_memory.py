@@ -77,7 +77,7 @@ def peak_of_step(
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
 
     def growth() -> int | None:
-        return None if baseline is None else _status("VmHWM") - baseline
+        return None if baseline is None else memory_status("VmHWM") - baseline
 
     if isinstance(model, FSDPModule):
         yield lambda: MeasuredPeak(None, growth())
@@ -89,10 +89,14 @@ def peak_of_step(
 
 def resident_memory() -> int | None:
     """Returns the bytes of this process that are in memory; None on a system other than Linux."""
-    return _status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
+    return memory_status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
 
 
-def _status(field: str) -> int:
+def memory_status(field: str) -> int:
+    """Returns a memory field of /proc/self/status in bytes.
+
+    getrusage is not used, because it returns the peak of the parent process if that is higher.
+    """
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,8 @@ from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.train.optimizer import state_bytes
 from sftron.train.start.lora import frozen_dtype
-
-if TYPE_CHECKING:
-    from sftron.train.start.setup import Setup
+from sftron.train.start.run_data import longest_document
+from sftron.train.start.setup import Setup
 
 DEFAULT_RANK = 16
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -87,7 +86,7 @@ def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
         found[name] = predict(
             unloaded,
             num_tokens=setup.data.dataset.token_budget,
-            longest_document=config.tokens.sequence_length,
+            longest_document=longest_document(config),
             activation_checkpointing=config.model.activation_checkpointing,
             optimizer_state=config.optimizer.state,
             accumulates=config.tokens.batch_accumulation_per_replica > 1,

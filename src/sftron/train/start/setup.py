@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +23,7 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files, open_source
+from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, architecture_facts, family_of
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT
@@ -241,7 +243,7 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
 
 def load_model(setup: Setup) -> LlamaForSFT:
     """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json."""
-    config, model, mesh = setup.config, setup.model, setup.ranks.mesh
+    config, mesh = setup.config, setup.ranks.mesh
 
     def prepare(made: LlamaForSFT) -> None:
         if config.model.freeze_router:
@@ -249,7 +251,21 @@ def load_model(setup: Setup) -> LlamaForSFT:
         if mesh is not None:
             shard_model(made, mesh)
 
-    loaded = hf_weights.load_model(
+    adapters = setup.model.adapters
+    loaded = load_whole_model(setup, None if adapters is None else adapters.start, prepare)
+    # `auto` means off until it has been measured on a GPU. On a CPU, compilation takes longer than it saves.
+    if config.model.compile == "on":
+        for block in loaded.model.layers:
+            block.compile()
+    return loaded
+
+
+def load_whole_model(
+    setup: Setup, adapters: AdapterStart | None, shard: Callable[[LlamaForSFT], None] | None = None
+) -> LlamaForSFT:
+    """Loads the run's model with these adapters, whole unless `shard` shards it. Raises ValueError as `load_model`."""
+    config, model = setup.config, setup.model
+    return hf_weights.load_model(
         model.folder,
         model.attention,
         model.compute_dtype,
@@ -259,15 +275,10 @@ def load_model(setup: Setup) -> LlamaForSFT:
         vocab_size=model.architecture.vocab_size,
         initialize_ids=model.initialize_ids,
         device=setup.ranks.device,
-        shard=prepare,
-        adapters=None if model.adapters is None else model.adapters.start,
+        shard=shard,
+        adapters=adapters,
         frozen_dtype=frozen_dtype(config),
     )
-    # `auto` means off until it has been measured on a GPU. On a CPU, compilation takes longer than it saves.
-    if config.model.compile == "on":
-        for block in loaded.model.layers:
-            block.compile()
-    return loaded
 
 
 def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
