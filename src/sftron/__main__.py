@@ -22,8 +22,8 @@ COMMANDS = {
     "compare": "compare runs: losses, speed, memory",
     "convert": "convert a checkpoint, or merge an adapter into its base",
     "audit": "prove that a run trained every row, and name the rows of a step",
-    "bench data": "time the way from rows to packs, beside transformers' tokenizers",
-    "bench step": "time training steps, beside transformers and peft",
+    "bench data": "time the way from rows to packs, compared with transformers",
+    "bench step": "time training steps, compared with transformers and peft",
     "bench kernels": "time the kernels on a GPU",
 }
 """What each command does. Its module in sftron.commands has the same name."""

@@ -105,7 +105,7 @@ def test_a_logger_that_raises_and_one_that_hangs_change_no_weight_and_no_line_an
     assert [numbers["loss"] for numbers in recorded.numbers] == losses
     printed = capfd.readouterr().out
     assert printed.count("raising    failed: SystemExit: no such service. metrics.jsonl has every step") == 1
-    assert printed.count("hanging    has not ended in time and is left behind") == 1
+    assert printed.count("hanging    did not end in time") == 1
 
 
 def test_steps_that_a_resumed_run_trains_again_are_logged_once_unless_the_logger_replaces_them(
@@ -172,7 +172,7 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
     assert slow.steps == sorted(slow.steps)
     assert 0 < len(slow.steps) < 9
     assert slow.ended == ["completed"]
-    assert capfd.readouterr().out.count("is behind by 5 calls, and what does not fit is left out there") == 1
+    assert capfd.readouterr().out.count("has 5 calls waiting; what does not fit is missing there") == 1
 
 
 def test_a_copy_of_a_run_directory_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ class Evaluator:
             parts += [f"prompts to answer: {len(data.questions)}"] * bool(data.questions)
             console.write(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
         token_budget = self._options.tokens_per_batch or training_token_budget(self._setup.config)
-        options: Any = {"token_budget": token_budget, "ranks": self._setup.ranks, "before_pack": self._heed_stop}
+        options: Any = {"token_budget": token_budget, "ranks": self._setup.ranks, "before_pack": self._raise_if_stopped}
         try:
             with whole_head(model):
                 sets = {each.name: measure_set(model, each, **options) for each in data.evaluation_sets}
@@ -266,7 +266,7 @@ class Evaluator:
             console.write(line)
         return evaluation
 
-    def _heed_stop(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._should_stop():
             raise StopRequestedError
 
@@ -279,7 +279,7 @@ class Evaluator:
             model, prompt_ids, self._options.max_new_tokens, stop_ids, choose=most_likely, dtype=dtype
         ):
             token_ids.append(token_id)
-            self._heed_stop()
+            self._raise_if_stopped()
         text = str(tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
 

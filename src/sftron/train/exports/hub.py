@@ -81,11 +81,11 @@ class HubPusher:
             self._waiting.append(push)
             self._jobs.put(push)
 
-    def finish(self, is_in_haste: Callable[[], bool]) -> dict[str, Any]:
+    def finish(self, should_hurry: Callable[[], bool]) -> dict[str, Any]:
         """Waits for the pushes, as long as their sizes allow, and ends those that are not done.
 
         Args:
-            is_in_haste: Returns whether the run has failed or is to stop; then the wait is short. A Ctrl-C that raises
+            should_hurry: Returns whether the run has failed or is to stop; then the wait is short. A Ctrl-C that raises
                 KeyboardInterrupt ends the wait.
 
         Returns:
@@ -93,9 +93,9 @@ class HubPusher:
         """
         self._jobs.put(None)
         with suppress(KeyboardInterrupt):
-            if not is_in_haste():
-                self._wait(sum(push.seconds for push in list(self._waiting)), until=is_in_haste)
-            if is_in_haste():
+            if not should_hurry():
+                self._wait(sum(push.seconds for push in list(self._waiting)), until=should_hurry)
+            if should_hurry():
                 self._wait(_SHORT_TIME_S)
         with self._lock:
             self._is_over.set()

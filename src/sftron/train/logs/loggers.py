@@ -100,17 +100,17 @@ class LoggerThread:
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Waits until the thread has ended, for at most so long; a thread that has not ended is left behind."""
+        """Waits at most `seconds` for the end of the thread, and then abandons it."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._say("has not ended in time and is left behind: what it has not sent is missing there")
+            self._report("did not end in time; what it has not sent is missing there")
 
     def _call(self, call: Callable[[], None]) -> None:
         if self._calls.qsize() < _MOST_CALLS_WAITING:
             self._calls.put(call)
             return
         if not self._has_left_out:
-            self._say(f"is behind by {_MOST_CALLS_WAITING:,} calls, and what does not fit is left out there")
+            self._report(f"has {_MOST_CALLS_WAITING:,} calls waiting; what does not fit is missing there")
         self._has_left_out = True
 
     def _work(self) -> None:
@@ -119,10 +119,10 @@ class LoggerThread:
                 call()
             except (Exception, SystemExit) as error:  # wandb sometimes raises SystemExit
                 if not self._has_failed:
-                    self._say(f"failed: {in_words(error)}")
+                    self._report(f"failed: {in_words(error)}")
                 self._has_failed = True
 
-    def _say(self, words: str) -> None:
+    def _report(self, words: str) -> None:
         console.write(f"{self.name:<10} {words}. metrics.jsonl has every step")
 
 

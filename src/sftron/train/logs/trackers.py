@@ -69,7 +69,7 @@ class TensorBoardLogger:
 
 
 class TrackioLogger:
-    """A run of trackio, which keeps it where TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say.
+    """A run of trackio, which stores it as TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL configure.
 
     trackio recognizes a run by its name, so the name has the run's id: two run directories may have one name.
     """
@@ -105,7 +105,7 @@ class TrackioLogger:
         self._run.finish()
 
     def _print_on_console(self) -> None:
-        """Makes what trackio prints and warns of lines of the console, which would be torn by it and are logged.
+        """Routes trackio's prints and warnings through the console, which logs them and draws its bar below them.
 
         The names are replaced in its modules, because the streams and filters of this process belong to all threads.
         """

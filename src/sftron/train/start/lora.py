@@ -1,4 +1,4 @@
-"""LoRA of a run: which adapters `lora` asks for, the fingerprint of the base model, and exports of what was trained."""
+"""LoRA of a run: the adapters that `lora` configures, the fingerprint of the base, and the trained tensors."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def require_alike(setup: Setup) -> None:
         differing = [name for name in first if first[name] != other.get(name)]
         if differing:
             raise ValueError(
-                f"rank {rank} would not train on what rank 0 does; give every node the same files and arguments:\n  "
+                f"rank {rank} has another configuration, data or model than rank 0; give every node the same files "
+                "and arguments:\n  "
                 + "\n  ".join(f"{name}: {first[name]}, there {other.get(name)}" for name in differing)
             )
 
