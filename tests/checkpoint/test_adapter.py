@@ -236,7 +236,7 @@ def _without_prefix(folder: Path) -> None:
         (_pickled, "but adapter_model.bin, a pickle, which runs code when it is loaded"),
         (lambda folder: (folder / WEIGHTS).unlink(), f"holds no {WEIGHTS}. Save"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 100), "not a readable safetensors file"),
-        (lambda folder: (folder / CONFIG).write_text("[]"), "holds a list, expected an object"),
+        (lambda folder: (folder / CONFIG).write_text("[]"), "holds a JSON list, not an object"),
         (_linked, "outside the folder"),
         (_oversized, "and no such file has more than"),
     ],

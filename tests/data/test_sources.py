@@ -122,7 +122,7 @@ def test_a_downloaded_data_set_of_the_hub_is_read_by_its_root(tmp_path, configs,
     assert 'set: has no split "validation", only train, test: ' in str(refusal_of(tmp_path, str(folder), "validation"))
 
 
-UNCLEAR = "set: the datasets library cannot tell which files are meant: "
+UNCLEAR = "set: the datasets library cannot determine which files are meant: "
 
 
 @pytest.mark.parametrize(

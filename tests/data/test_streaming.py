@@ -213,7 +213,7 @@ def test_a_file_that_shrinks_is_an_error_and_not_the_end(tmp_path: Path) -> None
     read_from(passed, 0)
     write(path, lines_of(ROWS[:50]))
     for source, index in [(begun, 60), (begun, 100), (passed, 50), (passed, 50)]:
-        with pytest.raises(DataError, match=f"had {size} when it was opened") as caught:
+        with pytest.raises(DataError, match=f"had {size} bytes when it was opened") as caught:
             source[index]
         assert caught.value.reason == "file_changed"
 
@@ -255,7 +255,7 @@ def test_a_pass_that_ends_before_the_one_before_it_is_an_error() -> None:
     source = numbers(size, fail_at=[])
     read_from(source, 0)
     size[0] = 35
-    with pytest.raises(DataError, match="numbers: ends after 35 rows of 40; leave data alone while it is in use"):
+    with pytest.raises(DataError, match="numbers: ends after 35 rows of 40; do not change data files"):
         [source[index] for index in range(40)]
 
 

@@ -300,7 +300,7 @@ def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     for read in (load_config, read_sweep_file, read_prompts):
-        with pytest.raises(ValueError, match=r"a\.yaml: .*is no regular file, but a pipe or a device; give a file"):
+        with pytest.raises(ValueError, match=r"a\.yaml: .*is no regular file"):
             read(tmp_path / "a.yaml")
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "generation_config.json").unlink()

@@ -215,7 +215,7 @@ def cut_in_the_question(own: Any, folder: Path, limit: int = 36) -> Trainer:
         (without_gradient, "adapters", "4 trainable tensors get no gradient", "requires_grad"),
         (another_template_saved, "generation", "documents differ from the saved template's", "processing_class"),
         (rows_without_labels, "truncation", "6 rows have nothing to train", "These rows train nothing"),
-        (trained_headers, "trained tokens", "48 tokens of headers trained", "Move {% generation %} behind the header"),
+        (trained_headers, "trained tokens", "48 tokens of headers trained", "Move {% generation %} after the header"),
         (half_answers, "trained tokens", "72 of ", "Answers are left out of the loss"),
         (doubled_beginning, "ids", "0 of 24 documents", "add_special_tokens=False"),
         (no_beginning, "ids", "0 of 24 documents", "that the batch lacks"),

@@ -59,7 +59,7 @@ def answers_alone(trainer: Trainer) -> bool:
 
 
 def labels_are_ids(trainer: Trainer) -> bool:
-    """Returns whether each label is the id in its own place, as a model that shifts them itself expects."""
+    """Returns whether each label is the id at the same index, as a model that shifts them itself expects."""
     found = [(batch["labels"] == -100) | (batch["labels"] == batch["input_ids"]) for batch in batches(trainer)]
     return all(bool(each.all()) for each in found)
 

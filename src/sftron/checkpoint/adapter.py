@@ -115,7 +115,8 @@ def is_of_wrapper(folder: Path) -> bool:
 
 
 def _adapted(stated: Mapping[str, Any], names: Collection[str], config: LlamaConfig, prefix: str) -> list[str]:
-    """Returns the projections that target_modules selects; of those that other keys narrow, the ones with tensors."""
+    """Returns the adapted projections: those that target_modules selects or, if layers_to_transform or exclude_modules
+    narrow them, those among them that have tensors."""
     targets = stated.get("target_modules") or ALL_LINEAR
     selected = [name for name in model_projections(config) if is_target(renamed(name, TEXT_MODEL, prefix), targets)]
     if all(stated.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):

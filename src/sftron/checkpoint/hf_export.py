@@ -26,6 +26,7 @@ from sftron.checkpoint.shards import DTYPES, file_name, write_tensors
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.mixtures import spelling_of
+from sftron.models.quantization import dtype_name
 from sftron.models.rope_config import complete_rope_keys
 from sftron.models.wrappers import text_config, with_text_config, wrapper_of
 
@@ -148,7 +149,7 @@ class ExportSource:
 
     def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
         """Returns the source's config.json, completed with the keys of `lacking_for_loaders`."""
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         text, _ = text_config(self.config)
         llama, family = self.architecture, family_of(text)
         of_text = {

@@ -116,7 +116,7 @@ class SafetensorsFolder:
         return self._slice(name).get_dtype()
 
     def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
-        """Returns some rows of a matrix, [len(rows), ...], without reading the other ones."""
+        """Returns some rows of a matrix, [len(rows), ...], without reading the others."""
         stored = self._slice(name)
         return torch.cat([stored[row : row + 1] for row in rows])
 
@@ -128,7 +128,7 @@ class SafetensorsFolder:
         return self._files[stored].get_tensor(stored)
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
-        """Returns rows [start, end) without reading the other ones."""
+        """Returns rows [start, end) without reading the others."""
         return self._slice(name)[start:end]
 
     def carried(self) -> dict[str, Callable[[], Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder
 from sftron.models.adapters import MAGNITUDE, SAVED_MODULES, A, B, LoraSpec, merge
 from sftron.models.architecture import LlamaConfig
+from sftron.models.quantization import dtype_name
 
 
 @dataclass(slots=True)
@@ -56,9 +57,8 @@ class MergeReport:
         """Returns the report for the console and the model card."""
         if not self.has_delta:
             return ["the adapter is zero: the merged weights are those of the base"]
-        name = str(self.dtype).removeprefix("torch.")
         errors = ", ".join(f"{kind} {share:.1%}" for kind, share in self.lost.items() if share)
-        return [f"rounding errors of {name} relative to the adapter: {errors or 'none'}"]
+        return [f"rounding errors of {dtype_name(self.dtype)} relative to the adapter: {errors or 'none'}"]
 
     def require_delta(self) -> None:
         """Raises ValueError if the rounded weights are those of the base, although the adapter is not zero."""

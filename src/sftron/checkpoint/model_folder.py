@@ -120,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")
+        raise ValueError(f"{path}: holds a JSON {type(content).__name__}, not an object")
     return content
 
 

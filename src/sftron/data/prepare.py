@@ -189,7 +189,7 @@ class Preparation:
         return self.read_many([key])[0]
 
     def tokenize_many(self, keys: Sequence[ConversationKey]) -> list[TokenizedConversation | Dropped]:
-        """Does the same as `read_many`, but without the labels."""
+        """Returns the same as `read_many`, without labels."""
         parsed = [self._parse_or_error(key) for key in keys]
         encoded = iter(self.chat_tokenizer.encode_batch([each for each in parsed if isinstance(each, Conversation)]))
         return [

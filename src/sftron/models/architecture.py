@@ -234,7 +234,7 @@ def architecture_facts(config: LlamaConfig) -> dict[str, str]:
 
 
 def is_of_the_model(name: str) -> bool:
-    """Returns whether an entry of a fingerprint comes from `architecture_facts`."""
+    """Returns whether an entry of a fingerprint describes the model: its architecture, adapters or base weights."""
     return name.startswith(_FACT)
 
 

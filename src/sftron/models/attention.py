@@ -22,6 +22,7 @@ from sftron.models.attention_kernels import (
     compiled_flex_attention,
     flash_attn_function,
 )
+from sftron.models.quantization import dtype_name
 from sftron.models.sdpa_attention import SdpaAttention
 
 
@@ -98,7 +99,7 @@ def reason_against(
         why = ", where it has no backward pass" if backend == "flex" else ""
         return f"it needs a CUDA device, this is {device.type!r}{why}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
+        return f"it computes in bfloat16 or float16, the model in {dtype_name(dtype)}"
     majors, head_dims = _LIMITS[backend]
     major, minor = torch.cuda.get_device_capability(device)
     if major not in majors:
@@ -151,7 +152,7 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
         ValueError: cu_seqlens is not int32, or a document is longer than max_seqlen (checked by "sdpa" alone).
     """
     if cu_seqlens.dtype != torch.int32:
-        found = str(cu_seqlens.dtype).removeprefix("torch.")
+        found = dtype_name(cu_seqlens.dtype)
         raise ValueError(f"cu_seqlens is {found}, attention kernels read it as int32: call cu_seqlens.int().")
     if backend == "sdpa":
         lengths = tuple(cu_seqlens.diff().tolist())

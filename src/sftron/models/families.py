@@ -328,7 +328,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-        ValueError: The model_type is not implemented; the message says so if it is a mixture of experts.
+        ValueError: The model_type is not implemented; the message states whether it is a mixture of experts.
     """
     model_type = config.get("model_type")
     if family := FAMILIES.get(str(model_type)):

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from sftron.kernels.cross_entropy import add_product_, cross_entropy_gradient_, empty_logits
 from sftron.models.head import Head, bound_
+from sftron.models.quantization import dtype_name
 
 
 class RowMeasures(NamedTuple):
@@ -251,7 +252,7 @@ def _reason_against(name: str, device: torch.device, dtype: torch.dtype) -> str 
     if name == "liger":
         return None if _liger_takes_weights() else "this liger_kernel has no weights per token; 0.8.5 has"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
+        return f"it computes in bfloat16 or float16, the model in {dtype_name(dtype)}"
     if torch.are_deterministic_algorithms_enabled():
         return "its sums of gradients are nondeterministic, and general.deterministic is true"
     return None

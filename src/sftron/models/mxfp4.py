@@ -38,7 +38,7 @@ def packed_weights(
         ValueError: A weight is not of the shapes and types above.
     """
     names = (name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS) and quant_method(config) == MXFP4)
-    # Of a name that is stored in both ways, the two parts remain, and are reported as unexpected.
+    # If a name is stored in both ways, the two parts remain, and are reported as unexpected.
     whole = [name for name in names if name + _SCALES in stored and name not in stored]
     return {name: PackedWeight(name, *map(slice_of, names_of_parts(name))) for name in whole}
 
@@ -90,7 +90,7 @@ def dequantize(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
     # Bytes are transposed, not weights, which have four times their size: in all, a quarter of the time.
     bytes_GBO = blocks_OGB.flatten(1).T.contiguous().unflatten(0, num_codes)
     weights_GB2O = values.new_empty(*num_codes, 2, num_outputs)
-    for place, codes_GBO in enumerate((bytes_GBO & 15, bytes_GBO >> 4)):
+    for index, codes_GBO in enumerate((bytes_GBO & 15, bytes_GBO >> 4)):
         found_GBO = values.index_select(0, codes_GBO.flatten().int()).view_as(codes_GBO)
-        torch.mul(found_GBO, factors_OG.T[:, None], out=weights_GB2O[:, :, place])
+        torch.mul(found_GBO, factors_OG.T[:, None], out=weights_GB2O[:, :, index])
     return weights_GB2O.flatten(0, 2)

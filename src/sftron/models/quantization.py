@@ -24,6 +24,11 @@ _ROWS_BYTES = 4 * 2**20
 """Rows are quantized in parts of at most this size in fp32, because quantization needs several copies of them."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a type without `torch.`, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def import_bitsandbytes(setting: str) -> ModuleType:
     """Returns the package bitsandbytes, or raises ValueError with the setting that needs it and the pip command."""
     try:

@@ -68,9 +68,9 @@ class TurnCount:
     num_turns: int = 0
     """Turns whose text is to be trained up to its end, including the stop token."""
     num_stop_trained: int = 0
-    """Those of them whose stop token is a label with a weight."""
+    """The number of these turns whose stop token is a label with a weight."""
     num_empty: int = 0
-    """Those of them in which only the stop token is trained."""
+    """The number of these turns in which only the stop token is trained."""
     num_left_out_by_template: int = 0
     """Assistant turns that the template omits; not included in num_turns."""
     num_not_trained: int = 0

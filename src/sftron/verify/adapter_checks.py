@@ -20,7 +20,7 @@ from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, Adap
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
-from sftron.models.quantization import as_computed
+from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
 from sftron.train.start.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
 from sftron.train.start.setup import make_optimizer
@@ -74,7 +74,7 @@ def adapters_move(subject: Subject) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What some steps change. Trained tensors are named by `peft_name`, all others by their native name."""
+    """The changes of some training steps. Trained tensors are named by `peft_name`, all others by their native name."""
 
     base_before: dict[str, str]
     base_after: dict[str, str]
@@ -117,7 +117,7 @@ def _note_gradient(name: str, parameter: nn.Parameter, reached: set[str]) -> tor
 
 
 def configured_shapes(subject: Subject) -> dict[str, torch.Size]:
-    """Returns the shapes of the tensors that `lora` asks for, by `peft_name`.
+    """Returns the shapes of the tensors that `lora` configures, by `peft_name`.
 
     They follow from the configuration and the shapes in the model's files, not from the modules of the model.
     """
@@ -203,7 +203,7 @@ def adapter_is_merged(subject: Subject) -> Finding:
     # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
     apart = torch.stack([(a - b).abs().max() for a, b in zip(adapted, merged, strict=True)]).max().item()
     kl = largest_kl(trained, rounded)
-    measured = f"logits {apart:.1e} apart; in {str(dtype).removeprefix('torch.')}, KL {kl:.1e}"
+    measured = f"logits {apart:.1e} apart; in {dtype_name(dtype)}, KL {kl:.1e}"
     allowed = f"<= {_SAME_LOGITS:.0e}; {MOST_KL:g} nats"
     return Finding(apart <= _SAME_LOGITS and kl <= MOST_KL, measured, allowed, (subject.depth,))
 

@@ -105,7 +105,7 @@ def stop_tokens(subject: Subject) -> Finding:
     audit, stops = _audit(subject, rows), Counter(chain.from_iterable(row.tokenized.stop_ids for row in rows))
     turns = audit.turns
     if not turns.num_turns:
-        raise NotMeasuredError("no answer of the rows is trained to its end" if rows else _NO_CHATS)
+        raise NotMeasuredError("no answer in the rows is trained to its end" if rows else _NO_CHATS)
     names, detail = [], [problem for problem in audit.problems if "stop token" in problem]
     for token_id, count in stops.most_common():
         names.append(subject.chat_tokenizer.decode([token_id]))

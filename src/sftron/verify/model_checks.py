@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from sftron.models.quantization import NF4, from_stored, is_matrix, to_stored
+from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
 from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import hidden_states, loss_of, train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits
@@ -35,12 +36,8 @@ def start_up(subject: Subject) -> Finding:
         message = str(setup).splitlines()
         return Finding(False, message[0], "nothing to refuse", tuple(message))
     budget = f"packs of {setup.data.dataset.token_budget:,} tokens; rows in {setup.data.dataset.lanes_in_words}"
-    measured = f"attention {setup.model.attention}, loss {setup.model.loss}, {_name_of(setup.model.compute_dtype)}"
+    measured = f"attention {setup.model.attention}, loss {setup.model.loss}, {dtype_name(setup.model.compute_dtype)}"
     return Finding(True, measured, "nothing to refuse", (f"on {setup.ranks.device}", budget))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -96,7 +93,7 @@ def load_rounded_reference(subject: Subject) -> Any:
     return model
 
 
-def _require_own_rows(subject: Subject) -> Any:
+def _require_own_rows(subject: Subject) -> Path:
     """Returns the model's folder. Raises NotMeasuredError if its embeddings are not those of the model."""
     folder, adapters = subject.setup.model.folder, subject.setup.model.adapters
     if subject.config.tokenizer.add_tokens:
@@ -131,14 +128,14 @@ def _isolated_documents(subject: Subject) -> tuple[LabeledConversation, ...]:
 def isolation(subject: Subject) -> Finding:
     """With this attention backend no conversation sees its neighbors in the pack, and no token those after it."""
     model, documents = subject.model.eval(), _isolated_documents(subject)
-    batch, places = subject.batch(documents), [(0, slice(*bounds)) for bounds in _bounds(documents)]
+    batch, indices = subject.batch(documents), [(0, slice(*bounds)) for bounds in _bounds(documents)]
 
     def outputs(ids: Tensor) -> Tensor:
         return hidden_states(model, replace(batch, input_ids=ids[0]))[None]
 
     try:
         with torch.no_grad():
-            found = compare_documents(outputs, batch.input_ids[None], places, lambda _: 0.0)
+            found = compare_documents(outputs, batch.input_ids[None], indices, lambda _: 0.0)
     except NotMeasuredError as error:
         return Finding(False, str(error), "0, to the bit")
     worst = max(found.difference, found.past_difference)
@@ -170,7 +167,7 @@ def gradients_apart(subject: Subject) -> Finding:
 def _setting(subject: Subject) -> tuple[str, str]:
     lengths = ", ".join(str(len(document)) for document in subject.documents)
     model = subject.model
-    setting = f"attention {model.attention} in {_name_of(model.compute_dtype)}; conversations of {lengths} tokens"
+    setting = f"attention {model.attention} in {dtype_name(model.compute_dtype)}; conversations of {lengths} tokens"
     return setting, subject.depth
 
 
@@ -230,7 +227,7 @@ def packed_in_its_type(subject: Subject) -> Finding:
     allowed = ROUNDING_SLACK * rounding
     is_right = loss <= ROUNDED_LOSS and gradient <= allowed < math.inf  # an infinite bound allows no conclusion
     detail = (
-        f"{_name_of(model.compute_dtype)} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient "
+        f"{dtype_name(model.compute_dtype)} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient "
         f"by {rounding:.1e} against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
         f"{len(documents)} conversations; attention {model.attention}, loss {subject.setup.model.loss}",
         f"the parameter furthest apart is {worst}",

@@ -19,7 +19,7 @@ _NUM_WORDS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class NamedRow:
+class RowOfStep:
     """A row of a step; `words` are the first words of the conversation, and `reason` is why it was dropped, or None."""
 
     pack: int
@@ -39,7 +39,7 @@ class NamedStep:
     loss: float | None
     grad_norm: float | None
     skipped: str | None
-    rows: tuple[NamedRow, ...]
+    rows: tuple[RowOfStep, ...]
 
     def as_text(self) -> str:
         skipped = f"; no update was made: {self.skipped}" if self.skipped else ""
@@ -64,7 +64,7 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
     for dataset in run.preparation.datasets:
         if isinstance(dataset.source, StreamedSource):
             dataset.source.seek(0)
-    named: dict[int, NamedRow] = {}
+    named: dict[int, RowOfStep] = {}
     # A stream can only be read forward, so rows are read in the order of the data, then put in training order again.
     for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4]):
         version, pack, source, row, epoch, reason = rows[number]
@@ -74,7 +74,7 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
             if run.has_data(version):
                 words = _first_words(run, ConversationKey(source, row, epoch))
         location = run.location(version, source, row)  # for a row of a stream, this is known only after reading it
-        named[number] = NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+        named[number] = RowOfStep(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
     metrics, skipped = _metrics_of(run.folder, step), run.ledger.skipped.get(step)
     in_order = tuple(named[number] for number in range(len(rows)))
     return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), skipped, in_order)

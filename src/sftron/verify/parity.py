@@ -27,6 +27,7 @@ from sftron.models.adapters import AdapterStart
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import dtype_name
 from sftron.train.evaluation import read_questions
 from sftron.verify.reference import load_reference
 from sftron.verify.round_trip import check_adapter_round_trip, check_round_trip
@@ -53,13 +54,22 @@ EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts from a file as for `evaluation.prompts`. Raises ValueError with the line of one that is none."""
     if not path.is_file():
-        raise ValueError(f"{path}: does not exist, or is no regular file, but a pipe or a device; give a file")
+        problem = "is no regular file" if path.exists() else "does not exist"
+        raise ValueError(f"{path}: {problem}; give a JSONL file of prompts")
     if not (questions := read_questions(str(path))):
         raise ValueError(f'{path}: holds no prompt; write lines such as {{"messages": [{{"role": "user", ...}}]}}')
     return [
         [{"role": message.role.name.lower(), "content": message.content or ""} for message in question.messages]
         for question in questions
     ]
+
+
+def require_device(device: torch.device | None) -> torch.device:
+    """Returns the device, by default the CPU. Raises ValueError for a CUDA device that torch does not find."""
+    device = device or torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {device}, but torch finds no CUDA device. Leave it out to use the CPU.")
+    return device
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +157,7 @@ def check_parity(
         ValueError: The folder, a prompt or the template cannot be used, the adapter does not fit the model, or peft is
             not installed.
     """
-    device = device or torch.device("cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {device}, but torch finds no CUDA device. Leave it out to use the CPU.")
+    device = require_device(device)
     native_folder = native_folder or folder
     architecture = read_config(native_folder)
     found = None if adapter is None else read_adapter(adapter, architecture)
@@ -176,9 +184,8 @@ def check_parity(
             checks.append(_check_loader_keys(folder, native_folder))
         else:
             checks.append(check_adapter_round_trip(native, adapter, folder))
-    dtype_name = str(dtype).removeprefix("torch.")
     name = str(folder) if adapter is None else f"{folder} with the adapter {adapter}"
-    return ParityReport(name, attention, dtype_name, len(prompts), tuple(checks), divergences)
+    return ParityReport(name, attention, dtype_name(dtype), len(prompts), tuple(checks), divergences)
 
 
 def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:

@@ -28,7 +28,7 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
 
     config = read_json(folder / "config.json")
     wrapper, is_mxfp4 = wrapper_of(config), quant_method(config) == MXFP4
-    # Of the wrappers, Qwen 3.5 alone has a class that loads just the text model; peft gives its adapters other names.
+    # Qwen 3.5 is the only wrapper with a class that loads just the text model; peft gives its adapters other names.
     is_text = wrapper is None or (wrapper.has_text_class and (adapter is None or not is_of_wrapper(adapter)))
     kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     # On a GPU, transformers would otherwise compute in MXFP4.

@@ -197,7 +197,7 @@ main()
 
 
 def torchrun(num_ranks: int) -> list[str]:
-    """Returns the words of a torchrun command before the script; its ranks exit together with this process."""
+    """Returns the torchrun command up to the script; its ranks end together with this process."""
     return [sys.executable, "-c", _TORCHRUN, str(os.getpid()), "--standalone", f"--nproc_per_node={num_ranks}"]
 
 

@@ -1,7 +1,7 @@
 """Comparison of an export with what serves it: prompt ids, greedy answers, and where answers stop (laws 1, 2 and 9).
 
 Templates and stop tokens are where served answers differ from trained ones. The folder's own template renders the
-prompts and LlamaForSFT answers them in fp32; servers.py asks the server, or the GGUF file, the same.
+prompts and LlamaForSFT answers them in fp32; servers.py requests the answers of the server, or of the GGUF file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sftron.data.types import Message, Role
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits
+from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits, require_device
 from sftron.verify.servers import ServedAnswer, open_served
 from sftron.verify.table import Check
 
@@ -87,15 +87,13 @@ def check_served(
     Raises:
         ValueError: The folder or a prompt cannot be used, nothing is served there, or a reply is not what is expected.
     """
-    device = device or torch.device("cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {device}, but torch finds no CUDA device. Leave it out to use the CPU.")
+    device = require_device(device)
     architecture = read_config(folder)
     chat = load_chat_tokenizer(folder)
     prompt_ids = [chat.encode_prompt([_message(each) for each in prompt]) for prompt in prompts]
     num_positions = max(map(len, prompt_ids)) + max_new_tokens
-    # Asked first: a server that does not answer ends this before the weights are read, and one that was started here
-    # has ended by then, with the memory that it takes.
+    # The server comes first: one that does not answer ends this before the weights are read, and one that was started
+    # here has ended by then, with the memory that it takes.
     with open_served(
         against,
         num_positions=num_positions,
@@ -169,7 +167,7 @@ def _served_next(chat: ChatTokenizer, equal: Ids, served: ServedAnswer) -> Ids:
 
 
 def _text(chat: ChatTokenizer, ids: Ids) -> str:
-    """Returns the text of ids as servers give it: without control tokens, and without the bytes of half a character."""
+    """Returns the text of ids as servers give it: no control tokens, and no bytes of an incomplete last character."""
     text = chat.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return str(text).rstrip("\ufffd")
 
@@ -273,9 +271,9 @@ def _check_answers(
     ]
     remedy = "Other weights are served, or tokens are sampled or penalized. Is it this model, in --dtype?" + penalty
     if any(each.served.finish == "length" and not each.served_next for each in wrong):
-        remedy = "The server cuts answers after fewer tokens than are asked for (--max-new-tokens); raise its limit."
+        remedy = "The server cuts answers after fewer tokens than --max-new-tokens; raise its limit."
     if any(not each.has_same_prompt for each in wrong):
-        remedy = "The prompts differ: mend those first."
+        remedy = "The prompts differ: fix those first."
     allowed = f"all, or apart by <= {bound:.2g} nats" + (" (quantized)" if is_quantized else "")
     return Check("greedy answers", not wrong, measured, allowed, tuple(detail), remedy=remedy)
 

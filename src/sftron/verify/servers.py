@@ -29,6 +29,7 @@ import torch
 
 from sftron.data.child_process import heard_signals
 from sftron.errors import show
+from sftron.models.quantization import dtype_name
 from sftron.verify.parity import Ids, Prompt
 
 _MAX_REPLY_BYTES = 16 * 2**20
@@ -96,7 +97,7 @@ def open_served(
             raise ValueError(f"--served-model is {served_model}, but a folder is the only model of its server")
         dtype = dtype or torch.float32
         # Twice as many positions: another template may make the prompts longer.
-        options = ["--dtype", str(dtype).removeprefix("torch."), "--enforce-eager"]
+        options = ["--dtype", dtype_name(dtype), "--enforce-eager"]
         options += ["--max-model-len", str(min(2 * num_positions, max_positions))]
         with _vllm_serve(where, options) as url:
             server = Server(url, None, timeout)
@@ -208,7 +209,7 @@ class Server:
 
     def __init__(self, url: str, model: str | None, timeout: float) -> None:
         self._url, self._timeout = url.rstrip("/").removesuffix("/v1"), timeout
-        listed = self._ask("/v1/models").get("data")
+        listed = self._request("/v1/models").get("data")
         names = [each.get("id") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
         if not names:
             raise ValueError(f"{self._url}/v1/models lists no model; give the URL of an OpenAI-like server")
@@ -219,15 +220,15 @@ class Server:
         self.name = f"{self._model} at {self._url}"
 
     def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer:
-        asked = {"model": self._model, "messages": list(prompt)}
+        request = {"model": self._model, "messages": list(prompt)}
         limits = {"temperature": 0, "max_tokens": max_new_tokens}
         path = "/v1/chat/completions"
         try:
-            reply = self._ask(path, asked | limits | {"return_token_ids": True})
+            reply = self._request(path, request | limits | {"return_token_ids": True})
         except RefusedError as error:
             if error.status not in (400, 422):
                 raise
-            reply = self._ask(path, asked | limits)  # some servers refuse keys that they do not know
+            reply = self._request(path, request | limits)  # some servers refuse keys that they do not know
         try:
             choice, number = reply["choices"][0], reply["usage"]["prompt_tokens"]
             text, finish = choice["message"]["content"] or "", choice["finish_reason"]
@@ -237,7 +238,7 @@ class Server:
             ) from error
         prompt_ids, source = _ids(reply.get("prompt_token_ids")), "prompt_token_ids"
         if prompt_ids is None:
-            prompt_ids, source = self._tokenize(asked), "/tokenize"
+            prompt_ids, source = self._tokenize(request), "/tokenize"
         return ServedAnswer(
             source="usage.prompt_tokens" if prompt_ids is None else source,
             prompt_ids=prompt_ids,
@@ -247,14 +248,14 @@ class Server:
             finish=str(finish),
         )
 
-    def _tokenize(self, asked: dict[str, Any]) -> Ids | None:
+    def _tokenize(self, request: dict[str, Any]) -> Ids | None:
         """Returns the ids of vLLM's /tokenize; None if the server has no such path, or one for plain text."""
         try:
-            return _ids(self._ask("/tokenize", asked | {"add_generation_prompt": True}).get("tokens"))
+            return _ids(self._request("/tokenize", request | {"add_generation_prompt": True}).get("tokens"))
         except RefusedError:
             return None
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the JSON object that the server replies. Raises ValueError with the remedy."""
         url, key = self._url + path, os.environ.get("VLLM_API_KEY", "").strip()
         if not key.isprintable():
@@ -265,10 +266,10 @@ class Server:
             with _open(urllib.request.Request(url, data, headers), self._timeout) as reply:
                 content = reply.read(_MAX_REPLY_BYTES)
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
+            reason = " ".join(error.read(300).decode(errors="replace").split())
             is_key, remedy = error.code in (401, 403), "look at its log" if error.code >= 500 else "correct the URL"
             remedy = "set VLLM_API_KEY to its key" if is_key else remedy
-            raise RefusedError(f"{url}: HTTP {error.code} ({' '.join(said.split())}); {remedy}", error.code) from error
+            raise RefusedError(f"{url}: HTTP {error.code} ({reason}); {remedy}", error.code) from error
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
@@ -277,7 +278,7 @@ class Server:
                 problem = f"no server answers ({reason}); start it (`vllm serve FOLDER`), or correct the URL"
             raise ValueError(f"{url}: {problem}") from error
         except ValueError as error:
-            raise ValueError(f"{url}: cannot be asked ({error}); correct the URL, or VLLM_API_KEY") from error
+            raise ValueError(f"{url}: cannot be requested ({error}); correct the URL, or VLLM_API_KEY") from error
         try:
             found = json.loads(content)
         except (ValueError, RecursionError) as error:

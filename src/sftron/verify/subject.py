@@ -152,7 +152,7 @@ class Subject:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the checks look at, and the versions of the software."""
+        """The checked configuration, data and model, and the versions of the software."""
         num_rows, device = self.preparation.num_rows, self.ranks.device
         rows = "rows read forward" if num_rows is None else f"{num_rows:,} rows"
         dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
@@ -242,7 +242,7 @@ class Subject:
         model = load_model(self.setup)
         if self.config.lora is not None and self.config.lora.adapter is None:
             self._start = {name: each.detach().clone() for name, each in trained_parameters(model).items()}
-            _make_visible(model)
+            _randomize_adapters(model)
         return model
 
     @contextmanager
@@ -321,7 +321,7 @@ _SHARE_OF_WEIGHTS = 0.1
 
 
 @torch.no_grad()
-def _make_visible(model: LlamaForSFT) -> None:
+def _randomize_adapters(model: LlamaForSFT) -> None:
     """Gives each lora_B values with which its adapter changes the weights by about a tenth, and changes every other
     trained tensor but lora_A by about a tenth."""
     generator = torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ class Check:
         detail: Lines shown below a failed row, and on the page.
         seconds: The duration of the check; None if it is not measured.
         proves: The meaning of a pass.
-        remedy: The meaning of a failure for training, and what mends it.
+        remedy: The meaning of a failure for training, and what fixes it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule measures; `Check` describes the fields. Empty lines of the detail are left out."""
+    """The result of a rule; `Check` describes the fields. Empty lines of the detail are left out."""
 
     passed: bool | None
     measured: str
@@ -60,7 +60,7 @@ class Rule:
 
     Attributes:
         measure: Measures the subject; may raise NotMeasuredError. Its docstring is the law that a pass proves.
-        remedy: The meaning of a failure for training, and what mends it, unless the finding has its own.
+        remedy: The meaning of a failure for training, and what fixes it, unless the finding has its own.
     """
 
     name: str

@@ -90,8 +90,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "accumulation",
         model_checks.accumulation,
-        "Tokens would weigh more or less by who shares their micro-batch. Set tokens.batch_accumulation_per_replica: "
-        "1, and report it.",
+        "The weight of a token would depend on the other conversations in its micro-batch. Set "
+        "tokens.batch_accumulation_per_replica: 1, and report it.",
     ),
     Rule(
         "resume",

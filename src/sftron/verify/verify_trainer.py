@@ -25,7 +25,7 @@ RULES: tuple[Rule, ...] = (
     Rule("isolation", model_checks.isolation, "Answers are learned from other conversations' text."),
     Rule("positions", data_checks.positions, "Positions are not those with which the model is used."),
     Rule("truncation", data_checks.truncation, "The model learns to end, or begin, in the middle of a text."),
-    Rule("loss", model_checks.loss, "Tokens weigh more or less by who shares their batch."),
+    Rule("loss", model_checks.loss, "The weight of a token depends on the other conversations in its batch."),
     Rule("padding", model_checks.padding, "Padding is part of what is learned."),
     Rule(
         "forgery",
@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
 """docs/verify-any-trainer.md describes the method of each."""
 
 REQUIRED = ("ids", "trained tokens", "stop tokens", "isolation", "truncation")
-"""What has to be measured for a report to pass."""
+"""The checks that must be measured for a report to pass."""
 
 
 def verify_trainer(

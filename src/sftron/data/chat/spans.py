@@ -1,4 +1,4 @@
-"""The spans and turns of a rendered conversation: characters, whose they are, and where each turn ends."""
+"""The spans and turns of a rendered conversation: characters, the role of each span, and where each turn ends."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TrackedStr(str):
         return tracked
 
     def marked(self) -> TrackedStr:
-        """Returns the same text, with its origins marked as between `{% generation %}` marks."""
+        """Returns the text with its spans marked as written between `{% generation %}` and `{% endgeneration %}`."""
         spans = [(n, MARKED_TEMPLATE if each is None else each._replace(is_marked=True)) for n, each in self.spans]
         return TrackedStr.with_spans(self, tuple(spans))
 
@@ -227,7 +227,7 @@ class UnreadStr(TrackedStr):
 
     def strip(self, chars: str | None = None) -> TrackedStr:
         if len(self.spans) > 1 or not (chars or " ").isspace():
-            raise ProvenanceLostError("the text within other text is stripped")
+            raise ProvenanceLostError("the template strips white space of a text within other text")
         return self
 
     lstrip = rstrip = strip

@@ -1,4 +1,4 @@
-"""Determines whose each span of a rendered text is, which of it the model generates, and where each turn ends.
+"""Determines the role of each span of a rendered text, what the model generates, and where each turn ends.
 
     text       <|im_start|>assistant\\n  <think>\\n  Hm.        \\n</think>\\n\\n  Yes.       <|im_end|>  \\n
     written by template                 template  reasoning  template         content    template    template

@@ -117,15 +117,15 @@ def check_order(messages: Sequence[Numbered], location: str) -> None:
     After an optional system message, user and assistant messages alternate, beginning with the user's. An assistant's
     message with tool_calls is followed by tool messages and then by another message of the assistant.
     """
-    (wanted, remedy), place = ((Role.SYSTEM, Role.USER), "add the question"), "is the first"
+    (wanted, remedy), position = ((Role.SYSTEM, Role.USER), "add the question"), "is the first"
     for number, message in messages:
         name = f"message {number} ({message.role_name or message.role.name.lower()})"
         if message.role not in wanted:
             roles = " or ".join(role.name.lower() for role in wanted)
-            raise refusal(location, "wrong_role_order", f"{name} {place}; wanted {roles} there: {remedy}")
-        (wanted, remedy), place = _NEXT[message.role], f"follows {name}"
+            raise refusal(location, "wrong_role_order", f"{name} {position}; wanted {roles} there: {remedy}")
+        (wanted, remedy), position = _NEXT[message.role], f"follows {name}"
         if message.fields.get("tool_calls"):
-            (wanted, remedy), place = ((Role.TOOL,), "add the tool's result"), f"{place}, which has tool_calls"
+            (wanted, remedy), position = ((Role.TOOL,), "add the tool's result"), f"{position}, which has tool_calls"
 
 
 # --- Reasoning ---

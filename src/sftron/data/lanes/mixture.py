@@ -78,7 +78,7 @@ class Mixture(Sampler):
     def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
         samples = []
         while len(samples) < limit:
-            account = self._furthest_behind(limit)
+            account = self._next_account(limit)
             sample = account.ahead.popleft()
             length = len(sample.conversation)
             account.tokens += length
@@ -109,7 +109,7 @@ class Mixture(Sampler):
         self._consumed = ConsumedSet(self._next, above)
         self._above_low.clear()
 
-    def _furthest_behind(self, num_wanted: int) -> _Account:
+    def _next_account(self, num_wanted: int) -> _Account:
         """Returns the account to fetch from, with its next conversation read; the first of several that tie."""
         best, soonest = None, 0
         for account in self._accounts:

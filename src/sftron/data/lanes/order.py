@@ -34,7 +34,7 @@ class ShuffledOrder:
     """The order of an indexed data set: maps the positions of its endless epochs to rows.
 
     Position g is in epoch first_epoch + g // num_rows. Each epoch has a different permutation of the rows, and so has
-    each data set of a mixture (`dataset` is its index). `stride` is the distance of positions that are asked for in
+    each data set of a mixture (`dataset` is its index). `stride` is the distance of positions that are requested in
     turn, as by a lane; others give the same rows, but slowly.
     """
 

@@ -249,7 +249,8 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
     except Exception as error:  # several configurations or broken YAML raise many types
         if isinstance(error, FileNotFoundError) and not declared:
             return {}
-        problem = f"the datasets library cannot tell which files are meant: {' '.join(str(error).splitlines()[:2])}"
+        reason = " ".join(str(error).splitlines()[:2])
+        problem = f"the datasets library cannot determine which files are meant: {reason}"
         raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error
     by_split = {str(split): [Path(os.path.normpath(file)) for file in files] for split, files in found.items()}
     for files in by_split.values():

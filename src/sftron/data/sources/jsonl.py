@@ -155,8 +155,8 @@ def file_fingerprint(descriptor: int) -> str:
 
 
 def file_changed(path: Path, size: int, size_before: int) -> DataError:
-    problem = f"{path}: has {size} bytes, and had {size_before} when it was opened"
-    return DataError(f"{problem}; leave data alone while it is in use", reason="file_changed")
+    problem = f"{path}: had {size_before} bytes when it was opened and has {size} now"
+    return DataError(f"{problem}; do not change data files while a run reads them", reason="file_changed")
 
 
 def free_bytes() -> int:

@@ -155,7 +155,7 @@ class StreamedSource:
             raise DataError(f"{error.filename or self.name}: {problem}; {remedy}", reason="file_changed") from error
         if self.num_rows not in (None, num_rows):
             self._rows = None
-            problem = f"ends after {num_rows} rows of {self.num_rows}; leave data alone while it is in use"
+            problem = f"ends after {num_rows} rows of {self.num_rows}; do not change data files while a run reads them"
             raise DataError(f"{self.name}: {problem}", reason="file_changed")
         self.num_rows = num_rows
         raise EndOfStream(num_rows)
@@ -246,7 +246,7 @@ def _parquet_stream(path: Path, max_row_bytes: int) -> RowStream:
 
 
 def _read_parquet(path: Path, sizes: Sequence[int], max_row_bytes: int, start: int) -> Iterator[RawRow]:
-    """Yields the rows batch by batch; skipped row groups, of the given `sizes`, are not decoded."""
+    """Yields the rows from `start` on. Row groups before it, whose numbers of rows are `sizes`, are not decoded."""
     first = group = 0
     while group < len(sizes) and first + sizes[group] <= start:
         first, group = first + sizes[group], group + 1

@@ -25,7 +25,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
-from sftron.models.quantization import as_computed
+from sftron.models.quantization import as_computed, dtype_name
 from sftron.train.exports.base_model import BaseModel, read_base_model
 from sftron.train.exports.model_card import VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
@@ -163,7 +163,7 @@ class Exporter:
         for line in report.lines():
             console.write(f"           {line}")
         measures = {"lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL, "is_accepted": is_accepted}
-        return {"dtype": str(self._dtype).removeprefix("torch."), **measures}
+        return {"dtype": dtype_name(self._dtype), **measures}
 
     def _write_unchecked(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> MergeReport:
         """Writes the merged model. Raises ValueError or OSError."""

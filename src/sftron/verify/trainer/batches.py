@@ -160,10 +160,10 @@ def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
     The labels stay as they are if there are fewer than two, or if the dataloader does not give them.
     """
     inputs = dict(batch.inputs)
-    places = np.flatnonzero(np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (1, 0))))
-    if len(places) < 2:
+    positions = np.flatnonzero(np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (1, 0))))
+    if len(positions) < 2:
         return inputs
-    first = int(places[len(places) // 2])
+    first = int(positions[len(positions) // 2])
     for name, begin in (("labels", first), ("shift_labels", first - 1)):
         labels = inputs.get(name)
         if isinstance(labels, Tensor) and labels.shape == batch.labels.shape:

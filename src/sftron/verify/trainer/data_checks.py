@@ -94,42 +94,42 @@ def ids(view: View) -> Finding:
 
 
 class _Expected(NamedTuple):
-    """What a document should train, each bool [n]."""
+    """The tokens that a document should train, each bool [n]."""
 
     target: np.ndarray
-    behind: np.ndarray
+    after: np.ndarray
     """The template's text that may be trained."""
     stops: np.ndarray
 
 
 def _expected(view: View, document: Document) -> _Expected:
     tokens, size = document.tokens, len(document)
-    behind, stops = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+    after, stops = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     if tokens is None:
-        return _Expected(~behind, behind, stops)
+        return _Expected(~after, after, stops)
     last = max((turn.stop or turn.end for turn in tokens.turns), default=0)
     for turn in document.answers:
         if tokens.num_boundary_tokens and turn.start:
-            behind[turn.start - 1] = True  # it begins in the header and ends in the answer
+            after[turn.start - 1] = True  # it begins in the header and ends in the answer
         if turn.stop is not None:
             stops[turn.stop] = True
-            behind[turn.stop + 1 : _end_behind(view, tokens, turn.stop, is_last=turn.stop == last)] = True
+            after[turn.stop + 1 : _end_of_template_text(view, tokens, turn.stop, is_last=turn.stop == last)] = True
         elif turn.end >= last:
-            behind[turn.end :] = True  # the end of a template that writes no stop token
+            after[turn.end :] = True  # the end of a template that writes no stop token
     if document.num_cut_before and size and tokens.role_ids[0] in DEFAULT_TRAINED_ROLES:
         end = int(np.argmax(tokens.role_ids == Role.TEMPLATE))  # of an answer without its beginning
-        behind[end : _end_behind(view, tokens, end - 1, is_last=end > last)] = end > 0
+        after[end : _end_of_template_text(view, tokens, end - 1, is_last=end > last)] = end > 0
     target = Targets().of(tokens)
     # A last token of a header that is white space may be trained with what follows, as the newline before a tool call.
     ends_header = np.append(target[1:] & ~target[:-1], False) & (tokens.role_ids == Role.TEMPLATE)
     for at in np.flatnonzero(ends_header):
-        behind[at] |= not view.tokenizer.decode([int(tokens.input_ids[at])]).strip()
-    behind[: document.num_unclear] = True
-    return _Expected((target | (view.trained_roles == "all")) & ~behind, behind, stops)
+        after[at] |= not view.tokenizer.decode([int(tokens.input_ids[at])]).strip()
+    after[: document.num_unclear] = True
+    return _Expected((target | (view.trained_roles == "all")) & ~after, after, stops)
 
 
-def _end_behind(view: View, tokens: TokenizedConversation, stop: int, *, is_last: bool) -> int:
-    """Returns the end of the template's white space behind a stop token, and of its special tokens at the very end."""
+def _end_of_template_text(view: View, tokens: TokenizedConversation, stop: int, *, is_last: bool) -> int:
+    """Returns the end of the template's white space after a stop token, and of its special tokens at the very end."""
     at = stop + 1
     while at < len(tokens) and tokens.role_ids[at] == Role.TEMPLATE:
         token = int(tokens.input_ids[at])
@@ -152,10 +152,10 @@ class _LabelCount:
     num_shifted: int = 0
     """The number of labels that are not their own token but the one after it."""
     documents: list[Document] = field(default_factory=list)
-    """Those with a wrong label."""
+    """The documents with a wrong label."""
 
     def add(self, view: View, document: Document) -> None:
-        target, behind, stops = _expected(view, document)
+        target, after, stops = _expected(view, document)
         trained = document.trained
         is_template = np.zeros(len(document), dtype=bool)
         is_other = (document.labels != IGNORE_INDEX) & (document.labels != document.ids)
@@ -163,15 +163,15 @@ class _LabelCount:
         if document.tokens is not None:
             is_template = document.tokens.role_ids == Role.TEMPLATE
             self.roles.add(document.tokens.role_ids, trained)
-        asked = target & ~stops
-        asked[:1] = False
-        unmeant = trained & ~target & ~behind & ~stops
-        self.num_trained, self.num_answer = self.num_trained + int(trained.sum()), self.num_answer + int(asked.sum())
+        required = target & ~stops
+        required[:1] = False
+        unintended = trained & ~target & ~after & ~stops
+        self.num_trained, self.num_answer = self.num_trained + int(trained.sum()), self.num_answer + int(required.sum())
         for kind, found in (
             ("labels", is_other),
-            ("prompt", unmeant & ~is_template),
-            ("header", unmeant & is_template),
-            ("answer", asked & ~trained),
+            ("prompt", unintended & ~is_template),
+            ("header", unintended & is_template),
+            ("answer", required & ~trained),
         ):
             if found.any():
                 self.documents.append(document)
@@ -183,7 +183,7 @@ class _LabelCount:
 
     @property
     def remedy(self) -> str:
-        """What mends the labels, by what was measured."""
+        """The remedy for the labels, by what was measured."""
         if self.wrong["labels"]:
             return remedies.SHIFTED_LABELS if 2 * self.num_shifted > self.wrong["labels"] else remedies.MASKED_IDS
         is_none = not self.num_trained or self.wrong["answer"] == self.num_answer > 0
@@ -196,7 +196,7 @@ class _LabelCount:
 
 @with_evaluation
 def trained_tokens(view: View) -> Finding:
-    """What is trained is what the model itself has to write; each label is the token at its own place."""
+    """What is trained is what the model itself has to write; each label is the token at the same index."""
     count = _LabelCount()
     for each in view.documents if view.trained_roles == "all" else view.with_roles():
         count.add(view, each)
@@ -251,7 +251,7 @@ def _ends_of_texts(view: View) -> Finding:
 
 
 def _stop_remedy(view: View, names: set[str]) -> str:
-    """Returns what mends stop tokens without a label, by what took it: the rows' own mask, or that of padding."""
+    """Returns the remedy for stop tokens without a label, which the rows' own mask hides, or that of padding."""
     count = _LabelCount()
     for each in view.with_roles():
         count.add(view, each)
@@ -308,7 +308,7 @@ def positions(subject: TrainerSubject) -> Finding:
     """Positions restart with each document, and no document's first token is predicted from its neighbor."""
     rows = subject.training.rows
     if not rows:
-        raise NotMeasuredError("no document could be told apart")
+        raise NotMeasuredError("no document has known bounds")
     pairs = [(row, each) for row in rows for each in row[2]]
     wrong = [f"{each.where}: {why}" for row, each in pairs if (why := _wrong_positions(*row, each))]
     crossing = [
@@ -336,7 +336,7 @@ def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], 
     """Describes what is wrong with the positions of a document; "" if nothing is."""
     if batch.positions is None:
         return "no position_ids are passed, so positions run on" if document is not documents[0] else ""
-    own = batch.positions[document.place]
+    own = batch.positions[document.index]
     is_left_padded = len(documents) == 1 and batch.attended is not None and batch.attended[row, 0] == 0
     if (np.diff(own) != 1).any():
         return f"positions {' '.join(map(str, own[:4]))} ... are not one after another"

@@ -55,7 +55,7 @@ class Document:
         return len(self.ids)
 
     @property
-    def place(self) -> tuple[int, slice]:
+    def index(self) -> tuple[int, slice]:
         """Its row and range, which index a tensor of the batch."""
         return self.row, slice(self.start, self.start + len(self))
 
@@ -146,12 +146,12 @@ class Document:
         )
 
 
-def place(document: Document, truth: Truth, source: str, encoder: Encoder) -> Document | None:
+def locate(document: Document, truth: Truth, source: str, encoder: Encoder) -> Document | None:
     """Returns the document if its ids are those of the truth, without an end of it, or with tokens around it.
 
     The tokens around are special tokens or white space. Returns None if the truth is not there.
     """
-    found = _place(document.ids, truth.ids, encoder.special_ids | encoder.blank_ids)
+    found = _locate(document.ids, truth.ids, encoder.special_ids | encoder.blank_ids)
     if found is None:
         return None
     begin, end, at = found
@@ -174,7 +174,7 @@ def place(document: Document, truth: Truth, source: str, encoder: Encoder) -> Do
     return fitted
 
 
-def _place(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:
+def _locate(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:
     """Returns (begin, end, at): ids [begin, end) are the truth from `at` on, and the others are of `around`."""
     if (at := find(truth, ids)) >= 0:
         return 0, len(ids), at
@@ -190,7 +190,7 @@ def _place(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, i
 
 
 _BEGINNING, _MOST_REMERGED = 24, 8
-"""The number of tokens that identify a place, and of those at a cut that may be others if the text is encoded again."""
+"""The number of tokens that identify a position, and of those at a cut that encoding the text again may change."""
 
 
 def fragment(document: Document, truth: Truth, parsed: Parsed) -> Document | None:

@@ -16,12 +16,12 @@ import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
 from sftron.verify.trainer.batches import SeenBatch
-from sftron.verify.trainer.documents import Document, find, fragment, place
+from sftron.verify.trainer.documents import Document, find, fragment, locate
 from sftron.verify.trainer.truth import Encoder, PlainText, Truth, read_row
 from sftron.verify.trainer.turn_text import Parsed, TurnText
 
 _MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
-"""Of given conversations: how many are read, the tokens that are looked for, and those that show which one it is."""
+"""Given conversations: the most that are read, the tokens that are searched for, and the fewest that identify one."""
 
 
 class Finder:
@@ -92,7 +92,7 @@ class Finder:
                 part = each.part(begin, end)
                 text = self.encoder.decode(n for n in part.ids if n not in self.encoder.special_ids)
                 truth = self.encoder.truth(PlainText(text))
-                known = place(part, truth, "ids", self.encoder) if truth is not None else None
+                known = locate(part, truth, "ids", self.encoder) if truth is not None else None
                 found.append(part if known is None else replace(known, is_cut_after=has_ends and part.ids[-1] != eos))
         return found
 
@@ -105,7 +105,7 @@ class Finder:
         return [truth for content in contents if (truth := self.encoder.truth(content)) is not None]
 
     def _of_batch(self, number: int, batch: SeenBatch) -> Iterator[Document]:
-        for row, start, end, feature in _segments(batch):
+        for row, start, end, feature in _spans_of_rows(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             whole = Document(number, row, start, ids, batch.labels[row, start:end].astype(np.int32))
             inner = {at - start for at in _claims(batch, row, feature) if start < at < end}
@@ -137,7 +137,7 @@ class Finder:
 
     def _of_row(self, whole: Document, truths: Sequence[Truth]) -> Document:
         """Returns the document of one row: the first truth that it is, or else the difference from the first one."""
-        found = [each for truth in truths if (each := place(whole, truth, "rows", self.encoder)) is not None]
+        found = [each for truth in truths if (each := locate(whole, truth, "rows", self.encoder)) is not None]
         fitting = [each for each in found if not each.difference]
         if fitting and fitting[0].tokens is not None:
             return fitting[0]
@@ -149,7 +149,7 @@ class Finder:
         if found:
             return (fitting or found)[0]
         first = truths[0]
-        if first.reference is not None and (forged := place(whole, first.reference, "rows", self.encoder)) is not None:
+        if first.reference is not None and (forged := locate(whole, first.reference, "rows", self.encoder)) is not None:
             return forged
         difference = first.difference(whole.ids, self.encoder.decode)
         return replace(whole, source="rows", truth=first, difference=difference)
@@ -184,7 +184,7 @@ class Finder:
         if parsed.is_cut_before or parsed.is_cut_after:
             return fragment(document, truth, parsed) or document
         truth = truth.last_alone() if self._is_last_alone else truth
-        return place(document, truth, "ids", self.encoder) or document
+        return locate(document, truth, "ids", self.encoder) or document
 
     def _given_parts(self, whole: Document) -> list[Document]:
         """Returns the parts that are given conversations one after another; empty if they are not."""
@@ -200,7 +200,7 @@ class Finder:
             else:
                 return []
             at += length
-        parts = [place(whole.part(start, end), truth, "conversations", self.encoder) for start, end, truth in found]
+        parts = [locate(whole.part(start, end), truth, "conversations", self.encoder) for start, end, truth in found]
         return [each for each in parts if each is not None] if None not in parts else []
 
     def _given_at(self, ids: np.ndarray, *, is_first: bool) -> tuple[Truth | None, int]:
@@ -227,7 +227,7 @@ class Finder:
 # -- where rows of the data are in a batch ---------------------------------------------------------------------------
 
 
-def _segments(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:
+def _spans_of_rows(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:
     """Yields (row, start, end, feature): the tokens of a row that are no padding, or those of each of its features."""
     num_rows, features, ids = len(batch.ids), list(batch.features), batch.ids.astype(np.int32)
     lists = [_ids_of(feature) for feature in features]

@@ -26,7 +26,7 @@ class StepLosses:
     """One accumulation of the trainer's own training steps."""
 
     returned: list[float]
-    """What `training_step` returns for each micro-batch, without the auxiliary loss of a mixture of experts."""
+    """The results of `training_step` by micro-batch, without the auxiliary loss of a mixture of experts."""
     sums: list[float]
     """The sum of the cross-entropies of each micro-batch, in the same passes of the decoder."""
     auxiliary: float
@@ -120,7 +120,7 @@ class CalledModel:
     def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
         """Returns the last hidden states [B, T, H] of the batch with these ids, within the trainer's `compute_loss`.
 
-        Logits [B, T, V] take their place if the decoder cannot be found. Those of the batch's own ids are kept.
+        Returns logits [B, T, V] instead if the decoder cannot be found. Those of the batch's own ids are kept.
         """
         is_own = ids is batch.inputs["input_ids"]
         if is_own and id(batch) in self._hidden_of:
@@ -167,7 +167,7 @@ class CalledModel:
             self._evaluated[id(batch)] = sums[0], hidden[:, -batch.ids.shape[1] :]
         return self._evaluated[id(batch)]
 
-    def gradient_places(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
+    def gradient_positions(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
         """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.
 
         The gradient is that of the last hidden states, each of which predicts the next token.
@@ -182,7 +182,7 @@ class CalledModel:
         return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())
 
     def train(self, step: Step) -> StepLosses:
-        """Computes the trainer's own steps of one accumulation, with gradients, and the cross-entropies beside."""
+        """Computes the trainer's own steps of one accumulation, with gradients, together with the cross-entropies."""
         trainer, returned, sums, auxiliary = self.trainer, list[float](), list[float](), list[float]()
         trainer.current_gradient_accumulation_steps = len(step.batches)  # TRL divides by it
         for batch in step.batches:

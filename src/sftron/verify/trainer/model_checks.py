@@ -35,7 +35,7 @@ def isolation(subject: TrainerSubject) -> Finding:
             True, f"each of {len(subject.training.batches):,} batches holds one conversation", "no other one"
         )
     if not found:
-        raise NotMeasuredError(problem or "no batch holds two conversations that could be told apart")
+        raise NotMeasuredError(problem or "no batch holds two conversations with known bounds")
     kind, worst = max(
         leaking or found, key=lambda each: (each[1].difference, each[1].past_difference, each[1].num_conversations)
     )
@@ -198,7 +198,7 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
     if spread > max(tolerance, _OTHER_TOLERANCE):
         detail = (*found.detail, f"the same rows one by one: {spread:.1%} apart")
         return Finding(False, found.measured, found.allowed, detail, found.remedy)
-    num_missing, num_other = subject.model.gradient_places(batches[0], num_items)
+    num_missing, num_other = subject.model.gradient_positions(batches[0], num_items)
     if num_other or num_missing > _MOST_WITHOUT_GRADIENT * batches[0].num_trained:
         measured = (
             f"the loss ignores {num_missing:,} of {batches[0].num_trained:,} labels, and is over {num_other:,} others"
@@ -251,7 +251,7 @@ def _hides_text(batch: SeenBatch, document: Document) -> bool:
         return False
     is_text = document.tokens.role_ids != Role.TEMPLATE
     last = int(np.flatnonzero(is_text)[-1]) + 1 if is_text.any() else 0
-    return bool((batch.attended[document.place][:last] == 0).any())
+    return bool((batch.attended[document.index][:last] == 0).any())
 
 
 def _change_by_padding(
@@ -269,7 +269,7 @@ def _change_by_padding(
     difference = float((before[real].float() - after[real].float()).abs().max())
     if not difference:
         return 0.0, 0.0
-    longest = ids[max(documents, key=len).place][None]
+    longest = ids[max(documents, key=len).index][None]
     return difference, 4 * rounding_of(subject.model.module, subject.model.hidden_alone, longest)
 
 
@@ -277,5 +277,5 @@ def _padding_of(batch: SeenBatch, documents: Sequence[Document]) -> np.ndarray:
     """Returns whether each token is padding, bool [B, T]."""
     is_padding = np.ones(batch.ids.shape, dtype=bool)
     for each in documents:
-        is_padding[each.place] = False
+        is_padding[each.index] = False
     return is_padding

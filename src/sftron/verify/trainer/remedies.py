@@ -1,4 +1,4 @@
-"""What mends a trainer, by what was measured: the options of TRL, transformers, peft, axolotl and LLaMA-Factory."""
+"""Remedies by what was measured: the options of TRL, transformers, peft, axolotl and LLaMA-Factory."""
 
 TEMPLATE_UNSET = "Set tokenizer.chat_template to the template with which the rows were rendered, so that it is saved."
 DOUBLED_BOS = (
@@ -13,7 +13,7 @@ NO_BEGINNING = (
 )
 
 SHIFTED_LABELS = (
-    "The labels are shifted before the model shifts them again. Give labels that equal input_ids at their own place "
+    "The labels are shifted before the model shifts them again. Give labels that equal input_ids at the same index "
     "(transformers' models shift by one); shift_labels, if they are passed, hold the token after each."
 )
 MASKED_IDS = (
@@ -32,7 +32,7 @@ PROMPTS_TRAINED = (
     "train_on_prompt: false. If a loss over everything is meant, pass trained_roles='all'."
 )
 HEADERS_TRAINED = (
-    "The mask begins before what the model writes. Move {% generation %} behind the header, or end the prompt with "
+    "The mask begins before what the model writes. Move {% generation %} after the header, or end the prompt with "
     "add_generation_prompt=True; TRL's prompt-completion rows do so."
 )
 ANSWERS_LEFT_OUT = (
@@ -95,7 +95,7 @@ FUTURE = (
     "each conversation, or pass none and let the model make it."
 )
 OWN_MASK = (
-    "The batch carries an attention_mask of its own shape, which lets conversations through. Mend it, or pass "
+    "The batch carries an attention_mask of its own shape, which lets conversations through. Fix it, or pass "
     "position_ids alone, from which transformers makes the mask."
 )
 MASK_OF_ONES = (
@@ -123,8 +123,8 @@ OTHER_LABELS = (
     "logits[:, :-1] with labels[:, 1:], and use all labels; or do not override compute_loss."
 )
 MEAN_OF_MEANS = (
-    "Tokens weigh more or less by who shares their micro-batch. Do not override compute_loss, or accept "
-    "num_items_in_batch in it (or in compute_loss_func) and divide the sum of the token losses by it, and set "
+    "The weight of a token depends on the other conversations in its micro-batch. Do not override compute_loss, or "
+    "accept num_items_in_batch in it (or in compute_loss_func) and divide the sum of the token losses by it, and set "
     "loss_is_scaled_for_ga accordingly."
 )
 OTHER_COUNT = (

@@ -79,7 +79,7 @@ def adapters(subject: TrainerSubject) -> Finding:
     stuck = [name for name in trainable if name in with_gradient & optimized - moved]
     counts = {
         "frozen tensors move": [name for name in named if name in moved and name not in trainable],
-        # Of a mixture, an expert to which no token is routed has none.
+        # In a mixture, an expert to which no token is routed has none.
         "trainable tensors get no gradient": [
             name for name in trainable if name not in with_gradient and "expert" not in name
         ],

@@ -70,7 +70,7 @@ class View:
 
     @property
     def truth(self) -> str:
-        """Where what the documents should be is from, and why rows cannot be read or rendered."""
+        """The sources of the expected documents, and the reasons why rows cannot be read or rendered."""
         names = {
             "rows": "from the data set's rows",
             "conversations": "from conversations=",
@@ -318,22 +318,22 @@ class TrainerSubject:
 
     @cached_property
     def isolations(self) -> tuple[list[tuple[str, Isolation]], str]:
-        """What is measured between conversations "in one row" and "in different rows", or why nothing is."""
+        """The measurements between conversations "in one row" and "in different rows", or why there are none."""
         found, problem, model = list[tuple[str, Isolation]](), "", self.model
         for batch, documents in self.computed:
             rows: dict[int, list[Document]] = {}
             for each in documents:
                 rows.setdefault(each.row, []).append(each)
-            packed = [each.place for each in max(rows.values(), key=len, default=[])]
-            across = [(row, slice(each[0].place[1].start, each[-1].place[1].stop)) for row, each in rows.items()]
-            for kind, places in (("in one row", packed), ("in different rows", across)):
-                if len(places) < 2:
+            packed = [each.index for each in max(rows.values(), key=len, default=[])]
+            across = [(row, slice(each[0].index[1].start, each[-1].index[1].stop)) for row, each in rows.items()]
+            for kind, indices in (("in one row", packed), ("in different rows", across)):
+                if len(indices) < 2:
                     continue
                 try:
                     measured = compare_documents(
                         lambda ids, batch=batch: model.hidden(batch, ids),
                         batch.inputs["input_ids"],
-                        places,
+                        indices,
                         lambda ids: rounding_of(model.module, model.hidden_alone, ids),
                     )
                     found.append((kind, measured))
@@ -359,13 +359,13 @@ class TrainerSubject:
         except NotMeasuredError:
             return None
         for each in documents[-_FEW_ROWS:]:
-            alone = self.model.hidden_alone(ids[each.place][None])[0].float()
-            apart.append(float((together[each.place].float() - alone).norm() / alone.norm()))
+            alone = self.model.hidden_alone(ids[each.index][None])[0].float()
+            apart.append(float((together[each.index].float() - alone).norm() / alone.norm()))
         return max(apart)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the checks look at, and the versions of the software."""
+        """The checked trainer, model and data, and the versions of the software."""
         import transformers
 
         trainer, model, config, view = self.trainer, self.model.unwrapped, self.model.config, self.training

@@ -37,7 +37,7 @@ Content = Conversation | PlainText
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """What a row should be."""
+    """The expected ids and roles of a row."""
 
     content: Content
     ids: np.ndarray
@@ -70,12 +70,12 @@ class Truth:
         return replace(self, tokens=replace(self.tokens, token_weights=weights))
 
     def difference(self, ids: np.ndarray, decode: Callable[[Iterable[int]], str]) -> str:
-        """Describes the first difference of other ids."""
+        """Describes where `ids` first differ from these."""
         length = min(len(ids), len(self.ids))
         different = np.flatnonzero(ids[:length] != self.ids[:length])
         at = int(different[0]) if len(different) else length
-        theirs, ours = (decode(each[at : at + 6]) for each in (ids, self.ids))
-        return f"token {at} begins {theirs!r}, and the template writes {ours!r}"
+        found, expected = (decode(each[at : at + 6]) for each in (ids, self.ids))
+        return f"token {at} begins {found!r}, and the template writes {expected!r}"
 
 
 class Encoder:

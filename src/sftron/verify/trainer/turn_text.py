@@ -55,35 +55,38 @@ class TurnText:
             messages = tuple(Message(names[name], _TEXTS[name]) for name in order)
             truth = encoder.truth(Conversation(messages, ConversationKey(0, 0), "a probe")) if encoder.chat else None
             text = "" if truth is None else encoder.decode(truth.ids.tolist())
-            pieces = re.split("|".join(_TEXTS[name] for name in order), text)
-            if truth is None or truth.tokens is None or len(pieces) != len(order) + 1:
+            spans = re.split("|".join(_TEXTS[name] for name in order), text)
+            if truth is None or truth.tokens is None or len(spans) != len(order) + 1:
                 continue
             roles = [names[name] for name in order]
-            self._begins.setdefault(pieces[0], roles[0])
-            for gap, (before, after) in zip(pieces[1:-1], pairwise(roles), strict=True):
+            self._begins.setdefault(spans[0], roles[0])
+            for gap, (before, after) in zip(spans[1:-1], pairwise(roles), strict=True):
                 if (gap, after) not in self._gaps[before]:
                     self._gaps[before].append((gap, after))
-            self._ends.append(pieces[-1])
+            self._ends.append(spans[-1])
             stop = truth.tokens.turns[-1].stop
             self._stop = encoder.decode([int(truth.ids[stop])]) if stop is not None else ""
         encoder.refused.clear()
-        bos = encoder.tokenizer.bos_token or ""
-        stripped = {begin.removeprefix(bos) for begin in self._begins}
-        # What is before the last control token of a beginning, such as a default system prompt, may be left out.
-        special = encoder.tokenizer.all_special_tokens
+        self._openings, self._starts = self._possible_openings(), self._certain_starts()
+
+    def _possible_openings(self) -> list[tuple[str, Role]]:
+        """Returns the texts with which a conversation may begin, and the role of the message after each."""
+        bos, special = self._encoder.tokenizer.bos_token or "", self._encoder.tokenizer.all_special_tokens
+        # A row may lack the text before the last control token of a beginning, such as a default system prompt.
         short = [
             (begin[max([0, *(begin.rfind(each) for each in special)]) :], role) for begin, role in self._begins.items()
         ]
         longest_first = sorted(self._begins.items(), key=lambda each: -len(each[0]))
         without_bos = [(begin.removeprefix(bos), role) for begin, role in longest_first]
-        self._openings = [each for each in (*longest_first, *without_bos, *short) if each[0]]
+        return [each for each in (*longest_first, *without_bos, *short) if each[0]]
+
+    def _certain_starts(self) -> list[str]:
+        """Returns the texts that show where a conversation begins, longest first; none of them also ends a gap."""
+        bos = self._encoder.tokenizer.bos_token or ""
         inner = [gap for gaps in self._gaps.values() for gap, _ in gaps]
-        # A beginning that is also the end of a gap does not show where a conversation begins.
-        self._starts = sorted(
-            {each for each in {*self._begins, *stripped} if each and not any(gap.endswith(each) for gap in inner)},
-            key=len,
-            reverse=True,
-        )
+        begins = {*self._begins, *(begin.removeprefix(bos) for begin in self._begins)}
+        found = {each for each in begins if each and not any(gap.endswith(each) for gap in inner)}
+        return sorted(found, key=len, reverse=True)
 
     @property
     def is_known(self) -> bool:
@@ -181,6 +184,6 @@ class TurnText:
         encoded = self._encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if encoded["input_ids"] == list(ids):
             return text, [start for start, _ in encoded["offset_mapping"]]
-        pieces = token_texts(self._encoder.decode, ids)
-        starts = accumulate((len(piece) for piece, _ in pieces), initial=0)
-        return text, [start for (_, number), start in zip(pieces, starts, strict=False) for _ in range(number)]
+        spans = token_texts(self._encoder.decode, ids)
+        starts = accumulate((len(span) for span, _ in spans), initial=0)
+        return text, [start for (_, number), start in zip(spans, starts, strict=False) for _ in range(number)]
