@@ -67,6 +67,16 @@ def test_an_unexpected_error_is_shown_without_secrets_and_exits_with_1(
     assert SECRET not in printed
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     ended = subprocess.run(
         f"{sys.executable} tools/sweep.py configs/sweep_toggles.yaml --dry-run | head -c 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -95,6 +96,9 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         status = main()
     except BrokenPipeError:  # the reader has closed the pipe (`| head`)
         status = 1
+    except KeyboardInterrupt:
+        show("stopped", to=sys.stderr)
+        status = 128 + signal.SIGINT
     except Exception as error:
         show_traceback(error)
         status = 1

@@ -117,7 +117,7 @@ def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_sourc
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [
-        ("generation_config.json", "[1]", "generation_config.json: holds a list"),
+        ("generation_config.json", "[1]", "generation_config.json: holds a JSON list"),
         ("generation_config.json", '{"eos_token_id": {}}', "generation_config.json: eos_token_id: {} is not the id"),
         ("LICENSE", os.mkfifo, "LICENSE: is no regular file"),
         (

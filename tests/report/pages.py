@@ -63,7 +63,7 @@ def verified() -> str:
     subject = SimpleNamespace(
         packs=[awkward_pack()],
         chat_tokenizer=SimpleNamespace(decode=decode),
-        preparation=SimpleNamespace(source_names=("chats.jsonl",)),
+        preparation=SimpleNamespace(location=lambda key: f"chats.jsonl:{key.row + 1}"),
     )
     report = RunReport("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
     return page_of(report, cast(Subject, subject))

@@ -168,6 +168,13 @@ def test_boundary_tokens_control_text_and_truncation_are_counted_by_row() -> Non
     assert counted["num_holding_control_text"] == counted["num_truncated"] == 2
 
 
+def test_a_drop_has_its_location_once() -> None:
+    audit = Audit(locate=lambda key: f"a.jsonl:{key.row + 1}")
+    audit.add_row(Dropped("a", "detail", ConversationKey(0, 7)))
+    audit.add_row(Dropped("b", "a.jsonl:1: detail", ConversationKey(0, 0)))
+    assert audit.drops() == [("a", 1, "a.jsonl:8: detail"), ("b", 1, "a.jsonl:1: detail")]
+
+
 def test_rows_and_drops_are_counted_for_each_data_set_and_reason_with_the_first() -> None:
     def of(source: int, row: int) -> Any:
         return tuple(replace(each, key=ConversationKey(source, 3)) for each in rows[row])

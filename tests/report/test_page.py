@@ -125,7 +125,7 @@ def test_every_page_is_whole_and_text_of_others_neither_acts_nor_hides(name: str
 
 
 def drawn(shown: Pack, *, source_name: str = "rows.jsonl") -> ElementTree.Element:
-    return ElementTree.fromstring(pack_picture(shown, decode, source_names=[source_name]))
+    return ElementTree.fromstring(pack_picture(shown, decode, locate=lambda _: source_name))
 
 
 def of_class(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:

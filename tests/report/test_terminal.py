@@ -83,7 +83,7 @@ def test_an_escape_sequence_in_a_text_never_reaches_the_terminal() -> None:
     hostile = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x2028]))
     shown = pack([conversation([(Role.USER, hostile), (Role.ASSISTANT, hostile)])[1]])
     for color in (True, False):
-        text = pack_as_text(shown, decode, color=color, source_names=["a\x1b[2Jb"])
+        text = pack_as_text(shown, decode, color=color, locate=lambda _: "a\x1b[2Jb")
         assert ("\x1b" in text) == color
         rest = ANSI.sub("", text)
         assert not [c for c in rest if c != "\n" and not c.isprintable()]
@@ -113,14 +113,14 @@ def test_a_long_pack_shows_its_ends_and_counts_what_is_left_out() -> None:
 
 def test_conversations_are_ruled_off_with_key_and_counts() -> None:
     shown = awkward_pack()
-    text = pack_as_text(shown, decode, color=False, max_tokens=None, source_names=["chats.jsonl"])
+    text = pack_as_text(shown, decode, color=False, max_tokens=None, locate=lambda key: f"chats.jsonl:{key.row + 1}")
     rules = [line for line in text.splitlines() if line.startswith("── conversation")]
     bounds, trained = shown.conversation_bounds.tolist(), trained_by_brute_force(shown)
     assert len(rules) == len(CHATS)
     for number, rule in enumerate(rules):
         start, end = bounds[number : number + 2]
         counts = f"{end - start:,} tokens, {sum(trained[start:end]):,} trained"
-        assert rule.startswith(f"── conversation {number} · row {number} of chats.jsonl · {counts} ──")
+        assert rule.startswith(f"── conversation {number} · chats.jsonl:{number + 1} · {counts} ──")
     assert text.endswith("\n[padding: 5 unused tokens]\n")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
-from sftron.report.tokens import key_text, pack_trained_tokens, shown_conversations, token_texts
+from sftron.report.tokens import key_text, numbered_row, pack_trained_tokens, shown_conversations, token_texts
 from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import (
@@ -147,5 +147,5 @@ def test_a_turn_of_the_templates_own_is_a_block_of_its_own() -> None:
 
 
 def test_keys_are_named_for_people() -> None:
-    assert key_text(ConversationKey(1, 1234, 2), ["a", "b\nc"]) == "row 1,234 of b c, epoch 2"
-    assert key_text(ConversationKey(2, 7), ["a"]) == "row 7 of data set 2"
+    assert key_text(ConversationKey(1, 1234, 2), lambda key: f"b\nc:{key.row}") == "b c:1234, epoch 2"
+    assert key_text(ConversationKey(2, 7), numbered_row) == "row 7 of data set 2"

@@ -1,11 +1,13 @@
 """The configuration's data sets become the rows it names, read as it says; what is held out is trained on by no run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sftron.commands import inspect
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.prepare import DataSet
 from sftron.data.sources import RowSource
@@ -45,6 +47,18 @@ def test_a_part_is_taken_then_its_first_rows_and_of_these_some_are_held_out(tmp_
     assert questions(dataset.source).isdisjoint(questions(dataset.held_out))
     assert questions(dataset.source) | questions(dataset.held_out) == {f"What is {n}?" for n in range(50, 80)}
     assert dataset.name == f"{tmp_path}/rows.jsonl (train[50:90])"
+
+
+def test_a_shown_conversation_has_the_line_of_the_file_whatever_is_taken_or_held_out(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 100)
+    datasets = [{"path": str(rows), "split": "train[20:90]"}]
+    make_config(tmp_path, model_folder, data__datasets=datasets, evaluation__share=0.2)
+    assert inspect.main(["--config", str(tmp_path / "config.yaml"), "-n", "8", "--packs", "8"]) == 0
+    shown = re.findall(r"rows\.jsonl:(\d+) .*?What is (\d+)\?", capsys.readouterr().out, re.DOTALL)
+    assert len(shown) > 8
+    assert [int(line) for line, _ in shown] == [int(number) + 1 for _, number in shown]
 
 
 def test_the_same_rows_are_held_out_whatever_the_seed_and_the_other_data_sets(tmp_path, model_folder, chat_tokenizer):
@@ -148,7 +162,8 @@ def test_the_description_counts_pretokenized_rows_stop_tokens_and_empty_answers(
     assert "2 of 2 assistant turns train their stop token, <|im_end|>\n" in printed
     assert "2 sampled rows are pretokenized" in printed
     assert "WARNING    empty answers, which teach" in printed
-    assert "among the sampled rows: 1, the first in row 1 of set 1\n" in printed
+    assert "among the sampled rows: 1, the first in " in printed
+    assert "/1.jsonl:2\n" in printed
 
     only_words = open_data(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
     assert check_sample(only_words, max_dropped_share=0.0).stop_ids == ()

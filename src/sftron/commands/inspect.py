@@ -55,7 +55,8 @@ def main(arguments: list[str]) -> int:
         dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
         num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
         packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
-        audit = Audit(preparation.source_names, preparation.targets, packing, masks, num_held_out)
+        names, locate = preparation.source_names, preparation.location
+        audit = Audit(names, preparation.targets, packing, masks, num_held_out, locate)
         inspection = inspect_packs(
             islice(dataset, max(options.n, options.packs)),
             audited_rows(preparation, masks),
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
             show(f"\nwritten: {options.html}")
         if options.picture:
             first = next(iter(run_data.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
-            picture = pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names)
+            picture = pack_picture(first, preparation.chat_tokenizer.decode, locate=locate)
             options.picture.write_text(picture, encoding="utf-8")
             show(f"\nwritten: {options.picture}")
         write_json(options.json, inspection.audit.as_dict())

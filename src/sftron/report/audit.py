@@ -14,8 +14,10 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import IGNORE_INDEX, Conversation, Dropped, LabeledConversation, Pack, TokenizedConversation
 from sftron.report.counts import LengthCount, PackingCount, RoleCount, SourceCount, TurnCount
 from sftron.report.tokens import (
+    Locate,
     conversation_ranges,
     key_text,
+    numbered_row,
     on_one_line,
     pack_trained_tokens,
     role_name,
@@ -41,6 +43,7 @@ class Audit:
         packing: Counts the packs; None creates a `PackingCount` without options.
         masks: The masks compared with transformers' renderings, filled by the caller; None if nothing is compared.
         num_held_out: The number of rows held out for evaluation; the audit does not include them.
+        locate: Names the rows.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Audit:
         packing: PackingCount | None = None,
         masks: MaskCount | None = None,
         num_held_out: int = 0,
+        locate: Locate = numbered_row,
     ) -> None:
         self.source_names, self._targets, self.num_held_out = source_names, targets or Targets(), num_held_out
+        self.locate = locate
         self.packing, self.masks = packing or PackingCount(), masks or MaskCount()
         self.sources: dict[int, SourceCount] = {}
         self.is_partial = False  # whether some rows are left unread; set by the caller that adds the rows
@@ -65,14 +70,15 @@ class Audit:
 
     def add_row(self, row: AuditedRow) -> None:
         key = row.key if isinstance(row, Dropped) else row[1].key
-        where = key_text(key, self.source_names)
+        where = key_text(key, self.locate)
         source = self.sources.setdefault(key.source, SourceCount())
         self.num_rows += 1
         source.num_rows += 1
         if isinstance(row, Dropped):
             self.dropped[row.reason] += 1
             source.dropped[row.reason] += 1
-            self._count(f"dropped {row.reason}", 1, f"{where}: {on_one_line(row.detail)}")
+            detail = on_one_line(row.detail)
+            self._count(f"dropped {row.reason}", 1, detail if where in detail else f"{where}: {detail}")
             return
         tokenized, labeled = row
         assert len(tokenized) == len(labeled), "not the conversation that was labeled, after any truncation"
@@ -102,7 +108,7 @@ class Audit:
         real = slice(0, pack.num_tokens)
         self.pack_roles.add(pack.role_ids[real], pack_trained_tokens(pack)[real])
         for (start, end), key in zip(conversation_ranges(pack), pack.keys, strict=True):
-            where = f"{key_text(key, self.source_names)} in pack {pack.index}"
+            where = f"{key_text(key, self.locate)} in pack {pack.index}"
             self._check_labels(pack.input_ids[start:end], pack.labels[start:end], where)
         self._check_labels(pack.input_ids[:0], pack.labels[pack.num_tokens :], f"the padding of pack {pack.index}")
 

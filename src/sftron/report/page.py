@@ -26,6 +26,7 @@ from sftron.report.charts import chart_svg, line_color, line_dashes
 from sftron.report.terminal import pack_as_text
 from sftron.report.tokens import (
     Decode,
+    Locate,
     ShownConversation,
     conversation_ranges,
     key_text,
@@ -69,16 +70,15 @@ class Inspection:
 
     def as_text(self, *, color: bool, max_tokens: int | None = 1000) -> str:
         """Returns the packs, then the audit, for a terminal; the arguments are those of `pack_as_text`."""
-        names = self.audit.source_names
         packs = [
-            pack_as_text(pack, self.decode, color=color, max_tokens=max_tokens, source_names=names)
+            pack_as_text(pack, self.decode, color=color, max_tokens=max_tokens, locate=self.audit.locate)
             for pack in self.packs
         ]
         return "\n".join([*packs, self.audit.as_table()])
 
     def as_html(self) -> str:
         """Returns a self-contained HTML page that needs neither other files nor a network."""
-        shown = shown_packs(self.packs, self.decode, self.audit.source_names)
+        shown = shown_packs(self.packs, self.decode, self.audit.locate)
         return render("samples.html.jinja", title=self.title, audit=self.audit, shown=shown)
 
     def write_html(self, path: Path) -> None:
@@ -114,7 +114,7 @@ def inspect_packs(
     return Inspection(tuple(shown), audit, decode, title)
 
 
-def shown_packs(packs: Sequence[Pack], decode: Decode, source_names: Sequence[str]) -> dict[str, Any]:
+def shown_packs(packs: Sequence[Pack], decode: Decode, locate: Locate) -> dict[str, Any]:
     """Returns the values for packs.html.jinja: the roles of the legend, and each pack with its conversations.
 
     A token takes about 30 bytes of the page instead of 120 with a title attribute. Each span of text is an <i> without
@@ -123,11 +123,11 @@ def shown_packs(packs: Sequence[Pack], decode: Decode, source_names: Sequence[st
     """
     return {
         "roles": sorted({Role(role) for pack in packs for role in pack.role_ids[: pack.num_tokens].tolist()}),
-        "packs": [_shown_pack(pack, decode, source_names) for pack in packs],
+        "packs": [_shown_pack(pack, decode, locate) for pack in packs],
     }
 
 
-def _shown_pack(pack: Pack, decode: Decode, source_names: Sequence[str]) -> dict[str, Any]:
+def _shown_pack(pack: Pack, decode: Decode, locate: Locate) -> dict[str, Any]:
     conversations = list(shown_conversations(pack, decode))
     num_documents = num_attention_documents(pack)
     isolation = (
@@ -138,7 +138,7 @@ def _shown_pack(pack: Pack, decode: Decode, source_names: Sequence[str]) -> dict
     return {
         "pack": pack,
         "isolation": isolation,
-        "conversations": [(each, key_text(each.key, source_names)) for each in conversations],
+        "conversations": [(each, key_text(each.key, locate)) for each in conversations],
         "trained": list(equal_spans(pack_trained_tokens(pack).tolist())),
         "numbers": _token_numbers(pack, conversations),
     }
@@ -171,7 +171,7 @@ def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> di
     }
 
 
-def pack_picture(pack: Pack, decode: Decode, *, source_names: Sequence[str]) -> str:
+def pack_picture(pack: Pack, decode: Decode, *, locate: Locate) -> str:
     """Returns an SVG of the pack with its roles, the tokens of its shortest conversation, and its attention mask.
 
     the pack              ▏conversation 0   ▏conversation 1 ▏ ...
@@ -189,7 +189,7 @@ def pack_picture(pack: Pack, decode: Decode, *, source_names: Sequence[str]) -> 
         ranges=ranges,
         roles=[role for role in Role if role is not Role.PADDING and role in pack.role_ids],
         spans=[(Role(look[0]), look[1], *where) for look, *where in equal_spans(looks) if look[0] != Role.PADDING],
-        heading=f"Conversation {number}, {key_text(pack.keys[number], source_names)}",
+        heading=f"Conversation {number}, {key_text(pack.keys[number], locate)}",
         lines=list(_picture_lines(pack, decode, trained, start, end)),
         share=num_own_pairs / (pack.num_tokens * (pack.num_tokens + 1) // 2),
         palette=asset("page.css").partition("\n* {")[0],  # the colors of all pages are defined before the first rule

@@ -22,10 +22,12 @@ from rich.cells import cell_len
 from sftron.data.types import Pack, Role
 from sftron.report.tokens import (
     Decode,
+    Locate,
     ShownConversation,
     Span,
     key_text,
     num_attention_documents,
+    numbered_row,
     role_name,
     shown_conversations,
 )
@@ -62,7 +64,7 @@ def pack_as_text(
     color: bool,
     width: int = 100,
     max_tokens: int | None = 1000,
-    source_names: Sequence[str] = (),
+    locate: Locate = numbered_row,
 ) -> str:
     """Returns the pack as lines of at most `width` columns, with a rule before each conversation.
 
@@ -70,7 +72,7 @@ def pack_as_text(
         color: Whether to write escape sequences; see `wants_color`.
         max_tokens: The approximate number of tokens to show, two thirds from the beginning and one third from the end,
             with a line that counts the omitted ones; None shows all.
-        source_names: A name for each entry of `data.datasets`.
+        locate: Names the rows.
     """
     width = max(width, 40)
     hidden = range(0)
@@ -82,7 +84,7 @@ def pack_as_text(
     for conversation in shown_conversations(pack, decode):
         if not _lies_within(conversation, hidden):
             counts = f"{conversation.end - conversation.start:,} tokens, {conversation.num_trained:,} trained"
-            title = f"conversation {conversation.number} · {key_text(conversation.key, source_names)} · {counts}"
+            title = f"conversation {conversation.number} · {key_text(conversation.key, locate)} · {counts}"
             lines.append(_rule("─", title, width))
         for block in conversation.blocks:
             for is_hidden, group in groupby(block.spans, lambda span: _lies_within(span, hidden)):

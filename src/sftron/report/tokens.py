@@ -145,11 +145,18 @@ def shown_conversations(pack: Pack, decode: Decode) -> Iterator[ShownConversatio
         yield ShownConversation(number, pack.keys[number], start, end, num_trained, tuple(_blocks(spans)))
 
 
-def key_text(key: ConversationKey, source_names: Sequence[str]) -> str:
-    """Returns the origin of a conversation: "row 17 of gsm8k.jsonl", or "row 17 of data set 0"."""
-    is_named = key.source < len(source_names)
-    source = on_one_line(source_names[key.source]) if is_named else f"data set {key.source}"
-    return f"row {key.row:,} of {source}" + (f", epoch {key.epoch}" if key.epoch else "")
+Locate = Callable[[ConversationKey], str]
+"""Returns the location of a row for people, such as `gsm8k.jsonl:18`; `Preparation.location` is one."""
+
+
+def numbered_row(key: ConversationKey) -> str:
+    """Returns the location of a row whose data are not at hand."""
+    return f"row {key.row:,} of data set {key.source}"
+
+
+def key_text(key: ConversationKey, locate: Locate) -> str:
+    """Returns the location of a conversation in one line, and its epoch after the first."""
+    return on_one_line(locate(key)) + (f", epoch {key.epoch}" if key.epoch else "")
 
 
 def on_one_line(text: str) -> str:

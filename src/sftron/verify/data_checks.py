@@ -117,7 +117,8 @@ def stop_tokens(subject: Subject) -> Finding:
 
 
 def _audit(subject: Subject, rows: Iterable[Row]) -> Audit:
-    audit = Audit(subject.preparation.source_names, subject.preparation.targets)
+    preparation = subject.preparation
+    audit = Audit(preparation.source_names, preparation.targets, locate=preparation.location)
     for row in rows:
         audit.add_row((row.tokenized, row.labeled))
     return audit

@@ -162,5 +162,5 @@ def page_of(report: RunReport, subject: Subject) -> str:
         "checks.html.jinja",
         report=report,
         looks={True: "good", False: "bad", None: "open"},
-        shown=shown_packs(subject.packs[:1], subject.chat_tokenizer.decode, subject.preparation.source_names),
+        shown=shown_packs(subject.packs[:1], subject.chat_tokenizer.decode, subject.preparation.location),
     )

@@ -53,7 +53,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
         [next(iter(data.dataset))],
         data.sample.rows,
         data.chat_tokenizer.decode,
-        audit=Audit(data.preparation.source_names, data.preparation.targets),
+        audit=Audit(data.preparation.source_names, data.preparation.targets, locate=data.preparation.location),
         title=f"{config.general.run_name}: what is trained",
     )
     _show_pack(inspection)
@@ -189,8 +189,8 @@ def _describe_adapters(setup: Setup) -> None:
 
 def _show_pack(inspection: Inspection) -> None:
     """Prints the first pack, in color on a terminal."""
-    width, names = min(_WIDEST, shutil.get_terminal_size().columns), inspection.audit.source_names
-    options = {"width": width, "max_tokens": _SHOWN_TOKENS, "source_names": names}
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    options = {"width": width, "max_tokens": _SHOWN_TOKENS, "locate": inspection.audit.locate}
     console.write("")
     plain, colored = (
         pack_as_text(inspection.packs[0], inspection.decode, color=color, **options)

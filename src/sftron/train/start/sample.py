@@ -66,7 +66,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     """
     chat_tokenizer = preparation.chat_tokenizer
     rows: list[AuditedRow] = []
-    audit = Audit(preparation.source_names, preparation.targets)
+    audit = Audit(preparation.source_names, preparation.targets, locate=preparation.location)
     stops: Counter[int] = Counter()
     control_ids: set[int] = set()
     num_pretokenized = num_equal = 0
