@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, write_rows
 
 ANSWERS = ["It is one more than " + "that, which is one more than " * (n % 7) + f"{n}." for n in range(60)]
+COLUMNS = {"renamed.csv": {"completion": "response"}, "upper.csv": {"prompt": "Prompt", "completion": "Completion "}}
 PAIRS = [(f"What comes after {n}?", answer) for n, answer in enumerate(ANSWERS)]
 
 
@@ -69,7 +70,8 @@ def write(name: str) -> Path:
         return write_rows(Path(name), 60)
     if name.endswith(".parquet"):
         return write_parquet(Path(name))
-    return write_csv(Path(name), "prompt", "response" if name == "renamed.csv" else "completion")
+    renamed = COLUMNS.get(name, {})
+    return write_csv(Path(name), *(renamed.get(column, column) for column in ("prompt", "completion")))
 
 
 def dry_run(capfd: pytest.CaptureFixture[str]) -> str:
@@ -98,6 +100,11 @@ def test_the_runs_name_is_that_of_the_file_in_letters_that_a_name_may_have(data:
         ("pairs.csv", "models/tiny", "prompt_completion"),
         ("turns.parquet", "models/tiny", "sharegpt"),
         ("renamed.csv", "models/base", 'prompt_completion, completion from column "response"'),
+        (
+            "upper.csv",
+            "models/tiny",
+            'prompt_completion, completion from column "Completion ", prompt from column "Prompt"',
+        ),
     ],
 )
 def test_the_file_passes_a_dry_run_with_the_projection_that_it_states(
@@ -109,7 +116,7 @@ def test_the_file_passes_a_dry_run_with_the_projection_that_it_states(
     config = load_config("sft.yaml")
     (dataset,) = config.data.datasets
     assert (dataset.path, config.model.path, config.general.run_name) == (name, model, name.partition(".")[0])
-    assert dataset.columns == ({"completion": "response"} if name == "renamed.csv" else {})
+    assert dataset.columns == COLUMNS.get(name, {})
     assert config.tokenizer.chat_template == ("plain" if model == "models/base" else None)
     assert f"60 rows, read as {read_as}\n" in text
     checked = dry_run(capfd)

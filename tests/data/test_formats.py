@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from sftron.data.formats.detect import ANSWERS, FORMAT_SAMPLE, QUESTIONS, detect_format, resolve_format, unread_columns
 from sftron.data.formats.table import FORMATS, Format, RowFormat, parse_conversation
+from sftron.data.formats.values import names_of
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
 from tests.data.rows import KEY, LOCATION, assistant, parse, system, turns, user, write_jsonl
@@ -148,13 +150,13 @@ def test_rows_that_fit_several_formats_or_none_or_disagree_are_refused(tmp_path:
         if other != "messages":
             message = refused(tmp_path, MESSAGES, MESSAGES | OF_EACH[other])
             assert f"fits several formats (messages, {other}); columns: messages (a list of 2), " in message
-            assert message.endswith("; set `format`")
+            assert "; set `format`; known formats: " in message
     disagree = refused(tmp_path, MESSAGES, SHAREGPT | {"id": 1}, reason="mixed_formats")
     assert "is in format sharegpt, but rows before it are in format messages; its columns: conv" in disagree
     message = refused(tmp_path, MESSAGES, {"question": "q", "answer": 7, "text": None})
-    assert "fits no format; columns: question (text), answer (the number 7), text (null); known" in message
+    assert "fits no format; columns: question (text), answer (the number 7), text (null); name columns" in message
     assert "known formats: messages: column `messages`, a list of {role, content}; sharegpt: column" in message
-    assert refused(tmp_path, {"question;answer": "q;a"}).endswith("commas between its cells, not ';'")
+    assert refused(tmp_path, {"question;answer": "q;a"}).partition("; known")[0].endswith("between its cells, not ';'")
     for row in ({"parent_id": "a", "text": "hello"}, {"prompt": {"text": "hi", "replies": [{"text": "hello"}]}}):
         assert "is part of a tree of messages, not a conversation; columns: " in refused(tmp_path, row)
 
@@ -172,7 +174,7 @@ def test_turns_in_a_column_of_another_name_get_the_configuration_that_reads_them
 ):
     ((name, data_name),) = columns.items()
     remedy = f"set `format: {format}` and `columns: {{{name}: {data_name}}}`"
-    assert refused(tmp_path, row).endswith(remedy)
+    assert f"{remedy}; known formats: " in refused(tmp_path, row)
     assert resolve_format(open_source(str(tmp_path / "a.jsonl")), columns=columns) == RowFormat(format, columns)
     assert parse(row, format, columns=columns) == parse(MESSAGES)
 
@@ -183,7 +185,7 @@ def test_every_pair_of_names_of_a_question_and_its_answer_is_read_or_offered_wit
         try:
             detected, columns = detect(tmp_path, row), {}
         except DataError as error:
-            offered = str(error).rpartition("; ")[2]
+            offered = str(error).partition("; known formats: ")[0].rpartition("; ")[2]
             assert offered.startswith(f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{")
             columns = dict(pair.split(": ") for pair in offered.split("{")[1].split("}")[0].split(", "))
             detected = detect(tmp_path, row, columns=columns)
@@ -191,8 +193,43 @@ def test_every_pair_of_names_of_a_question_and_its_answer_is_read_or_offered_wit
         assert isinstance(conversation, Conversation)
         assert [message.content for message in conversation.messages] == ["q", "a"]
     offered = refused(tmp_path, {"instruction": "q", "input": "", "response": "a"})
-    assert offered.endswith(", set `columns: {output: response}`")
+    assert ", set `columns: {output: response}`; known" in offered
     assert "set `columns" not in refused(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"})
+
+
+@pytest.mark.parametrize(
+    ("names", "read_as", "columns"),
+    [
+        (("Question", "Answer"), ("Question", "Answer"), "{question: Question, answer: Answer}"),
+        (("question", " ANSWER "), ("question", '" ANSWER "'), '{answer: " ANSWER "}'),
+        (("Prompt", "Completion", "Answer"), ("Prompt", "Completion"), "{prompt: Prompt, completion: Completion}"),
+        (("Prompt", "Response"), ("Prompt", "Response"), "{prompt: Prompt, completion: Response}"),
+        (
+            ("Instruction", "Output", "Input"),
+            ("Instruction", "Output"),
+            "{instruction: Instruction, output: Output, input: Input}",
+        ),
+    ],
+)
+def test_names_in_another_case_or_with_blanks_around_them_get_the_columns_that_read_them(
+    tmp_path: Path, names: tuple[str, ...], read_as: tuple[str, str], columns: str
+):
+    row = dict(zip(names, "qab", strict=False))
+    message = refused(tmp_path, row)
+    assert f"columns: {', '.join(f'{names_of([name])} (text)' for name in names)}; if" in message
+    remedy = f"if `{read_as[0]}` is the user's text and `{read_as[1]}` the answer, set `columns: {columns}`"
+    assert f"; {remedy}; known formats: " in message
+    declared = yaml.safe_load(columns)
+    asked = "q\n\nb" if "Input" in names else "q"
+    assert texts(row, detect(tmp_path, row, columns=declared), columns=declared) == [
+        ("user", asked),
+        ("assistant", "a"),
+    ]
+
+
+def test_a_row_that_two_formats_could_read_under_other_names_gets_both_ways(tmp_path: Path):
+    message = refused(tmp_path, dict.fromkeys(("Prompt", "Completion", "Question", "Answer"), "x"))
+    assert "set `columns: {prompt: Prompt, completion: Completion}`, or if `Question` is" in message
 
 
 # --- A question and its answer ---

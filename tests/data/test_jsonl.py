@@ -168,7 +168,14 @@ def test_cells_of_csv_are_the_texts_they_are_and_an_empty_one_is_null(tmp_path, 
     ]
     source, stream = open_source(path), open_stream(path)
     assert all_rows(source) == all_rows(stream.head(9)) == rows
-    assert source.locate(1) == stream.locate(1) == f"{path}, row 1"
+    for index, line in enumerate((2, 5)):
+        assert source.locate(index) == stream.locate(index) == f"{path}:{line}"
+    unpickled = pickle.loads(pickle.dumps(source))
+    assert (unpickled[1], unpickled.locate(1)) == (rows[1], f"{path}:5")
+
+
+WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... ] (.json)"
+NO_CELLS = "the row that ends here has 2 cells, and the header has 1; write the file with commas between its cells, not"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,18 @@ def test_cells_of_csv_are_the_texts_they_are_and_an_empty_one_is_null(tmp_path, 
         ("a.json", '[{"a": 1},\n5]', ', row 1: found "5"; wanted an object'),
         ("a.json", "[ \n ]", ": holds no rows"),
         ("a.json", '{"rows": [\n{"a": 1}\n]}', ":1: is not JSON: Expecting value at character 11, near"),
+        ("a.jsonl", "[\n{}\n]", f':1: is not JSON: Expecting value at character 2, near "["; write {WHOLE_LINES}'),
+        (
+            "a.json",
+            '{\n  "a": 1\n}\n',
+            ":1: is not JSON: Expecting property name enclosed in double quotes at character 2, "
+            f'near "{{"; write {WHOLE_LINES}',
+        ),
         ("a.csv", "a,b\n1,2\n3\n", ":3: the row that ends here has 1 cells, and the header has 2"),
+        ("a.csv", "a;b\n1;2, 3\n", f":2: {NO_CELLS} ';'"),
+        ("a.csv", "a\tb\n1\t2, 3\n", f":2: {NO_CELLS} tabs"),
+        ("a.csv", 'a|b\n"1"|"2"\n', ":2: is not CSV: ',' expected after '\"'; write the file with commas between"),
+        ("a.csv", '"a";"b"\n1;2\n', ":1: is not CSV: ',' expected after '\"'; separate cells with commas, and"),
         ("a.csv", "a,a\n1,2\n", ': has two columns "a"'),
         ("a.csv", 'a,b\n1,"2"3\n', ":2: is not CSV: ',' expected after '\"'"),
         ("a.csv", 'a,b\n1,"2\n', ":2: is not CSV: unexpected end of data"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from sftron.data.formats.table import FORMATS, Format, RowFormat, are_turns, columns_problem
+from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
 from sftron.data.formats.values import describe, names_of, refusal
 from sftron.data.sources import RowSource
-from sftron.data.sources.jsonl import excerpt
+from sftron.data.sources.jsonl import excerpt, separator_remedy
 from sftron.data.types import DataError, Row
 
 FORMAT_SAMPLE = 100
@@ -16,6 +18,9 @@ FORMAT_SAMPLE = 100
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "inputs")
 ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "targets")
 """Common names of the columns with the user's and the assistant's text; an error suggests the first that a row has."""
+_TEXT_FORMATS: Mapping[Format, FormatSpec] = {
+    name: spec for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS
+}
 
 
 def resolve_format(
@@ -115,8 +120,8 @@ def _no_format(row: Row, location: str, problem: str, remedy: str) -> DataError:
         for name, value in list(row.items())[:20]
     ]
     known = "; ".join(f"{name}: {spec.wanted}" for name, spec in FORMATS.items())
-    found = f"{problem}; columns: {', '.join(held) or 'none'}; known formats: {known}"
-    return refusal(location, "no_format", f"{found}; {remedy}")
+    found = f"{problem}; columns: {', '.join(held) or 'none'}"
+    return refusal(location, "no_format", f"{found}; {remedy}; known formats: {known}")
 
 
 def _fits_nothing(row: Row, location: str) -> DataError:
@@ -131,6 +136,7 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
     """Returns the ways to read lists of turns, or texts, in columns of other names.
 
     Each is what has to be true of the columns, in words, and the keys `format` and `columns` that then read them.
+    Names of texts are compared in lower case and without white space around them.
     """
     formats: tuple[tuple[Format, str], ...] = (("messages", "role"), ("sharegpt", "from"))
     readings: list[tuple[str, dict[str, Any]]] = []
@@ -138,13 +144,17 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
         for format, key in formats:
             if turns and are_turns([turns], key):
                 (name,), wanted = FORMATS[format].required, FORMATS[format].wanted.partition(", ")[2]
-                readings.append((f"`{column}` is {wanted}", {"format": format, "columns": {name: column}}))
-    texts = [name for name, value in row.items() if isinstance(value, str)]
+                readings.append((f"`{names_of([column])}` is {wanted}", {"format": format, "columns": {name: column}}))
+    if readings:
+        return readings
+    names = [name for name, value in row.items() if isinstance(value, str)]
+    texts = {name.strip().lower(): name for name in names} | {name: name for name in names}
+    pairs = [spec.required for spec in _TEXT_FORMATS.values() if texts.keys() >= {*spec.required}]
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
-    if not readings and question and answer:
-        meaning = f"`{question}` is the user's text and `{answer}` the answer"
-        readings.append((meaning, {"columns": _renamed_texts(question, answer)}))
+    for asked, answered in pairs or ([(question, answer)] if question and answer else []):
+        meaning = f"`{names_of([texts[asked]])}` is the user's text and `{names_of([texts[answered]])}` the answer"
+        readings.append((meaning, {"columns": _renamed_texts(asked, answered, texts)}))
     return readings
 
 
@@ -152,28 +162,30 @@ def _remedy(row: Row) -> str:
     """Returns the configuration that reads the row, if there is one."""
     remedies = []
     for meaning, keys in suggested_readings(row):
-        columns = ", ".join(f"{name}: {column}" for name, column in keys["columns"].items())
+        columns = ", ".join(f"{name}: {_yaml(column)}" for name, column in keys["columns"].items())
         given = f"{meaning}: set `format: {keys['format']}` and" if "format" in keys else f"if {meaning}, set"
         remedies.append(f"{given} `columns: {{{columns}}}`")
-    separator = next((each for each in (";", "\t", "|") if len(row) == 1 and each in next(iter(row))), None)
-    if separator:
-        remedies.append(
-            f"if these are several columns, write the file with commas between its cells, not {separator!r}"
-        )
+    if separator := separator_remedy(row):
+        remedies.append(f"if these are several columns, {separator}")
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
 
 
-def _renamed_texts(question: str, answer: str) -> dict[str, str]:
-    """Returns the `columns` for texts in these columns, which are those of no format.
+def _yaml(name: str) -> str:
+    return name if re.fullmatch(r"\w([\w .-]*\w)?", name) else json.dumps(name)
+
+
+def _renamed_texts(question: str, answer: str, texts: Mapping[str, str]) -> dict[str, str]:
+    """Returns the `columns` for these texts, given the names of the texts in the data.
 
     For example, rows of instruction, input and response need `columns: {output: response}`.
     """
-    possible: list[dict[str, str]] = []
-    formats: list[Format] = [name for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
-    for format in formats:
-        pair = zip(FORMATS[format].required, (question, answer), strict=True)
-        columns = {name: found for name, found in pair if name != found}
+    possible: list[tuple[bool, int, dict[str, str]]] = []
+    for format, spec in _TEXT_FORMATS.items():
+        pair = dict(zip(spec.required, (question, answer), strict=True))
+        others = {name: name for name in spec.optional if name in texts and name not in (question, answer)}
+        columns = {name: texts[found] for name, found in (pair | others).items() if name != texts[found]}
         if columns_problem(format, columns) is None:
-            possible.append(columns)
+            num_renamed = sum(name != found for name, found in pair.items())
+            possible.append((question not in pair, num_renamed, columns))
     # A format that has one of the two names, first the question's, is the most likely.
-    return min(possible, key=lambda each: (question in each.values(), len(each)))
+    return min(possible, key=lambda each: each[:2])[2]

@@ -100,8 +100,12 @@ def _lone_surrogate(error: UnicodeEncodeError, name: str, location: str) -> Data
 
 
 def names_of(row: Iterable[str]) -> str:
-    """Returns the names of a row's columns or of a message's keys, with unprintable characters escaped."""
-    return ", ".join(excerpt(str(name))[1:-1] for name in list(row)[:20]) or "none"
+    """Returns the names of a row's columns or of a message's keys, with unprintable characters escaped.
+
+    A name that is empty, or begins or ends with white space, is in quotes.
+    """
+    shown = [(str(name), excerpt(str(name))) for name in list(row)[:20]]
+    return ", ".join(quoted[1:-1] if name and name == name.strip() else quoted for name, quoted in shown) or "none"
 
 
 def describe(value: Any) -> str:

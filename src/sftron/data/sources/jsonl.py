@@ -14,7 +14,9 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from array import array
+from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -34,6 +36,7 @@ _SCAN_BYTES = 8 * 2**20
 _HASHED_WHOLE_BYTES = 256 * 2**20
 _NUM_HASHED_BLOCKS, _HASHED_BLOCK_BYTES = 64, 2**20
 _IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
+_WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... ] (.json)"
 _CSV_JSON_COLUMNS = frozenset({"messages", "conversations"})
 """The columns of a CSV file whose cells hold a list as JSON text."""
 
@@ -59,11 +62,13 @@ class JsonlSource:
 
         The copy has no name, so no later run can find a stale one.
         """
+        self._csv_lines = array("q")
         if self._has_lines and self._path.suffix not in CODECS:
             descriptor = os.open(self._path, os.O_RDONLY)
         else:
             size, free = 0, free_bytes()
-            with tempfile.TemporaryFile() as copy, open_json_lines(self._path, has_lines=self._has_lines) as chunks:
+            opened = open_json_lines(self._path, has_lines=self._has_lines, csv_lines=self._csv_lines)
+            with tempfile.TemporaryFile() as copy, opened as chunks:
                 for chunk in chunks:
                     size += copy.write(chunk)
                     require_space(self._path, size, free)
@@ -122,6 +127,8 @@ class JsonlSource:
 
     def locate(self, index: int) -> str:
         line = self._line(index)
+        if self._csv_lines:
+            return f"{self.name}:{self._csv_lines[index]}"
         return f"{self.name}:{line + 1}" if self._has_lines else f"{self.name}, row {index}"
 
     def _line(self, index: int) -> int:
@@ -192,19 +199,23 @@ def has_json_lines(path: Path) -> bool:
 
 
 @contextmanager
-def open_json_lines(path: Path, *, has_lines: bool, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iterator[bytes]]:
+def open_json_lines(
+    path: Path, *, has_lines: bool, csv_lines: array[int] | deque[int], chunk_bytes: int = _SCAN_BYTES
+) -> Iterator[Iterator[bytes]]:
     """Opens a file as an iterator over chunks of JSON lines; a chunk may end within a line. Raises DataError.
 
     Args:
         path: The file.
         has_lines: The result of `has_json_lines`.
+        csv_lines: For a CSV file, the number of the line at which a row begins is appended to it before the row.
         chunk_bytes: The size of a chunk, if the file has lines; otherwise a chunk is a line.
     """
     with _decompressed(path) as content:
         if has_lines:
             yield iter(lambda: content.read(chunk_bytes), b"")
         else:
-            rows = _csv_rows(path, content) if kind_of(path) == ".csv" else _rows_of_list(path, content)
+            is_csv = kind_of(path) == ".csv"
+            rows = _csv_rows(path, content, csv_lines) if is_csv else _rows_of_list(path, content)
             yield (json.dumps(row).encode() + b"\n" for row in rows)
 
 
@@ -235,31 +246,49 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
             raise DataError(f"{path}: {problem}; copy or download it again") from error
 
 
-def _csv_rows(path: Path, content: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a CSV file that has a header. Cells are texts; an empty cell is null."""
+def _csv_rows(path: Path, content: IO[bytes], lines: array[int] | deque[int]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a CSV file that has a header. Cells are texts; an empty cell is null.
+
+    The number of the line at which a row begins is appended to `lines` before the row.
+    """
     csv.field_size_limit(sys.maxsize)
     text = io.TextIOWrapper(content, "utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)
+    columns: list[str] = []
     try:
         columns = next(reader, [])
         if repeated := [column for column in columns if columns.count(column) > 1]:
             raise DataError(f"{path}: has two columns {excerpt(repeated[0])}; rename or remove one")
-        for cells in filter(None, reader):
-            location = f"{path}:{reader.line_num}"
+        end = reader.line_num
+        for cells in reader:
+            begin, end = end + 1, reader.line_num
+            if not cells:
+                continue
             if len(cells) != len(columns):
                 problem = f"the row that ends here has {len(cells)} cells, and the header has {len(columns)}"
-                raise DataError(f"{location}: {problem}; quote cells that hold commas or line breaks")
+                remedy = separator_remedy(columns) or "quote cells that hold commas or line breaks"
+                raise DataError(f"{path}:{end}: {problem}; {remedy}")
+            lines.append(begin)
+            location = f"{path}:{begin}"
             yield {
                 name: parse_json(cell, location, "a list") if cell and name in _CSV_JSON_COLUMNS else cell or None
                 for name, cell in zip(columns, cells, strict=True)
             }
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: is not CSV: {error}; write the file again") from error
+        remedy = separator_remedy(columns) or 'separate cells with commas, and write a quote in a quoted cell as ""'
+        raise DataError(f"{path}:{reader.line_num}: is not CSV: {error}; {remedy}") from error
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 near line {reader.line_num + 1}: save the file as UTF-8"
         raise DataError(f"{path}: {problem}", reason="not_utf8") from error
     finally:
         text.close()
+
+
+def separator_remedy(columns: Collection[str]) -> str | None:
+    """Returns the remedy for a CSV file whose only column has a name with another separator in it, or None."""
+    name = next(iter(columns)) if len(columns) == 1 else ""
+    found = next((shown for each, shown in ((";", "';'"), ("\t", "tabs"), ("|", "'|'")) if each in name), None)
+    return found and f"write the file with commas between its cells, not {found}"
 
 
 # --- JSON ---
@@ -273,7 +302,8 @@ def excerpt(text: str, limit: int = 60) -> str:
 
 def parse_row(data: bytes, location: str) -> Row:
     """Parses one JSON object strictly; see `parse_json`. Raises DataError."""
-    row = parse_json(data, location)
+    is_cut = data.endswith((b"{", b"[", b","))
+    row = parse_json(data, location, _WHOLE_LINES if is_cut else "one JSON object")
     if not isinstance(row, dict):
         found = excerpt(data.decode("utf-8"))
         problem = f"found {found}; wanted an object such as {{...}} (a list of rows belongs in a .json file)"

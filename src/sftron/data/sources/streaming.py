@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -209,14 +210,15 @@ def _jsonl_stream(path: Path, max_row_bytes: int) -> RowStream:
 
 
 def _read_lines(path: Path, has_lines: bool, file_bytes: int, limit: int, start: int) -> Iterator[RawRow]:
-    with open_json_lines(path, has_lines=has_lines, chunk_bytes=_CHUNK_BYTES) as chunks:
+    csv_lines: deque[int] = deque(maxlen=1)  # A chunk of CSV is one row, so this is the line of the row at hand.
+    with open_json_lines(path, has_lines=has_lines, csv_lines=csv_lines, chunk_bytes=_CHUNK_BYTES) as chunks:
         rows = 0
         for number, (data, size) in enumerate(_lines(chunks, max(60, limit))):
             stripped = data.strip(WHITESPACE)
             if size <= limit and not stripped:
                 continue
             if rows >= start:
-                location = f"{path}:{number + 1}" if has_lines else f"{path}, row {number}"
+                location = f"{path}:{csv_lines[0] if csv_lines else number + 1}"
                 refused = partial(refuse_size, location, size, limit, data[:60])
                 yield RawRow(location, partial(parse_row, stripped, location) if size <= limit else refused)
             rows += 1
