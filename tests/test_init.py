@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sftron.__main__ import main
+from sftron.commands.arguments import writing
 from sftron.config import load_config
 from sftron.data.sources import open_source
 from sftron.report.counts import LengthCount
@@ -248,3 +250,65 @@ def test_arguments_that_do_not_go_together_are_refused(capfd: pytest.CaptureFixt
         with pytest.raises(SystemExit, match="2"):
             main(["init", *arguments])
         assert "give DATA and MODEL, or --quickstart" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("chats.jsonl", "init: chats.jsonl is a file, not the folder of a model; the order is DATA MODEL\n"),
+        ("model", "model.path: model is no local folder (./ has models"),
+        ("models/tinny", "models/tinny is no local folder (models/ has tiny ...), and it cannot be downloaded"),
+        ("no model", "cannot be downloaded from the Hub: it is no Hub id (owner/name)\n"),
+        ("no/model", "no/model is no local folder, and it cannot be downloaded from the Hub: it is not in the cache"),
+        ("no_tokenizer", "no_tokenizer has no tokenizer.json; copy the tokenizer's files from the original model\n"),
+    ],
+)
+def test_the_message_for_a_wrong_model_names_what_is_there(
+    home: Path, model: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (home / "no_tokenizer").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(home / "models" / "tiny" / name, home / "no_tokenizer")
+    assert main(["init", str(write("chats.jsonl")), model]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_reported_before_the_data_is_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sftron.commands.init.os.access", lambda *_: False)
+    assert main(["init", "none.jsonl", "models/tiny", "--out", "x.yaml"]) == 2
+    message = "x.yaml cannot be written: Permission denied; choose another place with --out\n"
+    assert capfd.readouterr().err == f"sftron init: {message}"
+
+    def fail(file: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.undo()
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert main(["init", str(write_csv(Path("a.csv"), "prompt", "completion")), "models/tiny", "--out", "x.yaml"]) == 2
+    assert message in capfd.readouterr().err
+    monkeypatch.setattr(Path, "mkdir", fail)
+    assert main(["init", "--quickstart"]) == 2
+    assert f"{home} cannot be written: Permission denied; run this in another folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "is_worded"),
+    [
+        (PermissionError(13, "Permission denied", "out/.x.yaml.21918"), True),
+        (PermissionError(13, "Permission denied", "out/x.yaml.tmp-ce8356cf/model.safetensors"), True),
+        (PermissionError(13, "Permission denied", "out"), True),
+        (OSError(28, "No space left on device"), True),
+        (PermissionError(13, "Permission denied", "data/x.yaml"), False),
+        (PermissionError(13, "Permission denied", "out/x.yamlike"), False),
+        (ConnectionError("the Hub"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+    ],
+)
+def test_an_error_of_writing_names_the_path_that_was_given_and_others_stay(error: OSError, is_worded: bool) -> None:
+    with pytest.raises(OSError) as raised, writing(Path("out/x.yaml")):  # noqa: PT011
+        raise error
+    worded = f"out/x.yaml cannot be written: {error.strerror}; choose another place with --out"
+    assert str(raised.value) == (worded if is_worded else str(error))

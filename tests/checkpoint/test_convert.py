@@ -90,6 +90,8 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     broken = shutil.copytree(model_folder, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
     assert "sftron convert: " in refused(broken, target)
+    below = model_folder / "config.json" / "x"
+    assert f"{below} cannot be written: Not a directory; choose another TARGET" in refused(model_folder, below)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "checkpoint", "other"]
 
 

@@ -216,7 +216,12 @@ def test_what_cannot_be_plotted_is_refused(tmp_path: Path, capsys: pytest.Captur
     for arguments, problem in (
         ([tmp_path], f"{tmp_path} is not a run directory"),
         ([folder, tmp_path / "link"], "a run is given twice"),
-        ([folder, "--out", file / "x"], str(file)),
+        (
+            [folder, "--out", file / "x"],
+            f"{file}/x cannot be written: Not a directory; choose another place with --out",
+        ),
+        ([folder, "--out", file], f"{file} cannot be written: File exists; choose another place with --out"),
+        ([folder, "--out", tmp_path / "out", "--json", file / "x"], "choose another place with --json"),
     ):
         assert main([str(each) for each in arguments]) == 2
         assert problem in capsys.readouterr().err

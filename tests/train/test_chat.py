@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sftron.commands import generate
+from sftron.checkpoint.model_folder import check_files, read_config
+from sftron.commands import check, convert, generate
 from sftron.data.types import Message, Role
 from sftron.models.generation import Sampler, greedy_generate, most_likely
 from sftron.train.exports.chat import Chat, ChatModel, open_chat_model, stream_text
@@ -127,6 +130,30 @@ def test_an_export_its_checkpoint_and_its_run_directory_give_the_same_answers(
     assert "does not have the manifest's sha256" in capfd.readouterr().err
     assert generate.main(["--model", str(tmp_path / "nothing"), "--prompt", "Hi"]) == 2
     assert "give an exported model, a checkpoint, or a run directory" in capfd.readouterr().err
+
+
+def test_a_run_directory_in_place_of_a_model_is_named_with_what_it_has_saved(
+    tmp_path: Path, finished: FinishedRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, nothing_saved = shutil.copytree(finished.folder, tmp_path / "run", symlinks=True), "continue it with"
+    converted = f"convert a checkpoint in {run}/checkpoints (`sftron convert`)"
+
+    def refused(command: Callable[[list[str]], int], *arguments: str) -> str:
+        assert command([*arguments]) == 2
+        return capfd.readouterr().err
+
+    for read in (check_files, read_config):
+        with pytest.raises(ValueError, match=re.escape(f"{run}: is a run directory; give its export {run}/latest, or")):
+            read(run)
+    assert f"{run}/latest, or {converted}\n" in refused(convert.main, str(run), str(tmp_path / "x"))
+    (run / "latest").unlink()
+    assert f"{run}: is a run directory; {converted}\n" in refused(check.main, "--model", str(run))
+    shutil.rmtree(run / "checkpoints")
+    for has_folder in (False, True):
+        if has_folder:
+            (run / "checkpoints").mkdir()
+        assert nothing_saved in refused(generate.main, "--model", str(run), "--prompt", "Hi")
+        assert nothing_saved in refused(convert.main, str(run), str(tmp_path / "x"))
 
 
 def test_what_cannot_be_done_is_refused_in_a_line(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sftron.commands import inspect
 from sftron.commands import verify as verify_run
 from sftron.config import load_config
 from sftron.data import prepare as preparation_module
@@ -317,6 +318,27 @@ def test_the_tool_writes_table_page_and_json_with_a_remedy_and_leaves_the_run_di
     assert [check["status"] for check in written["checks"]] == ["fail", "pass"]
     assert verify_run.main(["--config", str(file), "--only", "masks"]) == 0
     assert "All 1 checks passed" in page.read_text()
+
+
+def test_verify_and_inspect_make_the_folders_of_their_reports_and_name_a_file_that_cannot_be_written(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    config = ["--config", str(config_file(home, tmp_path))]
+    verify, inspection = ["--only", "masks"], ["--packs", "2", "--rows", "9"]
+    for command, arguments, options in (
+        (verify_run.main, verify, ("--html", "--card", "--json")),
+        (inspect.main, inspection, ("--html", "--picture", "--json")),
+    ):
+        folder = tmp_path / arguments[0]
+        files = [(option, str(folder / option / "x")) for option in options]
+        assert command([*config, *arguments, *(each for pair in files for each in pair)]) == 0
+        assert all(Path(file).stat().st_size > 100 for _, file in files)
+        for option in options:
+            below = tmp_path / "file" / "x"
+            assert command([*config, *arguments, option, str(below)]) == 2
+            expected = f"{below} cannot be written: File exists; choose another place with {option}\n"
+            assert capsys.readouterr().err == expected
 
 
 def test_a_bad_row_an_unknown_check_and_a_typo_are_status_2_and_a_message(

@@ -3,6 +3,8 @@
 The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
 """
 
+import contextlib
+import difflib
 import json
 import math
 import stat
@@ -34,6 +36,7 @@ _LIMITS = {
     "*": _MAX_FILE_BYTES,
 }
 """The maximum size of a file, by the first pattern that matches its name."""
+NOTHING_SAVED = "is a run directory that has saved no checkpoint and no export yet; continue it with `sftron train`"
 
 
 def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
@@ -48,6 +51,9 @@ def local_folder(path: str, *, with_weights: bool = True, download: bool = True)
     """
     if Path(path).is_dir():
         return Path(path)
+    what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
+    if Path(path).exists():
+        raise ValueError(f"{what} is a file, not the folder of a model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -57,12 +63,46 @@ def local_folder(path: str, *, with_weights: bool = True, download: bool = True)
         options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"]}
         return Path(snapshot_download(path, **options, local_files_only=not download))
     except (OSError, HFValidationError) as error:
-        what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
-        raise ValueError(f"{what} is no local folder, and it cannot be downloaded from the Hub: {error}") from error
+        problem = f"is no local folder{_near(Path(path))}, and it cannot be downloaded from the Hub"
+        raise ValueError(f"{what} {problem}: {_hub_reason(error)}") from error
+
+
+def _near(path: Path) -> str:
+    """Returns the folders next to the path with the most similar names, or the first ones, in parentheses."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(each.name for each in path.parent.iterdir() if each.is_dir() and each.name[0] != ".")
+    likely = difflib.get_close_matches(path.name, names, n=3) or names[:3]
+    more = " ..." if len(names) > len(likely) else ""
+    return f" ({path.parent}/ has {', '.join(likely)}{more})" if likely else ""
+
+
+def _hub_reason(error: Exception) -> str:
+    """Returns in a few words why a model cannot be downloaded."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, HFValidationError):
+        return "it is no Hub id (owner/name)"
+    if isinstance(error, GatedRepoError):
+        return "request access on its page, and log in (`hf auth login`)"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private (`hf auth login`)"
+    if isinstance(error, LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        return f"it is not in the cache, and {why}"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def check_files(folder: Path) -> None:
-    """Raises ValueError if a file is implausibly large or not a regular file, or is a link out of the folder."""
+    """Raises ValueError if a file is implausibly large or not a regular file, or is a link out of the folder, or if the
+    folder is a run directory."""
+    _require_no_run(folder)
     patterns = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)
     for path in _matching(folder, patterns):
         if path.is_dir() or not path.exists():
@@ -74,6 +114,23 @@ def check_files(folder: Path) -> None:
         limit = next(limit for pattern, limit in _LIMITS.items() if path.match(pattern))
         if status.st_size > limit:
             raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
+
+
+def is_run_directory(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "lock").is_file() and not (folder / "config.json").exists()
+
+
+def _require_no_run(folder: Path) -> None:
+    """Raises ValueError with the folders to give instead if `folder` is a run directory."""
+    if not is_run_directory(folder):
+        return
+    export, checkpoints = folder / "latest", folder / "checkpoints"
+    remedies = [f"give its export {export}"] if export.is_dir() else []
+    if any(each.name.removeprefix("step-").isdecimal() for each in checkpoints.glob("step-*")):
+        remedies.append(f"convert a checkpoint in {checkpoints} (`sftron convert`)")
+    if remedies:
+        raise ValueError(f"{folder}: is a run directory; {', or '.join(remedies)}")
+    raise ValueError(f"{folder}: {NOTHING_SAVED}")
 
 
 def require_inside(folder: Path, path: Path) -> None:
@@ -128,8 +185,9 @@ def read_config(folder: Path) -> LlamaConfig:
     """Returns the architecture of the model in `folder`.
 
     Raises:
-        ValueError: The config has unsupported values; the message lists all of them.
+        ValueError: The config has unsupported values; the message lists all of them. Or the folder is a run directory.
     """
+    _require_no_run(folder)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise ValueError(
             f"{folder}: is an adapter, not a whole model; merge it into its base (`sftron convert`), or "

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +35,32 @@ def add_reports(parser: argparse.ArgumentParser, html: str | None = "write the p
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Writes a report, if a file is wanted. Raises OSError."""
+    """Writes a report and makes its folder, if a file is wanted. Raises OSError."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(path: Path, remedy: str = "choose another place with --out") -> Iterator[None]:
+    """Words an OSError of writing to `path`, to its temporary files, its parents or its contents.
+
+    An OSError of another file, such as one that is read, is raised as it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or not _belongs_to(path, error):
+            raise
+        raise OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
+
+
+def _belongs_to(path: Path, error: OSError) -> bool:
+    if error.filename is None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    path, other = path.absolute(), Path(str(error.filename)).absolute()
+    is_temporary = str(other).startswith((f"{path}.", f"{path.parent / ('.' + path.name)}."))
+    return is_temporary or other.is_relative_to(path) or path.is_relative_to(other)
 
 
 def integers(text: str) -> list[int]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sftron.commands.arguments import writing
 from sftron.errors import refuse, show
 from sftron.report.terminal import wants_color
 from sftron.verify.table import Check, RunReport, Table
@@ -23,17 +24,23 @@ class ShownTable:
         self._show(*self._table.row(check))
 
     def finish(self, report: RunReport, files: Mapping[Path | None, Callable[[], str]], json_file: Path | None) -> int:
-        """Prints the verdict and writes the files; one without a path is not wanted. Returns the exit status."""
+        """Prints the verdict and writes the files: those of --html, --card and --json, in this order.
+
+        A file without a path is not wanted. Returns the exit status.
+        """
         self._show(*self._table.verdict(report))
-        as_json = {json_file: lambda: json.dumps(report.as_dict(), indent=2) + "\n"}
+        as_json = (json_file, lambda: json.dumps(report.as_dict(), indent=2) + "\n")
+        options = ("--html", "--card")[: len(files)]
         try:
-            for path, text in {**files, **as_json}.items():
+            for option, (path, text) in zip((*options, "--json"), (*files.items(), as_json), strict=True):
                 if path is not None:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(text(), encoding="utf-8")
+                    content = text()
+                    with writing(path, f"choose another place with {option}"):
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        path.write_text(content, encoding="utf-8")
                     show(f"\nwritten: {path}")
         except OSError as error:
-            return refuse(error, "the report cannot be written")
+            return refuse(error)
         return 0 if report.passed else 1
 
     def _show(self, *lines: str) -> None:

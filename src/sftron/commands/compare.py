@@ -11,7 +11,7 @@ Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
 import argparse
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import make_parser, writing
 from sftron.errors import refuse, show
 
 
@@ -34,7 +34,12 @@ def main(arguments: list[str]) -> int:
         if len({folder.resolve() for folder in options.runs}) < len(options.runs):
             raise ValueError(f"a run is given twice: {', '.join(map(str, options.runs))}; give each run once")
         comparison = compare(options.title, [read_run(folder) for folder in options.runs])
-        page = comparison.write(options.out, json_copy=options.json)
+        with writing(options.out):
+            page = comparison.write(options.out)
+        if options.json:
+            with writing(options.json, "choose another place with --json"):
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(comparison.as_json(), encoding="utf-8")
     except (ValueError, OSError) as error:
         return refuse(error, "sftron compare")
     show(f"{comparison.as_text()}\n\nreport     {page}")

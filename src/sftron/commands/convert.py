@@ -15,7 +15,7 @@ source cannot be read or the target cannot be written.
 import argparse
 from pathlib import Path
 
-from sftron.commands.arguments import integers, make_parser, write_json
+from sftron.commands.arguments import integers, make_parser, write_json, writing
 from sftron.errors import refuse, show
 
 
@@ -57,17 +57,20 @@ def main(arguments: list[str]) -> int:
     from sftron.train.exports.conversion import convert
 
     try:
-        num_tensors, different = convert(
-            options.source,
-            options.target,
-            model=options.model,
-            merge=options.merge,
-            dtype=options.dtype and getattr(torch, options.dtype),
-            stop_token_ids=options.stop_token_ids,
-            overrides=overrides,
-        )
+        with writing(options.target, "choose another TARGET"):
+            num_tensors, different = convert(
+                options.source,
+                options.target,
+                model=options.model,
+                merge=options.merge,
+                dtype=options.dtype and getattr(torch, options.dtype),
+                stop_token_ids=options.stop_token_ids,
+                overrides=overrides,
+            )
         found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
-        write_json(options.json, found)
+        if options.json:
+            with writing(options.json, "choose another place with --json"):
+                write_json(options.json, found)
     except (ValueError, OSError) as error:
         return refuse(error, "sftron convert")
     show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")

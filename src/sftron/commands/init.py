@@ -9,11 +9,12 @@ Exit status: 0, or 2 if the data or the model cannot be trained on, or a file wo
 """
 
 import argparse
+import errno
 import os
 import shutil
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import make_parser, writing
 from sftron.errors import refuse, show
 
 _STARTER = Path(__file__).parents[1] / "starter"
@@ -37,15 +38,26 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
         if options.quickstart:
-            copy_quickstart(Path())
+            with writing(Path.cwd(), "run this in another folder"):
+                copy_quickstart(Path())
         else:
+            if Path(options.model).is_file():
+                raise ValueError(f"{options.model} is a file, not the folder of a model; the order is DATA MODEL")
             # Imported here, so that --help takes no time.
             from sftron.train.start.first_config import write_first_config
 
-            write_first_config(options.data, options.model, options.out)
+            with writing(options.out):
+                require_writable(options.out)
+                write_first_config(options.data, options.model, options.out)
     except (ValueError, OSError) as error:
         return refuse(error, "sftron init")
     return 0
+
+
+def require_writable(file: Path) -> None:
+    """Raises PermissionError if the file's folder cannot be written, before all the data is read."""
+    if file.parent.is_dir() and not os.access(file.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def copy_quickstart(folder: Path) -> None:

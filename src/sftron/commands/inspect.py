@@ -13,7 +13,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from sftron.commands.arguments import OVERRIDES, make_parser, write_json
+from sftron.commands.arguments import OVERRIDES, make_parser, write_json, writing
 from sftron.config import load_config
 from sftron.errors import refuse, show
 
@@ -75,14 +75,20 @@ def main(arguments: list[str]) -> int:
     show(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="", is_visible=True)
     try:
         if options.html:
-            inspection.write_html(options.html)
+            with writing(options.html, "choose another place with --html"):
+                options.html.parent.mkdir(parents=True, exist_ok=True)
+                inspection.write_html(options.html)
             show(f"\nwritten: {options.html}")
         if options.picture:
             first = next(iter(run_data.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
             picture = pack_picture(first, preparation.chat_tokenizer.decode, locate=locate)
-            options.picture.write_text(picture, encoding="utf-8")
+            with writing(options.picture, "choose another place with --picture"):
+                options.picture.parent.mkdir(parents=True, exist_ok=True)
+                options.picture.write_text(picture, encoding="utf-8")
             show(f"\nwritten: {options.picture}")
-        write_json(options.json, inspection.audit.as_dict())
+        if options.json:
+            with writing(options.json, "choose another place with --json"):
+                write_json(options.json, inspection.audit.as_dict())
     except OSError as error:
-        return refuse(error, "the report cannot be written")
+        return refuse(error)
     return 1 if inspection.problems else 0

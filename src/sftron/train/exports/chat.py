@@ -20,7 +20,7 @@ from sftron.checkpoint.checkpoint import (
 from sftron.checkpoint.convert import lora_of, read_trained_adapter, require_base
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import check_files, local_folder, read_config
+from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, local_folder, read_config
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
 from sftron.data.chat import pretrained
@@ -51,7 +51,8 @@ def open_chat_model(path: Path, *, dtype: torch.dtype, device: torch.device | st
 
     Raises ValueError if `path` is none of them, or is damaged.
     """
-    folder = _newest_of_run(path) if (path / "checkpoints").is_dir() else path
+    is_run = (path / "checkpoints").is_dir() or is_run_directory(path)
+    folder = _newest_of_run(path) if is_run else path
     is_checkpoint = (folder / MANIFEST).is_file()
     model, chat_tokenizer, stop_ids = (_open_checkpoint if is_checkpoint else _open_export)(folder, device)
     eos = chat_tokenizer.tokenizer.eos_token_id
@@ -67,7 +68,7 @@ def _newest_of_run(run: Path) -> Path:
     if exported.is_dir() and (int(step) if step.isdecimal() else -1) >= newest:
         return exported
     if newest < 0:
-        raise ValueError(f"{run} has no checkpoint and no export yet")
+        raise ValueError(f"{run}: {NOTHING_SAVED}")
     return run / "checkpoints" / f"step-{newest}"
 
 
