@@ -39,8 +39,11 @@ WALL_SECONDS = 1800.0
 BYTES = 2**30
 """The memory that templates may use in addition to the process's own; a conversation of 4 MiB uses a tenth of it."""
 _MOST_CHARACTERS = 2**24
-_MAIN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-"""One of these files is in the folder of almost every tokenizer."""
+_MAIN_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
+"""The folder of a tokenizer has one of these files."""
 _TEXTS = [character * 500 + "!0" for character in (*string.printable, "é", "中")]
 """Words that a regular expression may split in 2^500 ways; the digit is for expressions that need one to start."""
 _ROUND = (Message(Role.USER, "Why? " * 200), Message(Role.ASSISTANT, "So. " * 200))
@@ -68,14 +71,13 @@ def load_chat_tokenizer(
     """
     from transformers import AddedToken, AutoTokenizer  # slow to import
 
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in _MAIN_FILES):
+        # Some versions of transformers would make an empty tokenizer.
+        raise ValueError(f"{path} has no {_MAIN_FILES[0]}; copy the tokenizer's files from the original model")
     try:
         # By default, transformers may prompt on the terminal for permission to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
-        if Path(path).is_dir() and not any((Path(path) / name).exists() for name in _MAIN_FILES):
-            raise ValueError(
-                f"{path} has no {_MAIN_FILES[0]}; copy the tokenizer's files from the original model"
-            ) from error
         remedy = "; check its tokenizer.json, tokenizer_config.json and config.json" if Path(path).is_dir() else ""
         raise ValueError(
             f"no tokenizer can be loaded from {path}: {' '.join(str(error).split()).rstrip('.')}{remedy}"
