@@ -78,7 +78,8 @@ def device(text: str) -> torch.device:
     try:
         torch.empty(0, device=text)
     except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
-        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from None
+        problem = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text}: {problem}; give cpu, or cuda where there is a GPU") from None
     return torch.device(text)
 
 
