@@ -1,6 +1,5 @@
 """Adapters of the fused linear layers against peft, on equal weights and equal A, B and magnitudes, in fp32."""
 
-import copy
 import json
 from itertools import product
 from typing import Any
@@ -35,7 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("Granite code", {"target_modules": ALL_LINEAR}),
     "qkv biases": ("Qwen 2", {"target_modules": QV}),
     "one layer": ("Llama 3", {"target_modules": r"model\.layers\.1\..*proj"}),
-    "rank 1": ("Llama 3", {"target_modules": ALL_LINEAR, "r": 1}),
+    # The same scale as with rank 4; with 6, rounding alone makes errors near the bound on some processors.
+    "rank 1": ("Llama 3", {"target_modules": ALL_LINEAR, "r": 1, "lora_alpha": 1.5}),
     "rank above alpha": ("Llama 3", {"target_modules": ALL_LINEAR, "r": 12, "lora_alpha": 3}),
     "ranks and alphas": (
         "Llama 3",
@@ -133,10 +133,6 @@ def loss_of(logits: Tensor, seed: int = 0) -> Tensor:
     return F.cross_entropy(logits, targets)
 
 
-def relative_error(tensor: Tensor, reference: Tensor) -> float:
-    return ((tensor - reference).norm() / reference.norm()).item()
-
-
 def trained_natively(model: LlamaForSFT) -> dict[str, torch.nn.Parameter]:
     return {peft_name(name): each for name, each in model.named_parameters() if each.requires_grad}
 
@@ -154,18 +150,14 @@ def test_logits_and_gradients_are_those_of_peft_and_no_other_parameter_has_one(c
     assert (expected_logits - base_logits).abs().max() > 0.1 * base_logits.abs().max()
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5 * expected_logits.abs().max().item())
 
-    exact = copy.deepcopy(reference).double()
-    for each in (logits, expected_logits, expected_logits_of(exact)):
-        loss_of(each).backward()
+    loss_of(logits).backward()
+    loss_of(expected_logits).backward()
     gradients: dict[str, Any] = {peft_name(n): p.grad for n, p in native.named_parameters() if p.grad is not None}
     expected: dict[str, Any] = {name: parameter.grad for name, parameter in trained(reference).items()}
     assert gradients.keys() == expected.keys()
-    true_gradients: dict[str, Any] = {name: parameter.grad for name, parameter in trained(exact).items()}
-    # With rank 1, the rounding of some processors alone makes an error near 1e-5, in peft as well.
-    allowed = max(1e-5, 4 * max(relative_error(expected[name], each) for name, each in true_gradients.items()))
-    for name, gradient in true_gradients.items():
+    for name, gradient in expected.items():
         assert gradient.norm() > 0, name
-        assert relative_error(gradients[name], gradient) <= allowed, name
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 STEPPED = ["all layers", "q and v", "Qwen 3", "ranks and alphas", "rslora", "dora with biases", "tied embeddings"]
