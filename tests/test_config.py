@@ -69,7 +69,7 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     ("model:", "expert: 1\nmodel:", ":3: expert ... the keys here are general,"),
     ("model:", "lora: {r: 8}\nmodel:", ":3: lora.r ... write lora.rank"),
     ("model:", "adapter: qlora\nmodel:", ":3: adapter ... write a section lora"),
-    (MODEL, f"{MODEL}\n  rank: 8", ":5: model.rank ... did you mean lora.rank?"),
+    (MODEL, f"{MODEL}\n  rank: 8", ":5: model.rank ... write lora.rank"),
     ("model:", "lora: {rnk: 8}\nmodel:", ":3: lora.rnk ... did you mean rank?"),
     ("data:", "data:\n  packing: true", ":6: data.packing ... conversations are always packed; data.packing.strat"),
     ("optimizer:", "data.num_workers: 2\noptimizer:", ":11: data.num_workers ... write data.num_workers nested"),
@@ -188,6 +188,38 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     ("optimizer:", "evaluation: &a {}\ncheckpoints: *a\noptimizer:", ":12: is not YAML ... only short single values"),
     ("1e-5", "!!python/object/apply:os.getcwd []", ":12: is not YAML ... os.getcwd is not read here"),
     ("1e-5", "[1e-5", ":13: is not YAML ... expected ',' or ']'"),
+    # One item where a list is wanted.
+    (
+        ROWS,
+        "path: chats.jsonl",
+        ':6: data.datasets ... write a dash and a space before the first key of each item, as "- ',
+    ),
+    (f"    {ROWS}", "   -path: chats.jsonl", ':6: data.datasets ... of each item, as "- path: ..."'),
+    (
+        "data:",
+        "data:\n  train_on_roles: answer",
+        ":6: data.train_on_roles ... reasoning, tool_call, user, system or tool; write [answer]",
+    ),
+    (LR, f"{LR}\n  betas: 0.9, 0.95", ":13: optimizer.betas ... below 1; write [0.9, 0.95]"),
+    # Indentation: the line, the column and the word.
+    (
+        MODEL,
+        f"{MODEL}\n   loss: native",
+        ":5: is not YAML ... column 4, 'loss': it is read as a part of the value above;",
+    ),
+    (
+        MODEL,
+        f"{MODEL}\n loss: native",
+        ":5: is not YAML ... column 2, 'loss': its indentation is that of no key above;",
+    ),
+    (MODEL, f"{MODEL}\n\tloss: native", ":5: is not YAML ... column 2, 'loss': a tab; indent with spaces"),
+    (
+        ROWS,
+        f"{ROWS}\n       split: a",
+        ":8: is not YAML ... column 8, 'split': it is read as a part of the value above;",
+    ),
+    (ROWS, f"{ROWS}\n     split: a", ":8: is not YAML ... column 6, 'split': its indentation is that of no key above;"),
+    (MODEL, "path: a: b", ":4: is not YAML ... column 9, 'a': mapping values are not allowed here; put quotes around"),
     ("demo", "de\x07mo", ":2: is not YAML ... the character 7 is not allowed"),
     ("1e-5", "[" * 5000, ":1: is not YAML ... nested too deeply"),
 ]
@@ -268,7 +300,7 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
     [
         ("optimizer.eps=1", "", "wanted --section.key=value"),
         ("--optimizer.eps", "", "wanted --section.key=value"),
-        ("--optimizer.epz=1", "optimizer.epz: ", "did you mean eps?"),
+        ("--optimizer.epss=1", "optimizer.epss: ", "did you mean eps?"),
         ("--optimizer.eps=a", "optimizer.eps: ", 'found "a" (text); wanted a number above 0'),
         ("--data.datasets.1.path=x", "data.datasets: ", "no item 1; wanted an index below 1"),
         ("--tokens.train_steps.x=1", "tokens.train_steps: ", "is 100 (a whole number), which holds no keys"),
@@ -421,7 +453,8 @@ def test_what_was_built_in_code_is_checked_as_well():
 def test_the_answer_to_another_trainers_key_names_keys_that_there_are():
     sections = "|".join(keys_of(Config))
     for name, sentence in OTHER_TRAINERS.items():
-        assert suggest_key((name,)) == suggest_key(("data", "datasets", 0, name)) == sentence
+        path = tuple(name.split("."))
+        assert suggest_key(path) == suggest_key(("data", "datasets", 0, *path)) == sentence
         for key in re.findall(rf"\b(?:{sections})\.[a-z_.]+[a-z]", sentence):
             path = tuple(key.split("."))
             assert locate(path)[0] == path, f"{key} is no key"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import cache
+from os.path import commonprefix
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -101,7 +102,7 @@ def words_of(annotation: Any) -> str:
     return {bool: "true or false", NoneType: "null"}[annotation]
 
 
-def dotted(path: KeyPath) -> str:
+def dotted(path: Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
@@ -123,35 +124,43 @@ def describe_value(value: Any) -> str:
 
 
 def suggest_key(path: KeyPath) -> str:
-    """Returns advice for an unknown key.
+    """Returns advice for an unknown key, or the keys of its section if there is none.
 
-    It suggests a similar key of this section or of another one, or the replacement for a key of another trainer. If
-    there is none, it lists the keys of this section.
+    Advice is a key of which this one is a misspelling, a key that has this name in another section, or the replacement
+    for a key of another trainer. A key of another section must have a name of several words: one word, such as `name`
+    or `path`, means something else in each section.
     """
     name = str(path[-1])
     parent = locate(path[:-1])[1]
     section = Config if parent is None else section_in(parent.annotation)
     here = [] if section is None else list(keys_of(section))
-    everywhere = list(_all_keys(Config))
+    everywhere = _every_key()
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
-    if name in OTHER_TRAINERS:
-        return OTHER_TRAINERS[name]
-    if nearest := _slip_of(name, here):
-        return f"did you mean {nearest}?"
-    if nearest := _slip_of(name, [key.rsplit(".", 1)[-1] for key in everywhere]):
-        return f"did you mean {' or '.join(key for key in everywhere if key.endswith('.' + nearest))}?"
-    return f"the keys here are {', '.join(here)}"
+    qualified = dotted([part for part in path if isinstance(part, str)][-2:])
+    if replacement := OTHER_TRAINERS.get(qualified, OTHER_TRAINERS.get(name)):
+        return replacement
+    nearest = [key for key in here if _is_slip(name, key)]
+    nearest = nearest or [key for key in everywhere if "_" in (last := key.rsplit(".", 1)[-1]) and _is_slip(name, last)]
+    return f"did you mean {' or '.join(nearest)}?" if nearest else f"the keys here are {', '.join(here)}"
 
 
-def _slip_of(name: str, keys: Sequence[str]) -> str | None:
-    """Returns the key of which the name is probably a typing error; None if there is none.
+def _is_slip(name: str, key: str) -> bool:
+    """Returns whether at most one letter of the key was changed, added, left out or swapped with the next one.
 
-    Such a key has a similarity of 0.8 or more (`lora` and `load` have less), or differs in one letter.
+    With one changed letter, a name of up to five letters is often another word: stage and state, data and date.
     """
-    nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.8)
-    one_letter = (key for key in keys if len(key) == len(name) and sum(map(str.__ne__, key, name)) == 1)
-    return nearest[0] if nearest else next(one_letter, None)
+    num_equal = len(commonprefix([name, key]))  # noqa: RUF071  of characters, not of folders
+    name_rest, key_rest = name[num_equal:], key[num_equal:]
+    changed = len(name) > 5 and name_rest[1:] == key_rest[1:]
+    added, left_out = name_rest[1:] == key_rest, name_rest == key_rest[1:]
+    swapped = name_rest[1::-1] + name_rest[2:] == key_rest
+    return len(name) > 2 and (changed or added or left_out or swapped)
+
+
+@cache
+def _every_key() -> tuple[str, ...]:
+    return tuple(_all_keys(Config))
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
@@ -164,14 +173,15 @@ def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 _REPLACEMENTS = """
 adapter peft peft_config use_peft qlora = write a section lora: {rank: 16}; for QLoRA, also model.frozen_dtype: nf4
-r lora_r lora_rank = write lora.rank
-lora_alpha = write lora.alpha
-lora_dropout = only lora.dropout: 0 is supported, which is the default: remove the key
+finetuning_type = write a section lora: {rank: 16} to train adapters; without it, all weights are trained
+r rank lora_r lora_rank = write lora.rank
+alpha lora_alpha = write lora.alpha
+lora_dropout dropout = only lora.dropout: 0 is supported, which is the default: remove the key
 target_modules lora_target_modules = write lora.targets: all-linear, a list of names or a regular expression
 lora_target_linear = write lora.targets: all-linear, which is the default
 layers_to_transform layers_pattern exclude_modules peft_layers_to_transform = write lora.targets, a regular expression
-use_rslora peft_use_rslora = write lora.rslora
-use_dora peft_use_dora = write lora.dora
+rslora use_rslora peft_use_rslora = write lora.rslora
+dora use_dora peft_use_dora = write lora.dora
 lora_modules_to_save trainable_token_indices = write lora.modules_to_save, a list of embed_tokens or lm_head
 init_lora_weights peft_init_lora_weights = write lora.init, default or gaussian
 lora_model_dir adapter_name_or_path = write lora.adapter, the folder of the adapter to go on from
@@ -181,6 +191,7 @@ lora_target_parameters target_parameters = only linear layers have adapters, by 
 bias lora_bias = biases are not trained with lora: remove the key
 task_type lora_task_type peft_type = adapters are always LoRA for a causal language model: remove the key
 fan_in_fan_out lora_fan_in_fan_out = the layout of weights is known: remove the key
+relora use_galore use_badam = the adapters are LoRA, rsLoRA and DoRA: remove the key
 loraplus_lr_ratio = A and B have one rate, optimizer.learning_rate: remove the key
 load_in_4bit bnb_4bit_quant_type bnb_config_kwargs quantization_config = write model.frozen_dtype: nf4, with lora
 bnb_4bit_compute_dtype bnb_4bit_quant_storage = write model.compute_dtype; model.frozen_dtype is the type of storage
@@ -188,49 +199,63 @@ bnb_4bit_use_double_quant use_bnb_nested_quant = write model.frozen_dtype: nf4
 load_in_8bit = there are no 8-bit weights: write model.frozen_dtype: bfloat16 or nf4, with lora
 push_to_hub hub_model_id = write hub.push_to, the name of the repository, and hub.every
 report_to use_wandb use_tensorboard use_mlflow = write logging.to, a list of wandb, trackio, tensorboard or mlflow
+wandb = write the section logging.wandb
 wandb_project = write logging.wandb.project
-optim optimizer = AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas; optimizer.state is fp32 or 8bit
-early_stopping early_stopping_patience = write evaluation.patience and evaluation.metric
+optim optimizer optimizer.type optimizer.name optimizer_name = \
+AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas; optimizer.state is fp32 or 8bit
+patience early_stopping early_stopping_patience = write evaluation.patience and evaluation.metric
 load_best_model_at_end metric_for_best_model = checkpoints.keep_best keeps the best checkpoint
 max_length max_seq_length model_max_length sequence_len cutoff_len = write tokens.sequence_length; see data.overlong too
 packing sample_packing padding_free = conversations are always packed; data.packing.strategy is pool, minibatch or none
 epochs num_epochs num_train_epochs max_steps = write tokens.train_epochs, or tokens.train_steps
+evaluation.batch_size per_device_eval_batch_size eval_batch_size = write evaluation.tokens_per_batch, in tokens
 batch_size per_device_train_batch_size = write tokens.micro_batch_size; a pack is tokens.sequence_length times as long
 gradient_accumulation_steps = write tokens.batch_accumulation_per_replica
-lr lr_scheduler lr_scheduler_type = write optimizer.learning_rate, its peak, and optimizer.schedule
+lr schedule lr_scheduler lr_scheduler_type = write optimizer.learning_rate, its peak, and optimizer.schedule
+seed = write general.seed
+betas adam_beta1 adam_beta2 = write optimizer.betas, a list of both
+eps adam_epsilon adam_eps = write optimizer.eps
 warmup_ratio = write optimizer.warmup_steps, in steps
 bf16 fp16 dtype torch_dtype = write model.compute_dtype, bfloat16 or float32; trained weights are float32
 assistant_only_loss completion_only_loss train_on_inputs = write data.train_on_completions_only
 roles_to_train = write data.train_on_roles
-base_model model_name_or_path = write model.path, a folder or a Hub id
-train_dataset dataset_name dataset = write data.datasets, a list with the path of each data set
-type field_messages dataset_text_field = a data set's format is detected, or named by format; columns renames columns
-eval_dataset val_set_size test_datasets = write evaluation.share for rows held out of the data, or evaluation.datasets
+base_model model_name_or_path model_name model_id model.name model.id = write model.path, a folder or a Hub id
+train_dataset dataset_name dataset datasets data_files data.path = \
+write data.datasets, a list with the path of each data set
+datasets.type field_messages dataset_text_field = \
+a data set's format is detected, or named by format; columns renames columns
+eval_dataset evaluation.dataset val_set_size val_size test_datasets = \
+write evaluation.share for rows held out of the data, or evaluation.datasets
 eval_strategy eval_steps = write evaluation.interval
 save_steps save_strategy = write checkpoints.interval, in steps
 save_total_limit = write checkpoints.keep_last
 resume_from_checkpoint = the same command resumes by itself; checkpoints.resume names another checkpoint
 logging_steps = write logging.interval
 gradient_checkpointing activation_offloading = write model.activation_checkpointing: none, selective or full
-attn_implementation flash_attention = write model.attention; auto takes the fastest
-torch_compile = write model.compile: auto, on or off
+attention attn_implementation flash_attention flash_attn = write model.attention; auto takes the fastest
+compile torch_compile = write model.compile: auto, on or off
 use_liger_kernel = write model.loss: liger
-deepspeed fsdp fsdp_config = write parallelism.dp_shard and parallelism.dp_replicate
-tensor_parallel_size = there is no tensor parallelism: a model is sharded by parallelism.dp_shard
+dp deepspeed fsdp fsdp_config = write parallelism.dp_shard and parallelism.dp_replicate
+tp pp cp ep tensor_parallel_size context_parallel_size = \
+there is no tensor, pipeline, context or expert parallelism: a model is sharded by parallelism.dp_shard
 dataset_num_proc = rows are tokenized while training, by data.num_workers processes a rank
 neftune_noise_alpha = noise on embeddings is not supported: remove the key
 trust_remote_code = code in a model's folder is never run: remove the key
+template = write tokenizer.chat_template; without it, the model's own template is taken
+stage = every run is supervised fine-tuning (SFT): remove the key
 special_tokens = write tokenizer.add_tokens, a list of control tokens
 eos_token pad_token = the template's own stop tokens are found, and packs need no padding: remove the key
 """
-"""Well-known keys of TRL, peft, axolotl and transformers, and their replacements; docs/migrating.md has all."""
+"""Well-known keys of other trainers, and their replacements; docs/migrating.md has all.
+
+`optimizer.type` is `type` in the section optimizer only. `seed` is a key, and this is its advice in other sections."""
 
 OTHER_TRAINERS: dict[str, str] = {
     key: sentence
     for keys, sentence in (line.split(" = ") for line in _REPLACEMENTS.strip().splitlines())
     for key in keys.split()
 }
-"""By key of another trainer: the replacement, or the statement that there is none."""
+"""By key: the replacement, or the statement that there is none."""
 
 
 def is_optional_section(path: KeyPath) -> bool:
