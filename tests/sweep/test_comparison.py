@@ -173,6 +173,59 @@ def test_a_run_is_named_by_its_run_name_wherever_its_folder_is(tmp_path: Path) -
     assert [run["name"] for run in json.loads(comparison.as_json())["runs"]] == ["a", "b"]
 
 
+RATE = "--optimizer.learning_rate=0.01"
+LORA = ("--lora.rank=16", RATE)
+PRODUCT, PERSONA = "{path: examples/quickstart/product.jsonl}", "{path: examples/quickstart/persona.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (((), LORA), ["r0: lora false, learning_rate 0.001", "r1: lora true, learning_rate 0.01"]),
+        (
+            ((), LORA, ("--lora.rank=4", RATE)),
+            [
+                "r0: lora false, learning_rate 0.001",
+                "r1: lora true, learning_rate 0.01, rank 16",
+                "r2: lora true, learning_rate 0.01, rank 4",
+            ],
+        ),
+        (
+            ((), LORA, (*LORA, "--general.seed=9")),
+            ["r0: lora false, learning_rate 0.001", "lora true, learning_rate 0.01"],
+        ),
+        (((), ("--tokens.train_epochs=2",)), ["r0: train_steps 4", "r1: train_epochs 2"]),
+        (((), ("--optimizer.max_grad_norm=null",)), ["r0: max_grad_norm 1.0", "r1: max_grad_norm none"]),
+        (
+            ((f"--data.datasets=[{PRODUCT}]",), (f"--data.datasets=[{PERSONA}]",)),
+            [
+                "r0: data.datasets.path [examples/quickstart/product.jsonl]",
+                "r1: data.datasets.path [examples/quickstart/persona.jsonl]",
+            ],
+        ),
+        (
+            ((f"--data.datasets=[{PRODUCT}, {PERSONA}]",), (f"--data.datasets=[{PRODUCT}, {PRODUCT}]",)),
+            [
+                "r0: data.datasets.path [examples/quickstart/product.jsonl, examples/quickstart/persona.jsonl]",
+                "r1: data.datasets.path [examples/quickstart/product.jsonl, examples/quickstart/product.jsonl]",
+            ],
+        ),
+        (
+            ((f"--data.datasets=[{PRODUCT}]",), (f"--data.datasets=[{PRODUCT[:-1]}, max_samples: 9}}]",)),
+            ["r0: data.datasets.max_samples [none]", "r1: data.datasets.max_samples [9]"],
+        ),
+    ],
+)
+def test_runs_are_named_by_what_differs_and_never_by_null(
+    tmp_path: Path, overrides: tuple[tuple[str, ...], ...], words: list[str]
+) -> None:
+    folders = [write_run(tmp_path / f"r{n}", *more, steps=[step(1), step(2)]) for n, more in enumerate(overrides)]
+    comparison = comparison_of(*folders)
+    assert [group.words for group in comparison.groups] == words
+    assert "null" not in comparison.as_text()
+    assert "null" not in comparison.as_html().partition("<body")[2]
+
+
 @pytest.mark.parametrize(
     ("name", "goal", "order", "best"),
     [

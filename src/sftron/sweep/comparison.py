@@ -19,10 +19,11 @@ from sftron.sweep.figures import (
     figures_for,
     group_runs,
     metric_of,
+    setting_text,
     short_names,
 )
 from sftron.sweep.grid import Metric
-from sftron.sweep.recorded_run import ByStep, RecordedRun, value_text
+from sftron.sweep.recorded_run import ByStep, RecordedRun
 
 MOST_POINTS = 200
 """The maximum number of points in a line; longer runs are averaged over this many spans of steps."""
@@ -55,8 +56,9 @@ class Comparison:
 
     def setting_words(self, effect: Effect) -> str:
         """Returns the setting and its values: `remove_cross_attention true against false`."""
-        name = short_names(list(self.groups[0].settings))[effect.key]
-        return f"{name} {value_text(effect.value)} against {value_text(effect.reference)}"
+        settings = [group.settings for group in self.groups]
+        value, reference = (setting_text(effect.key, each, settings) for each in (effect.value, effect.reference))
+        return f"{short_names(list(settings[0]))[effect.key]} {value} against {reference}"
 
     def as_text(self) -> str:
         """Returns the figures of the groups and the effect of each setting, for a terminal."""

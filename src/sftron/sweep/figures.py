@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training, value_text
+from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training
 
 ANSWERS_LOSS = "roles/assistant/loss"
 """The loss of one role's tokens, which all runs measure, even if they train on different tokens."""
+_MOST_LETTERS = 60
+"""The longest text of a value in the name of a group, if it is still another one than those of the other groups."""
 _NAMES_AND_SEED = ("general.run_name", "general.output_dir", "general.seed")
 
 
@@ -101,31 +104,77 @@ class Effect:
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
     """Returns the groups in the order of their first runs."""
-    keys = [
-        key
-        for key in dict.fromkeys(key for run in runs for key in run.config)
-        if len({json.dumps(run.config.get(key)) for run in runs}) > 1
-        and key not in _NAMES_AND_SEED
-        and decides_training(key)
-    ]
-    names = short_names(keys)
-    by_settings: dict[str, list[RecordedRun]] = {}
-    for run in runs:
-        by_settings.setdefault(repr([run.config.get(key) for key in keys]), []).append(run)
+    settings = _settings(runs)
+    names = short_names(list(settings[0])) if settings else {}
+    by_settings: dict[str, list[int]] = {}
+    for number, each in enumerate(settings):
+        by_settings.setdefault(repr(each), []).append(number)
     groups = []
-    for number, members in enumerate(by_settings.values()):
-        settings = {key: members[0].config.get(key) for key in keys}
-        words = ", ".join(f"{names[key]} {value_text(value)}" for key, value in settings.items())
-        if len(members) == 1:
-            words = f"{members[0].name}: {words}" if words else members[0].name
+    for number, (first, *more) in enumerate(by_settings.values()):
+        values = settings[first]
+        given = {key: value for key, value in values.items() if value is not None} or values
+        words = ", ".join(f"{names[key]} {setting_text(key, value, settings)}" for key, value in given.items())
+        if not more:
+            words = f"{runs[first].name}: {words}" if words else runs[first].name
         letter = chr(ord("A") + number % 26) + ("" if number < 26 else str(number // 26))
-        groups.append(Group(letter, settings, words or "all runs", tuple(members)))
+        groups.append(Group(letter, values, words or "all runs", tuple(runs[n] for n in (first, *more))))
     return groups
 
 
+def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Returns, for each run, the values of the keys in which the runs differ and that decide their training.
+
+    A section that some runs leave out (`lora: null`) is false for these and true for the others, and its keys differ
+    only if they differ between runs that have it. A list of mappings has a list of values for each key of the mappings:
+    `data.datasets.path`.
+    """
+    tables = [dict(_by_key(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    optional = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
+    for table, key in itertools.product(tables, optional):
+        table[key] = key not in table
+    differing = []
+    for key in keys:
+        if key in _NAMES_AND_SEED or not decides_training(key):
+            continue
+        section = key.rpartition(".")[0]
+        values = [table.get(key) for table in tables if section not in optional or table[section]]
+        if len({json.dumps(value) for value in values}) > 1 and not _repeats_one_value(key, values):
+            differing.append(key)
+    return [{key: table.get(key) for key in differing} for table in tables]
+
+
+def _by_key(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            yield from ((f"{key}.{name}", [item.get(name) for item in value]) for name in value[0])
+        else:
+            yield key, value
+
+
+def _repeats_one_value(key: str, values: Sequence[Any]) -> bool:
+    """Returns whether lists of data sets differ in this key by their lengths alone, which the paths show."""
+    is_of_data_sets = ".datasets." in key and not key.endswith(".path")
+    return is_of_data_sets and len({json.dumps(item) for value in values for item in value or ()}) == 1
+
+
+def setting_text(key: str, value: Any, settings: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a value of a key, truncated if it can still be told from the values that the others in `settings` have."""
+    whole = {json.dumps(each[key]): _whole_text(each[key]) for each in settings}
+    texts = {text[: _MOST_LETTERS - 3] for text in whole.values()}
+    text = _whole_text(value)
+    return text if len(text) <= _MOST_LETTERS or len(texts) < len(whole) else text[: _MOST_LETTERS - 3] + "..."
+
+
+def _whole_text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_whole_text, value))}]"
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the last part of each key, or the whole key if another one has the same last part."""
-    last = [key.rsplit(".", 1)[-1] for key in keys]
+    """Returns the last part of each key, or the whole key if another one has it too, or it is a key of data sets."""
+    last = [key if ".datasets." in key else key.rsplit(".", 1)[-1] for key in keys]
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
