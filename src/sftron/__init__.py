@@ -10,34 +10,50 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sftron.checkpoint.hf_export import export_hf as export_hf
     from sftron.checkpoint.hf_weights import load_model as load_model
+    from sftron.checkpoint.shards import CheckpointError as CheckpointError
     from sftron.config import Config as Config
+    from sftron.config import ConfigError as ConfigError
     from sftron.config import load_config as load_config
     from sftron.data.chat.tokenizer import ChatTokenizer as ChatTokenizer
     from sftron.data.dataset import PackedDataset as PackedDataset
     from sftron.data.for_transformers import FlattenPacks as FlattenPacks
     from sftron.data.loader import PackLoader as PackLoader
+    from sftron.data.types import Batch as Batch
+    from sftron.data.types import DataError as DataError
+    from sftron.data.types import Pack as Pack
     from sftron.data.types import Role as Role
     from sftron.models.llama import LlamaForSFT as LlamaForSFT
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
+    from sftron.train.exports.chat import generate as generate
     from sftron.train.trainer import Trainer as Trainer
+    from sftron.verify.inspect_run import inspect as inspect
     from sftron.verify.trainers import check_isolation as check_isolation
+    from sftron.verify.verify_run import verify_run as verify_run
     from sftron.verify.verify_trainer import verify_trainer as verify_trainer
 
 __version__ = "0.2.0"
 
 _MODULES = {
+    "Batch": "sftron.data.types",
     "ChatTokenizer": "sftron.data.chat.tokenizer",
+    "CheckpointError": "sftron.checkpoint.shards",
     "Config": "sftron.config",
+    "ConfigError": "sftron.config",
+    "DataError": "sftron.data.types",
     "FlattenPacks": "sftron.data.for_transformers",
     "LlamaForSFT": "sftron.models.llama",
+    "Pack": "sftron.data.types",
     "PackLoader": "sftron.data.loader",
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
     "check_isolation": "sftron.verify.trainers",
     "export_hf": "sftron.checkpoint.hf_export",
+    "generate": "sftron.train.exports.chat",
+    "inspect": "sftron.verify.inspect_run",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",
+    "verify_run": "sftron.verify.verify_run",
     "verify_trainer": "sftron.verify.verify_trainer",
     "weighted_loss_sum": "sftron.models.loss",
 }

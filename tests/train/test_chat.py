@@ -166,11 +166,14 @@ def test_what_cannot_be_done_is_refused_in_a_line(
         assert "generate: the question is empty" in capfd.readouterr().err
     assert generate.main([*model, "--prompt", "Hi", "--json", str(model_folder / "config.json" / "x")]) == 2
     assert "the conversation cannot be written: " in capfd.readouterr().err
-    for option, value in (("--device", "cuda:99"), ("--device", "gpu"), ("--top-p", "0"), ("--temperature", "-1")):
+    for option, value in (("--device", "cuda:99"), ("--device", "gpu")):
         with pytest.raises(SystemExit) as ended:
             generate.main([*model, "--prompt", "Hi", option, value])
         assert ended.value.code == 2
         assert f"argument {option}: {value}" in capfd.readouterr().err
+    for option, value in (("--top-p", "0"), ("--temperature", "-1"), ("--temperature", "nan")):
+        assert generate.main([*model, "--prompt", "Hi", option, value]) == 2
+        assert f"{option[2:].replace('-', '_')} is {float(value)}, which is not" in capfd.readouterr().err
 
 
 def test_in_a_terminal_a_chat_goes_on_until_its_end_and_can_be_reset_and_stopped(

@@ -36,23 +36,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16"], help="to compute in (float32; bfloat16 if there is a GPU)")
     add("--device", type=device, help="where to compute (cuda if there is a GPU, else cpu)")
     add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
-    options = parser.parse_args(arguments)
-    if not 0 <= options.temperature < float("inf"):
-        parser.error(f"argument --temperature: {options.temperature} is not a finite number from 0")
-    if not 0 < options.top_p <= 1:
-        parser.error(f"argument --top-p: {options.top_p} is not above 0 and at most 1")
-    import torch  # here, so that --help takes no time
-
-    on_gpu = torch.cuda.is_available()
-    options.device = options.device or ("cuda" if on_gpu else "cpu")
-    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    return options
+    return parser.parse_args(arguments)
 
 
 def show_answer(chat: Chat, question: str) -> None:
     """Prints the answer while it is generated. Raises ValueError if the question is empty or refused."""
-    if not question.strip():
-        raise ValueError("the question is empty; use --prompt, or standard input")
     is_terminal = sys.stdout.isatty()
     for part in chat.ask(question.encode("utf-8", "replace").decode()):
         if is_terminal:
@@ -90,14 +78,20 @@ def main(arguments: list[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from sftron.models.generation import Sampler
-    from sftron.train.exports.chat import Chat, open_chat_model
+    from sftron.train.exports.chat import open_chat
 
     disable_progress_bar()
     try:
-        opened = open_chat_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
-        choose = Sampler(options.temperature, options.top_p, options.seed)
-        chat = Chat(opened, choose=choose, max_new_tokens=options.max_new_tokens, system=options.system)
-        show(f"{opened.folder}, {options.dtype} on {options.device}", to=sys.stderr)
+        chat = open_chat(
+            options.model,
+            system=options.system,
+            max_new_tokens=options.max_new_tokens,
+            sampler=Sampler(options.temperature, options.top_p, options.seed),
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+            device=options.device,
+        )
+        weights = chat.opened.model.head_weight
+        show(f"{chat.opened.folder}, {str(weights.dtype).removeprefix('torch.')} on {weights.device}", to=sys.stderr)
         if not options.prompt and sys.stdin.isatty():
             import readline  # noqa: F401  # makes input() support the arrow keys
 
@@ -108,7 +102,7 @@ def main(arguments: list[str]) -> int:
         return refuse(error, "sftron generate")
     if options.json:
         messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
-        found = {"model": str(opened.folder), "messages": messages}
+        found = {"model": str(chat.opened.folder), "messages": messages}
         try:
             write_json(options.json, found)
         except OSError as error:

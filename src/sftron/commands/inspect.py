@@ -10,7 +10,6 @@ Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
 
 import argparse
 import sys
-from itertools import islice
 from pathlib import Path
 
 from sftron.commands.arguments import OVERRIDES, make_parser, write_json, writing
@@ -41,30 +40,18 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 def main(arguments: list[str]) -> int:
     options, overrides = parse_arguments(arguments)
     # Imported here, so that --help takes no time.
-    from sftron.data.chat.check import MaskCount
     from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
-    from sftron.report.audit import Audit, audited_rows
-    from sftron.report.counts import PackingCount
-    from sftron.report.page import inspect_packs, pack_picture
+    from sftron.report.page import pack_picture
     from sftron.report.terminal import wants_color
     from sftron.train.start import run_data
+    from sftron.verify.inspect_run import inspect, open_data
 
     try:
         config = load_config(options.config, overrides)
-        preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
-        dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
-        num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
-        packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
-        names, locate = preparation.source_names, preparation.location
-        audit = Audit(names, preparation.targets, packing, masks, num_held_out, locate)
-        inspection = inspect_packs(
-            islice(dataset, max(options.n, options.packs)),
-            audited_rows(preparation, masks),
-            preparation.chat_tokenizer.decode,
-            audit=audit,
-            max_rows=options.rows or None,
-            num_shown=options.n,
-            title=f"{config.general.run_name}: what is trained",
+        preparation = open_data(config)
+        num_rows = options.rows or None
+        inspection = inspect(
+            config, num_shown=options.n, num_packs=options.packs, num_rows=num_rows, preparation=preparation
         )
     except ValueError as error:
         return refuse(error)
@@ -80,8 +67,8 @@ def main(arguments: list[str]) -> int:
                 inspection.write_html(options.html)
             show(f"\nwritten: {options.html}")
         if options.picture:
-            first = next(iter(run_data.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
-            picture = pack_picture(first, preparation.chat_tokenizer.decode, locate=locate)
+            first = next(iter(inspection.packs or run_data.make_dataset(config, preparation)))
+            picture = pack_picture(first, inspection.decode, locate=preparation.location)
             with writing(options.picture, "choose another place with --picture"):
                 options.picture.parent.mkdir(parents=True, exist_ok=True)
                 options.picture.write_text(picture, encoding="utf-8")

@@ -7,7 +7,7 @@ Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a
 
 import argparse
 import shlex
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from sftron.commands.arguments import OVERRIDES, add_reports, make_parser, positive
@@ -50,33 +50,19 @@ def main(arguments: list[str]) -> int:
     from sftron.commands.checked import ShownTable
     from sftron.train.exports.model_card import VERIFY_CARD
     from sftron.verify.card import card_of
-    from sftron.verify.subject import Subject
-    from sftron.verify.table import RunReport, carry_out
-    from sftron.verify.verify_run import page_of, select
+    from sftron.verify.verify_run import open_subject, page_of, report_on, select
 
     disable_progress_bar()
     shown = ShownTable()
-    title = f"{config.general.run_name}: before it begins"
-    with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
+    with ExitStack() as stack:
         try:
             rules = select(options.only, with_ranks=options.ranks is not None, with_lora=config.lora is not None)
-            subject = Subject(
-                config,
-                Path(scratch),
-                num_rows=options.rows,
-                num_layers=options.layers,
-                num_tokens=options.tokens,
-                num_ranks=options.ranks,
-            )
-            facts = subject.facts
+            sizes = options.rows, options.layers, options.tokens, options.ranks
+            subject = stack.enter_context(open_subject(config, *sizes))
+            subject.facts  # noqa: B018  computed here, where a ValueError is the user's
         except ValueError as error:
             return refuse(error)
-        shown.start(title, facts)
-        checks = []
-        for check in carry_out(rules, subject):
-            shown.check(check)
-            checks.append(check)
-        report = RunReport(title, facts, tuple(checks))
+        report = report_on(subject, rules, shown.start, shown.check)
         page = options.html or Path(f"{config.run_dir}-verify.html")
         card = config.run_dir / VERIFY_CARD if options.card == Path() else options.card
         command = shlex.join(["sftron", "verify", *arguments])

@@ -46,8 +46,11 @@ class Role(IntEnum):
     TEMPLATE = 0
     """Text of the chat template: headers, separators, and everything else that is not a message's content."""
     SYSTEM = 1
+    """The system message, which instructs the assistant."""
     USER = 2
+    """What the user asks."""
     ASSISTANT = 3
+    """The assistant's answer, with the stop token that ends it."""
     TOOL = 4
     """The result of a tool call."""
     REASONING = 5
@@ -138,6 +141,9 @@ class TokenizedConversation:
         stops = [turn.stop for turn in self.turns if turn.role is Role.ASSISTANT]
         return [int(self.input_ids[stop]) for stop in stops if stop is not None]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} tokens, {len(self.turns)} turns, {self.key})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabeledConversation:
@@ -157,6 +163,13 @@ class LabeledConversation:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} tokens, {self.num_trained_tokens} trained, {self.key})"
 
 
 @dataclass(slots=True)
@@ -229,6 +242,10 @@ class Pack:
     def num_trained_tokens(self) -> int:
         return int((self.labels != IGNORE_INDEX).sum())
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.keys)} conversations, {self.num_tokens} tokens, {self.num_trained_tokens} trained"
+        return f"{type(self).__name__}({self.index}: {counts}, budget {len(self.input_ids)})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -270,3 +287,7 @@ class Batch:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         pinned = {name: value.pin_memory() for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **pinned)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.input_ids)} positions, {len(self.cu_seqlens) - 1} documents, {len(self.labels)} labels"
+        return f"{type(self).__name__}({sizes}, on {self.input_ids.device}, of {self.pack})"

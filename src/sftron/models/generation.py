@@ -126,9 +126,16 @@ class Sampler:
         temperature: The divisor of the logits; 0 selects the most likely token.
         top_p: The smallest set of most likely tokens whose probabilities sum to this value is kept, at least one token
             (nucleus sampling, arXiv 1904.09751).
+
+    Raises:
+        ValueError: The temperature or top_p is out of range.
     """
 
     def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature}, which is not a finite number from 0")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}, which is not above 0 and at most 1")
         self._temperature, self._top_p = temperature, top_p
         self._generator = torch.Generator().manual_seed(seed)
 

@@ -84,6 +84,10 @@ class Inspection:
     def write_html(self, path: Path) -> None:
         path.write_text(self.as_html(), encoding="utf-8")
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.packs)} packs shown, {len(self.problems)} problems"
+        return f"{type(self).__name__}({self.title!r}, {counts})"
+
 
 def inspect_packs(
     packs: Iterable[Pack],

@@ -159,7 +159,7 @@ def _repeats_one_value(key: str, values: Sequence[Any]) -> bool:
 
 
 def setting_text(key: str, value: Any, settings: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a value of a key, truncated if it can still be told from the values that the others in `settings` have."""
+    """Returns a value of a key, truncated if all values of the key in `settings` are different after that."""
     whole = {json.dumps(each[key]): _whole_text(each[key]) for each in settings}
     texts = {text[: _MOST_LETTERS - 3] for text in whole.values()}
     text = _whole_text(value)

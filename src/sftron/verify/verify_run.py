@@ -1,13 +1,17 @@
-"""The rows of the table of a run, in their order, and its page."""
+"""`verify_run`: the checks of a run before it begins, the rows of their table, and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+from sftron.config import Config
 from sftron.report.page import render, shown_packs
 from sftron.verify import adapter_checks, data_checks, model_checks, run_checks
 from sftron.verify.subject import Subject
-from sftron.verify.table import Rule, RunReport
+from sftron.verify.table import Check, Rule, RunReport, carry_out
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -154,6 +158,67 @@ def select(names: Sequence[str], *, with_ranks: bool, with_lora: bool = False) -
         raise ValueError(f"--only: no check is named {', '.join(sorted(unknown))}; there are {listed}")
     wanted = (set(names) or known - {"ranks"}) | ({"ranks"} if with_ranks else set())
     return tuple(rule for rule in rules if rule.name in wanted)
+
+
+def verify_run(
+    config: Config,
+    *,
+    only: Sequence[str] = (),
+    num_rows: int = 400,
+    num_layers: int | None = None,
+    num_tokens: int | None = None,
+    num_ranks: int | None = None,
+    on_check: Callable[[Check], None] | None = None,
+) -> RunReport:
+    """Checks a run before it begins, on its own model and data, as `sftron verify` does.
+
+    Args:
+        only: The names of the checks to make; without names, all.
+        num_rows: Number of rows to look at.
+        num_layers: Number of the model's layers to compute; None for all.
+        num_tokens: Number of tokens in one computation of the model; None to go by the device.
+        num_ranks: Number of processes of the check `ranks`, which is made if this is given.
+        on_check: Called with each row as soon as it is measured.
+
+    Raises:
+        ValueError: The model or the data cannot be used, or no check has one of the names.
+    """
+    rules = select(only, with_ranks=num_ranks is not None, with_lora=config.lora is not None)
+    with open_subject(config, num_rows, num_layers, num_tokens, num_ranks) as subject:
+        return report_on(subject, rules, on_check=on_check)
+
+
+@contextmanager
+def open_subject(
+    config: Config, num_rows: int, num_layers: int | None, num_tokens: int | None, num_ranks: int | None
+) -> Iterator[Subject]:
+    """Opens the subject of the checks, and removes its temporary files afterwards."""
+    with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
+        yield Subject(
+            config,
+            Path(scratch),
+            num_rows=num_rows,
+            num_layers=num_layers,
+            num_tokens=num_tokens,
+            num_ranks=num_ranks,
+        )
+
+
+def report_on(
+    subject: Subject,
+    rules: Sequence[Rule],
+    on_start: Callable[[str, dict[str, str]], None] | None = None,
+    on_check: Callable[[Check], None] | None = None,
+) -> RunReport:
+    """Makes the checks. Calls `on_start` with the title and the facts, then `on_check` with each row when measured."""
+    title, facts, checks = f"{subject.config.general.run_name}: before it begins", subject.facts, []
+    if on_start is not None:
+        on_start(title, facts)
+    for check in carry_out(rules, subject):
+        checks.append(check)
+        if on_check is not None:
+            on_check(check)
+    return RunReport(title, facts, tuple(checks))
 
 
 def page_of(report: RunReport, subject: Subject) -> str:

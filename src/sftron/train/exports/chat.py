@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,8 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import architecture_facts
-from sftron.models.generation import Choose, generate
+from sftron.models.generation import Choose, Sampler
+from sftron.models.generation import generate as generate_ids
 from sftron.models.llama import LlamaForSFT
 from sftron.train.resume import require_same_model
 from sftron.train.start.run_data import load_chat_tokenizer
@@ -128,12 +129,13 @@ class Chat:
     """A conversation with a model. Control tokens in its texts are encoded as plain text (law 3).
 
     Attributes:
+        opened: The model.
         messages: The messages so far, starting with the system message if there is one.
         has_stopped: Whether the last answer ended with a stop token.
     """
 
     def __init__(self, opened: ChatModel, *, choose: Choose, max_new_tokens: int, system: str | None = None) -> None:
-        self._opened, self._choose, self._max_new_tokens = opened, choose, max_new_tokens
+        self.opened, self._choose, self._max_new_tokens = opened, choose, max_new_tokens
         self._first = [] if system is None else [Message(Role.SYSTEM, system)]
         self.reset()
 
@@ -149,8 +151,10 @@ class Chat:
         Raises ValueError and drops the question if the template refuses it, or if the conversation is too long for the
         model.
         """
+        if not text.strip():
+            raise ValueError("the question is empty")
         asked = [*self.messages, Message(Role.USER, text)]
-        prompt_ids = self._opened.chat_tokenizer.encode_prompt(asked)
+        prompt_ids = self.opened.chat_tokenizer.encode_prompt(asked)
         answer, self.has_stopped = "", False
         try:
             for part in stream_text(self._decode, self._token_ids(prompt_ids)):
@@ -161,12 +165,12 @@ class Chat:
                 self.messages = [*asked, Message(Role.ASSISTANT, answer)]
 
     def _decode(self, ids: list[int]) -> str:
-        tokenizer = self._opened.chat_tokenizer.tokenizer
+        tokenizer = self.opened.chat_tokenizer.tokenizer
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _token_ids(self, prompt_ids: list[int]) -> Iterator[int]:
         """Yields the ids of the answer, without its stop token."""
-        model, stop_ids = self._opened.model, self._opened.stop_ids
+        model, stop_ids = self.opened.model, self.opened.stop_ids
         most = model.rope_tables.num_positions
         if len(prompt_ids) >= most:
             raise ValueError(
@@ -175,10 +179,87 @@ class Chat:
             )
         max_new_tokens = min(self._max_new_tokens, most - len(prompt_ids))
         dtype = model.head_weight.dtype
-        for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=self._choose, dtype=dtype):
+        for token_id in generate_ids(model, prompt_ids, max_new_tokens, stop_ids, choose=self._choose, dtype=dtype):
             self.has_stopped = token_id in stop_ids
             if not self.has_stopped:
                 yield token_id
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What a model answered."""
+
+    folder: Path
+    """The export or checkpoint of the model."""
+    messages: tuple[Message, ...]
+    """The conversation, with the system message, if there is one, the prompts and the answers."""
+    texts: tuple[str, ...]
+    """The answer to each prompt."""
+    have_stopped: tuple[bool, ...]
+    """Whether each answer ended with a stop token; if not, it was cut at `max_new_tokens` or the model's positions."""
+
+    @property
+    def text(self) -> str:
+        """The last answer."""
+        return self.texts[-1]
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Sequence[str],
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Generated:
+    """Answers prompts, each of which is a turn of one conversation, as `sftron generate` does.
+
+    Args:
+        model: An exported folder, a checkpoint, or a run directory, of which the newest of these is taken.
+        temperature: 0 is greedy.
+        dtype: The type of the computation; by default bfloat16 on a GPU, else float32.
+        device: By default the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: The model cannot be opened, an argument is out of range, or a prompt is empty, refused by the
+            template, or too long for the model.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not prompts:
+        raise ValueError("there is no prompt; give one, or several")
+    chat = open_chat(
+        Path(model),
+        system=system,
+        max_new_tokens=max_new_tokens,
+        sampler=Sampler(temperature, top_p, seed),
+        dtype=dtype,
+        device=device,
+    )
+    texts, have_stopped = [], []
+    for prompt in prompts:
+        texts.append("".join(chat.ask(prompt)))
+        have_stopped.append(chat.has_stopped)
+    return Generated(chat.opened.folder, tuple(chat.messages), tuple(texts), tuple(have_stopped))
+
+
+def open_chat(
+    model: Path,
+    *,
+    system: str | None,
+    max_new_tokens: int,
+    sampler: Sampler,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> Chat:
+    """Opens a model for a chat; `generate` describes the arguments."""
+    on_gpu = torch.cuda.is_available()
+    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+    opened = open_chat_model(model, dtype=dtype, device=device or ("cuda" if on_gpu else "cpu"))
+    return Chat(opened, choose=sampler, max_new_tokens=max_new_tokens, system=system)
 
 
 def stream_text(decode: Callable[[list[int]], str], token_ids: Iterable[int]) -> Iterator[str]:

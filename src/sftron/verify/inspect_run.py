@@ -1,0 +1,53 @@
+"""`inspect`: the data of a run as it will be trained on, and an audit of its rows. Needs no weights."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from sftron.config import Config
+from sftron.data.chat.check import MaskCount
+from sftron.data.prepare import Preparation
+from sftron.report.audit import Audit, audited_rows
+from sftron.report.counts import PackingCount
+from sftron.report.page import Inspection, inspect_packs
+from sftron.train.start import run_data
+
+
+def open_data(config: Config) -> Preparation:
+    """Opens the data and the tokenizer of a run. Raises ValueError if one of them cannot be used."""
+    return run_data.open_data(config, run_data.load_chat_tokenizer(config))
+
+
+def inspect(
+    config: Config,
+    *,
+    num_shown: int = 1,
+    num_packs: int = 100,
+    num_rows: int | None = 10_000,
+    preparation: Preparation | None = None,
+) -> Inspection:
+    """Returns the first packs of a run with an audit of its rows, as `sftron inspect` shows them.
+
+    Args:
+        num_shown: Number of packs in the result.
+        num_packs: Number of packs that are counted.
+        num_rows: Number of rows that are audited; None for all.
+        preparation: The opened data of the run, by default from `open_data`.
+
+    Raises:
+        ValueError: The data, the tokenizer or a row cannot be used; DataError, if it is a row.
+    """
+    preparation = preparation or open_data(config)
+    dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
+    num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
+    packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
+    audit = Audit(preparation.source_names, preparation.targets, packing, masks, num_held_out, preparation.location)
+    return inspect_packs(
+        islice(dataset, max(num_shown, num_packs)),
+        audited_rows(preparation, masks),
+        preparation.chat_tokenizer.decode,
+        audit=audit,
+        max_rows=num_rows,
+        num_shown=num_shown,
+        title=f"{config.general.run_name}: what is trained",
+    )
