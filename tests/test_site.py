@@ -73,3 +73,41 @@ def test_pages_fit_and_follow_the_scheme(site: Path, browser: Browser, scheme: s
         assert look["overflow"] <= 0, (name, look["wide"])
         paper = opened.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 300) == (scheme == "dark"), (name, paper)
+
+
+CODE = """(() => {
+    const blocks = [...document.querySelectorAll(".md-typeset pre > code")], style = getComputedStyle(blocks[0]);
+    const ruler = document.createElement("span");
+    ruler.textContent = "x".repeat(100);
+    blocks[0].append(ruler);
+    const width = ruler.getBoundingClientRect().width / 100;
+    ruler.remove();
+    const inner = blocks[0].clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return JSON.stringify({
+        num_columns: Math.floor(inner / width),
+        num_lines: blocks.flatMap(block => block.innerText.split("\\n")).length,
+        num_cut: blocks.filter(block => block.scrollWidth > block.clientWidth).length,
+    });
+})()"""
+
+
+@pytest.mark.nightly
+def test_lines_of_120_characters_of_code_fit_a_window_of_1280_pixels_and_longer_ones_are_wrapped(
+    site: Path, browser: Browser
+) -> None:
+    num_lines = 0
+    pages = [page for page in sorted(site.rglob("*.html")) if "<pre" in page.read_text(encoding="utf-8")]
+    for page in pages:
+        found = json.loads(browser.open(page, width=1280).evaluate(CODE))
+        assert found["num_columns"] >= 120, (page, found)
+        assert found["num_cut"] == 0, (page, found)
+        num_lines += found["num_lines"]
+    assert len(pages) > 30
+    assert num_lines > 1000
+
+
+def test_the_reference_lists_every_role_with_a_sentence_and_every_public_name(site: Path) -> None:
+    reference = (site / "reference.html").read_text(encoding="utf-8")
+    for role in sftron.Role:
+        place = reference.index(f'id="sftron.data.types.Role.{role.name}"')
+        assert re.search(r"<p>[A-Z][^<]{10,}", reference[place : place + 3000]), role

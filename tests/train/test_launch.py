@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -200,7 +201,7 @@ def test_the_slurm_script_starts_every_node_and_requeues_a_job_that_was_stopped(
     stand_in(
         commands,
         "srun",
-        "shift\nSLURM_NODEID=0 \"$@\" & task=$!\ntrap 'kill -USR1 $task' USR1\n"
+        f'echo "$1" >> {said}; shift 2\nSLURM_NODEID=0 "$@" & task=$!\ntrap \'kill -USR1 $task\' USR1\n'
         "until wait $task; do status=$?; kill -0 $task 2>/dev/null || exit $status; done",
     )
     # torchrun with one rank, which ends well when it is asked to.
@@ -212,6 +213,8 @@ def test_the_slurm_script_starts_every_node_and_requeues_a_job_that_was_stopped(
     )
     env = environment(PYTHON=commands / "torchrun-like", PATH=f"{commands}:{os.environ['PATH']}", LOGS=tmp_path)
     env |= {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "20017", "SLURM_JOB_NUM_NODES": "2"}
+    (given,) = re.findall(r"^#SBATCH --cpus-per-task=(\d+)$", SBATCH.read_text(), re.MULTILINE)
+    env["SLURM_CPUS_PER_TASK"] = given
     job = subprocess.Popen(["bash", SBATCH, "--config", "sft.yaml"], env=env, cwd=ROOT)
     try:
         wait_until((tmp_path / "up").exists)
@@ -221,7 +224,8 @@ def test_the_slurm_script_starts_every_node_and_requeues_a_job_that_was_stopped(
         for process in tree(job.pid):
             if process != job.pid or job.poll() is None:
                 os.kill(process, signal.SIGKILL)
-    started, saved, requeued = said.read_text().splitlines()
+    cpus, started, saved, requeued = said.read_text().splitlines()
+    assert cpus == f"--cpus-per-task={given}"  # since 22.05, srun does not take it from sbatch
     assert "--nnodes 2" in started
     assert "--rdzv-endpoint node-a:20017" in started
     assert "--rdzv-id 20017-0 --rdzv-conf is_host=1" in started

@@ -201,7 +201,7 @@ def require_loggers(options: Logging) -> None:
     for name in options.to:
         if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
             raise ValueError(
-                f"logging.to has {name}, but {', '.join(missing)} is not installed: pip install 'sftron[loggers]', or "
+                f"logging.to has {name}, but {', '.join(missing)} is not installed: pip install 'sftron[{name}]', or "
                 f"remove {name} from logging.to"
             )
 
