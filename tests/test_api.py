@@ -113,6 +113,13 @@ def test_verify_run_returns_what_the_command_writes(config_file: Path, tmp_path:
     assert found == json.loads(json.dumps(expected)) | {"checks": found["checks"]}
     assert json.loads(json.dumps(found["checks"])) == expected["checks"]
     assert report.passed
+    # Only a card is written into the run directory.
+    folder = sftron.load_config(config_file).run_dir
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    main(["verify", "--config", str(config_file), "--only", "template", "--rows", "5"])
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    main(["verify", "--config", str(config_file), "--only", "template", "--rows", "5", "--card"])
+    assert {*folder.rglob("*")} - before.keys() == {folder / "verify.yaml"}
     assert seen == [check.name for check in report.checks] == ["template", "masks", "start-up"]
     with pytest.raises(ValueError, match="no check is named nothing"):
         sftron.verify_run(sftron.load_config(config_file), only=["nothing"])

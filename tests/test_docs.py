@@ -2,14 +2,17 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from sftron.config import ConfigError, describe_config, load_config
+from sftron.config.schema import Logging
 from sftron.sweep.grid import read_sweep_file
+from sftron.train.start.first_config import _LEARNING_RATES, _LORA_RATE
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES, blocks
 
@@ -150,6 +153,43 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 
 # --- Files and links ---
+
+
+def test_the_commands_of_docker_are_those_of_the_dockerfile() -> None:
+    dockerfile, page = read(ROOT / "Dockerfile"), read(DOCS / "launch.md")
+    in_file = [line.strip("# \\") for line in dockerfile.splitlines() if line.startswith("#   ")]
+    (block,) = (block for block in fenced(DOCS / "launch.md", "") if block.startswith("docker "))
+    for words in map(str.split, " ".join(in_file).replace("docker ", "\ndocker ").strip().splitlines()):
+        assert " ".join(words) in block
+    tags = set(re.findall(r"docker build -t (\S+)", page))
+    for line in re.findall(r"(?m)^docker run .*", page):
+        assert len([word for word in line.split() if word in tags]) == 1, line
+    assert set(re.findall(r"--build-arg (\w+)=", page)) == set(re.findall(r"(?m)^ARG (\w+)", dockerfile))
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    (installed,) = re.findall(r"/build\[(.*?)\]", dockerfile)
+    assert set(installed.split(",")) <= extras.keys()
+    assert all(
+        (ROOT / name).exists() for names in re.findall(r"(?m)^COPY (.+) \S+$", dockerfile) for name in names.split()
+    )
+
+
+def test_every_logger_has_an_extra_of_its_name() -> None:
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    loggers = get_args(get_args(Logging.model_fields["to"].annotation)[0])
+    assert len(loggers) == 4
+    assert set(loggers) <= extras.keys()
+    makefile = read(ROOT / "Makefile")
+    for name in re.findall(r"\.\[(.*?)\]", makefile)[0].split(","):
+        assert name in extras, name
+    for name in re.findall(r"--extra ,(.*?)\)", makefile)[0].split():
+        assert name in extras, name
+
+
+def test_the_rate_of_adapters_is_the_one_that_init_writes() -> None:
+    page = read(DOCS / "lora.md")
+    assert f"learning_rate: {_LORA_RATE} " in page
+    rates = [rate for _, rate in _LEARNING_RATES]
+    assert f"`sftron init` begins with {_LORA_RATE}; full fine-tuning has {rates[0]} to 5.0e-6" in page
 
 
 def test_every_link_and_every_named_file_exists() -> None:

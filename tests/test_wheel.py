@@ -87,6 +87,9 @@ def test_the_wheel_has_every_file_that_the_package_reads(wheel: Path) -> None:
     assert "sftron/py.typed" in wanted
     assert "sftron/starter/configs/quickstart.yaml" in wanted
     assert not wanted - packed
+    # And nothing else: README says that make, tools and the other examples are in the checkout alone.
+    others = {name for name in packed - wanted if ".dist-info/" not in name}
+    assert not others, others
     assert wheel.name == f"sftron-{__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < 2_000_000
 
