@@ -14,7 +14,7 @@ from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
 from sftron.config import Config
-from sftron.errors import without_secrets
+from sftron.errors import redacted, without_secrets
 from sftron.train.logs import console
 
 RESULT = "result.json"
@@ -247,7 +247,7 @@ class RunDirectory:
         """Writes result.json; the status is running (with the process), completed, preempted, failed or killed."""
         if status == "running":
             facts["process"] = this_process()
-        self.write(RESULT, {"status": status, **without_secrets(facts)})
+        self.write(RESULT, {"status": status, **facts})
 
     def add_to_result(self, **facts: Any) -> None:
         """Adds facts to the result.json of this run."""
@@ -255,12 +255,13 @@ class RunDirectory:
             self.write_result(**result | facts)
 
     def write(self, name: str, content: str | Mapping[str, Any]) -> None:
-        """Writes a file of text or JSON by rename; if it cannot, the old file stays and a warning is logged."""
+        """Writes text or JSON without secrets by rename; if it cannot, the old file stays and a warning is logged."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
         try:
-            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+            is_text = isinstance(content, str)
+            text = redacted(content) if is_text else json.dumps(without_secrets(content), indent=1) + "\n"
             aside.write_text(text, encoding="utf-8")
             aside.replace(self.folder / name)
         except OSError as error:
