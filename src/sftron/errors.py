@@ -3,37 +3,75 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
+from urllib.parse import quote
 
+from sftron.regular_file import read_regular
 from sftron.visible_text import visible_text
 
 REFUSED = 2
 """The exit status for input that cannot be used."""
 
-_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_IN_URL = re.compile(r"(?<=://)[^/\s?#]+(?=@)")
 """Matches `user:password` in https://user:password@host."""
-_HUB_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
-_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
-"""Matches names of environment variables such as HF_TOKEN, WANDB_API_KEY and AWS_SECRET_ACCESS_KEY."""
+_HUB_TOKEN = re.compile(r"(?<![A-Za-z0-9])(?:hf_(?:oauth|jwt)_[\w.-]{8,}|(?:hf|api_org)_[A-Za-z0-9]{20,})")
+_SECRET_NAMES = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY")
+_SECRET_NAMES += ("_KEY", "_KEYS", "_PASS", "_PAT", "_CREDENTIAL", "_CREDENTIALS")
+"""The ends of names of environment variables such as HF_TOKEN, WANDB_API_KEY and AWS_SECRET_ACCESS_KEY."""
 _SHORTEST_SECRET = 8
+_MAX_TOKEN_FILE_BYTES = 2**20
 
 
 def redacted(text: str) -> str:
-    """Replaces passwords in URLs, Hub tokens, and secrets from environment variables by ***.
+    """Replaces secrets by ***: passwords in URLs, the Hub's tokens, and those of the environment and of logins.
 
-    A secret is found without the space around it, because libraries strip it, or quote the line end in another way.
+    A secret is found without the space around it, because libraries strip it, by each of its lines, and as URLs, JSON
+    and Python spell it.
     """
-    for name, value in os.environ.items():
-        value = value.strip()
-        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and value in text:
-            text = text.replace(value, "***")
+    for secret in _secrets():
+        for spelling in _spellings(secret):
+            text = text.replace(spelling, "***")
     return _HUB_TOKEN.sub("***", _IN_URL.sub("***", text))
+
+
+def _secrets() -> Iterator[str]:
+    """Yields the values of environment variables that are named as secrets, and the tokens of `hf` and `wandb login`.
+
+    The paths are those of huggingface_hub and of wandb, which take long to import.
+    """
+    yield from (value for name, value in os.environ.items() if f"_{name.upper()}".endswith(_SECRET_NAMES))
+    hub = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface"
+    paths = (os.environ.get("HF_TOKEN_PATH") or f"{hub}/token", os.environ.get("NETRC") or "~/.netrc")
+    # Not Path.expanduser, which raises an error if there is no home.
+    token, netrc = (_content(os.path.expandvars(os.path.expanduser(path))) for path in paths)  # noqa: PTH111
+    yield from (token, *re.findall(r"password\s+(\S+)", netrc))
+
+
+@cache
+def _content(path: str) -> str:
+    """Returns the content of a file that a login has written; empty if it cannot be read."""
+    try:
+        return read_regular(Path(path), _MAX_TOKEN_FILE_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+@cache
+def _spellings(secret: str) -> list[str]:
+    """Returns the secret and its lines as they are, and as in a URL, in JSON and in a Python literal, longest first."""
+    parts = [part.strip() for part in (secret, *secret.splitlines())]
+    parts = [part for part in parts if len(part) >= _SHORTEST_SECRET]
+    spelled = [(part, quote(part, safe=""), quote(part), json.dumps(part)[1:-1], repr(part)[1:-1]) for part in parts]
+    return sorted({each for spellings in spelled for each in spellings}, key=len, reverse=True)
 
 
 def without_secrets(facts: Any) -> Any:
@@ -82,6 +120,13 @@ def show_traceback(error: Exception) -> None:
     show("".join(traceback.format_exception(error)), to=sys.stderr, end="")
 
 
+class _WithoutSecrets(io.TextIOWrapper):
+    """A stream to which libraries write their warnings and logs."""
+
+    def write(self, text: str) -> int:
+        return super().write(redacted(text))
+
+
 def print_any_text() -> None:
     """Makes the standard streams escape characters that they cannot encode, which are common in data."""
     for stream in (sys.stdout, sys.stderr):
@@ -92,6 +137,8 @@ def print_any_text() -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit status that `main` returns, or with 1 and a traceback if `main` fails."""
     print_any_text()
+    if isinstance(stream := sys.stderr, io.TextIOWrapper) and stream is sys.__stderr__:
+        sys.stderr = _WithoutSecrets(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
     try:
         status = main()
     except BrokenPipeError:  # the reader has closed the pipe (`| head`)

@@ -1,28 +1,33 @@
 """What SECURITY.md promises of untrusted folders and files, of secrets and of the network."""
 
 import ast
+import html
 import io
 import json
 import multiprocessing
 import os
+import random
 import resource
 import shutil
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import pytest
 
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, read_json
+from sftron.commands import audit, compare, inspect, train
 from sftron.config import ConfigError, load_config
 from sftron.data.chat import pretrained
 from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.errors import redacted, show_traceback
+from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
 from sftron.sweep.grid import read_sweep_file
 from sftron.train.logs import console
@@ -32,7 +37,7 @@ from sftron.train.start.setup import open_run
 from sftron.verify.parity import read_prompts
 from tests.conftest import ROOT
 from tests.data.files import refusal_of, write, write_rows
-from tests.train.runs import make_config, settings, write_config
+from tests.train.runs import make_config, on_each_step, settings, write_config
 from tests.train.runs import write_rows as write_chats
 
 PASSWORD = "s3cret-pa55word"
@@ -352,6 +357,170 @@ def test_what_is_secret_is_not_shown_and_the_rest_is(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "a-longer-value")
     text = f"GET https://me:{PASSWORD}@host/a?b, https://tok@host, {HUB_TOKEN}, {PASSWORD}, a@b.de, a-longer-value"
     assert redacted(text) == "GET https://***@host/a?b, https://***@host, ***, ***, a@b.de, a-longer-value"
+
+
+def _random(alphabet: str, length: int) -> str:
+    return "".join(random.Random(f"{alphabet}{length}").choices(alphabet, k=length))
+
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+JWT = ".".join(f"{start}{_random(ALPHANUMERIC + '-_', 40)}" for start in ("eyJ", "eyK", ""))
+BY_FORM = {
+    "user": "hf_" + _random(ALPHANUMERIC, 34),
+    "organization": "api_org_" + _random(ALPHANUMERIC, 35),
+    "OAuth": f"hf_oauth_{JWT}",
+    "workload identity": f"hf_jwt_{JWT}",
+}
+"""Tokens of the Hub, which are secret wherever they come from."""
+BY_VARIABLE = {
+    "HF_TOKEN": "mirror-" + _random(ALPHANUMERIC, 20),
+    "WANDB_API_KEY": _random("0123456789abcdef", 40),
+    "AWS_SECRET_ACCESS_KEY": _random(ALPHANUMERIC + "/+", 40),
+    "MLFLOW_TRACKING_PASSWORD": "p@ss wörd/\"'\\\t" + _random(string.punctuation, 9),
+    "GITHUB_PAT": _random(ALPHANUMERIC + "_", 30),
+    "OPENAI_APIKEY": _random(ALPHANUMERIC + "-", 30),
+    "DEPLOY_KEY": f"--BEGIN KEY--\n{_random(ALPHANUMERIC + '/+', 64)}\n--END KEY--",
+    "PGPASSWORD": _random(ALPHANUMERIC, 8) + "\n",
+}
+LOGGED_IN = {"hf": "enterprise-" + _random(ALPHANUMERIC, 12), "wandb": _random("0123456789abcdef", 39)}
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Puts a secret of every form into the environment and into the files of logins; returns all of them."""
+    for name, value in BY_VARIABLE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    write(tmp_path / "hf/token", LOGGED_IN["hf"] + "\n")
+    monkeypatch.setenv("NETRC", write(tmp_path / "netrc", f"machine a\n login u\n  password {LOGGED_IN['wandb']}\n"))
+    lines = [line for value in BY_VARIABLE.values() for line in value.splitlines()]
+    return [*BY_FORM.values(), *lines, *LOGGED_IN.values()]
+
+
+def test_a_secret_of_any_form_is_not_shown_in_any_place_and_the_text_around_it_is(secrets: list[str]) -> None:
+    places = ["{}", "/data/{}/rows.jsonl", "{}.jsonl:3", "GET https://host/a?key={}&b=1", "'{}'", "({}), and more"]
+    places += ["Authorization: Bearer {}", "https://u:{}@host/x", '"{}":', "token={};", "a_{}", "a\n{}\nb"]
+    for secret in secrets:
+        for spelled in (secret, quote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+            for place in places:
+                shown = redacted(place.format(spelled))
+                assert secret not in shown
+                assert spelled not in shown, (place, spelled)
+                if place not in ("https://u:{}@host/x", "{}.jsonl:3"):
+                    assert shown == place.format("***"), (place, spelled)
+    harmless = "hf_hub_download of hf_internal/tiny, hf_oauth_ and a/hf/step-3, KEY, https://host:80/a@b, s@b.de, PATH"
+    assert redacted(harmless) == harmless
+
+
+def test_the_logged_in_token_is_read_where_huggingface_hub_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (name, value, file) in enumerate(
+        (
+            ("HF_TOKEN_PATH", "$ROOT/own-file", "own-file"),
+            ("HF_HOME", "$ROOT/home", "home/token"),
+            ("XDG_CACHE_HOME", str(tmp_path), "huggingface/token"),
+            ("HOME", str(tmp_path), ".cache/huggingface/token"),
+        )
+    ):
+        token = f"a-token-of-{number}"
+        write(tmp_path / file, token)
+        with monkeypatch.context() as patch:
+            for other in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME"):
+                patch.delenv(other, raising=False)
+            patch.setenv("ROOT", str(tmp_path))
+            patch.setenv(name, value)
+            command = [sys.executable, "-c", "from huggingface_hub import get_token; print(get_token())"]
+            theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            assert theirs == token
+            assert redacted(f"401 for {token}") == "401 for ***"
+        assert redacted(f"401 for {token}") == f"401 for {token}"
+
+
+def test_libraries_write_no_secret_to_standard_error(secrets: list[str], tmp_path: Path) -> None:
+    """Warnings, logs, and tracebacks of threads and of the process."""
+    script = """
+import json, logging, pathlib, sys, threading, warnings
+from sftron.errors import exit_with
+
+def fail(text):
+    raise OSError(text)
+
+def main():
+    texts = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    for text in texts:
+        warnings.warn(f"warned of {text}")
+        logging.warning("logged %s", text)
+        print("printed", text, file=sys.stderr)
+        thread = threading.Thread(target=fail, args=(text,))
+        thread.start()
+        thread.join()
+    fail(texts)
+
+exit_with(main)
+"""
+    texts = write(tmp_path / "texts.json", json.dumps(secrets))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", script, texts], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    for words in ("warned of ***", "logged ***", "printed ***", "OSError: ***", "OSError: ['***', '***'"):
+        assert words in done.stderr
+    assert not [each for each in secrets if each in done.stderr + done.stdout]
+
+
+def test_no_file_and_no_line_of_a_run_and_of_the_commands_on_it_has_a_secret(
+    secrets: list[str], tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Names of data files and of the model's folder hold secrets, rows are dropped by name, and an error quotes all."""
+    names = [secret for secret in secrets if "/" not in secret and "\\" not in secret]
+    for secret in names:
+        write_chats((tmp_path / "data").mkdir(exist_ok=True) or tmp_path / f"data/{secret}.jsonl", 6)
+        with (tmp_path / f"data/{secret}.jsonl").open("a") as file:
+            file.write("no row\n")
+    (tmp_path / BY_FORM["OAuth"]).symlink_to(model_folder)
+    (tmp_path / "model").symlink_to(BY_FORM["OAuth"])
+    questions = write(tmp_path / "q.jsonl", '{"messages": [{"role": "user", "content": "q"}]}\n')
+    tree = settings(
+        tmp_path,
+        tmp_path / "model",
+        data__datasets=[{"path": str(tmp_path / "data")}],
+        data__on_bad_row="skip",
+        data__max_dropped_share=0.5,
+        tokens__train_steps=3,
+        checkpoints__interval=2,
+        evaluation__prompts=questions,
+        logging__ledger=True,
+    )
+    config = str(write_config(tmp_path / "a.yaml", tree))
+    folder = tmp_path / "runs/run"
+    reports = {name: str(tmp_path / "reports" / name) for name in ("i.html", "i.json", "i.svg", "a.json", "c.json")}
+
+    def fail(step: int) -> None:
+        if step == 3:  # the next start goes on counting
+            raise OSError(f"the server refuses {secrets} and {' '.join(secrets)}")
+
+    on_each_step(monkeypatch, fail)
+    with pytest.raises(SystemExit):
+        exit_with(lambda: train.run(["--config", config]))
+    failed = (folder / "result.json").read_bytes()
+    assert b"the server refuses ['***', " in failed
+    assert train.run(["--config", config]) == 0
+    pages = ["--html", reports["i.html"], "--json", reports["i.json"], "--picture", reports["i.svg"]]
+    assert inspect.main(["--config", config, *pages]) == 0
+    assert audit.main([str(folder), "--step", "2", "--json", reports["a.json"]]) == 0
+    assert compare.main([str(folder), "--out", str(tmp_path / "reports"), "--json", reports["c.json"]]) == 0
+    printed = capsys.readouterr()
+    written = [path for part in ("runs", "reports") for path in (tmp_path / part).rglob("*") if path.is_file()]
+    suffixes = {path.suffix for path in written}
+    assert {".jsonl", ".json", ".html", ".yaml", ".md", ".log", ".svg", ".safetensors"} <= suffixes, suffixes
+    shown = {str(path): path.read_bytes() for path in written}
+    shown |= {"stdout": printed.out.encode(), "stderr": printed.err.encode(), "the failure": failed}
+    assert b"***.jsonl" in shown[str(folder / "samples.html")]
+    assert b"***" in shown["stderr"]
+    spelled = {secret: {secret, json.dumps(secret)[1:-1], html.escape(secret)} for secret in secrets}
+    leaks = [(n, s) for n, text in shown.items() for s in secrets if any(e.encode() in text for e in spelled[s])]
+    assert not leaks
 
 
 @pytest.mark.parametrize("secret", [f"https://me:{PASSWORD}@host/data", HUB_TOKEN, PASSWORD])

@@ -39,7 +39,7 @@ from sftron.checkpoint.atomic import (
 )
 from sftron.checkpoint.shards import CheckpointError, ShardedTensors, StoredShards, file_name, own_shards, write_shards
 from sftron.models.sharding import local_shard
-from sftron.regular_file import read_regular
+from sftron.regular_file import read_json_value
 
 MODEL, OPTIMIZER = "model", "optimizer"
 MANIFEST, STATE = "MANIFEST.json", "state.json"
@@ -230,10 +230,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     if path.is_symlink():
         raise ValueError("it is a link")
-    try:
-        return json.loads(read_regular(path, _MAX_JSON_BYTES))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return read_json_value(path, _MAX_JSON_BYTES)
 
 
 # --- Loading ---

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sftron.errors import without_secrets
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,10 +37,10 @@ def add_reports(parser: argparse.ArgumentParser, html: str | None = "write the p
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Writes a report and makes its folder, if a file is wanted. Raises OSError."""
+    """Writes a report without secrets and makes its folder, if a file is wanted. Raises OSError."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(without_secrets(content), indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sftron.commands.arguments import writing
-from sftron.errors import refuse, show
+from sftron.errors import refuse, show, without_secrets
 from sftron.report.terminal import wants_color
 from sftron.verify.table import Check, RunReport, Table
 
@@ -29,7 +29,7 @@ class ShownTable:
         A file without a path is not wanted. Returns the exit status.
         """
         self._show(*self._table.verdict(report))
-        as_json = (json_file, lambda: json.dumps(report.as_dict(), indent=2) + "\n")
+        as_json = (json_file, lambda: json.dumps(without_secrets(report.as_dict()), indent=2) + "\n")
         options = ("--html", "--card")[: len(files)]
         try:
             for option, (path, text) in zip((*options, "--json"), (*files.items(), as_json), strict=True):

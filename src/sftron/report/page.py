@@ -21,6 +21,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from sftron.data.types import IGNORE_INDEX, Pack, Role
+from sftron.errors import redacted
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.charts import chart_svg, line_color, line_dashes
 from sftron.report.terminal import pack_as_text
@@ -46,8 +47,8 @@ _LONGEST_TEXT = 16
 
 
 def render(name: str, **values: Any) -> str:
-    """Returns the page rendered from a template in pages/; equal values give equal pages."""
-    return _ENVIRONMENT.get_template(name).render(**values)
+    """Returns the page rendered from a template in pages/, without secrets; equal values give equal pages."""
+    return redacted(_ENVIRONMENT.get_template(name).render(**values))
 
 
 def asset(name: str) -> Markup:

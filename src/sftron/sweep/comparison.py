@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sftron.errors import without_secrets
 from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
 from sftron.report.page import render
 from sftron.sweep.figures import (
@@ -108,7 +109,7 @@ class Comparison:
                 for run in self.runs
             ],
         }
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps(without_secrets(content), indent=1) + "\n"
 
     def as_html(self) -> str:
         return render("comparison.html.jinja", comparison=self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, ConfigError, load_config
+from sftron.regular_file import read_json_value
 from sftron.train.logs.loggers import flat, flat_numbers
 from sftron.train.run_directory import read_records, read_result
 
@@ -92,25 +94,28 @@ def read_run(folder: Path) -> RecordedRun:
     except ConfigError as error:
         raise ValueError(f"the configuration of a run cannot be read: {error}") from error
     result = read_result(folder)
-    steps, evaluations = (
-        {record["step"]: record for record in read_records(folder / name)}
-        for name in ("metrics.jsonl", "evaluations.jsonl")
-    )
+    records = {record["step"]: record for record in read_records(folder / "evaluations.jsonl")}
+    sets = {step: found for step, each in records.items() if isinstance(found := each.get("sets"), dict)}
     return RecordedRun(
         folder=folder,
         config=flat_config(config),
         status=str(result.get("status", "unknown")),
         error=str(result.get("error", "")),
-        steps={step: flat_numbers(record) for step, record in steps.items()},
-        evaluations={step: flat_numbers({**each, **each.get("sets", {})}) for step, each in evaluations.items()},
-        sets=tuple(dict.fromkeys(name for each in evaluations.values() for name in each.get("sets", {}))),
+        steps={record["step"]: _numbers(record) for record in read_records(folder / "metrics.jsonl")},
+        evaluations={step: _numbers({**each, **sets.get(step, {})}) for step, each in records.items()},
+        sets=tuple(dict.fromkeys(name for each in sets.values() for name in each)),
         fingerprints=_fingerprints(folder / "mix_report.json"),
     )
 
 
+def _numbers(record: Mapping[str, Any]) -> Numbers:
+    """Returns the finite numbers of a record by flat name; a run writes no others."""
+    return {name: value for name, value in flat_numbers(record).items() if abs(value) <= sys.float_info.max}
+
+
 def _fingerprints(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["fingerprints"] if path.exists() else {}
+        found = read_json_value(path)["fingerprints"] if path.exists() else {}
         if not isinstance(found, dict):
             raise TypeError("fingerprints is not a mapping")
     except (OSError, ValueError, KeyError, TypeError) as error:

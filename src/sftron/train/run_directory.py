@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,7 +15,8 @@ from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
 from sftron.config import Config
-from sftron.errors import without_secrets
+from sftron.errors import redacted, without_secrets
+from sftron.regular_file import read_json_value, read_lines
 from sftron.train.logs import console
 
 RESULT = "result.json"
@@ -29,7 +31,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     the process.
     """
     try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        result = read_json_value(folder / RESULT)
     except (OSError, ValueError):
         return {}
     if not isinstance(result, dict):
@@ -42,28 +44,43 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises ValueError with the line of any other that is no object with a step.
     """
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line) if line else None
-            if line and not (isinstance(record, dict) and type(record.get("step")) is int):
-                raise ValueError("is not an object with a step")
-        except ValueError as error:
-            if number == len(lines):
-                return
-            raise ValueError(f"{path}:{number}: is damaged ({error}); remove the line") from error
-        if record is not None:
-            yield record
+    for record in _records(path):
+        if isinstance(record, ValueError):
+            raise record
+        yield record
 
 
 def intact_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file up to a damaged line, which is reported."""
-    records: list[dict[str, Any]] = []
+    """Returns the objects of a JSONL file without damaged lines, of which the first is reported."""
+    records = list(_records(path))
+    if damaged := [each for each in records if isinstance(each, ValueError)]:
+        console.write(f"WARNING    {damaged[0]}. Damaged lines that are left out: {len(damaged)}")
+    return [each for each in records if not isinstance(each, ValueError)]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any] | ValueError]:
+    """Yields the object of each line, or the problem of a line that is no object with a step, or of the file."""
     try:
-        records.extend(read_records(path))
-    except ValueError as error:
-        console.write(f"WARNING    {error}. What comes after it is left out")
-    return records
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                record = json.loads(line) if line.strip() else None
+                if record is not None and not _has_step(record):
+                    raise ValueError("is not an object with a step")
+            except (ValueError, RecursionError) as error:
+                if line.endswith(b"\n"):
+                    yield ValueError(f"{path}:{number}: is damaged ({error}); remove the line")
+            else:
+                if record is not None:
+                    yield record
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        yield ValueError(f"{path}: cannot be read ({error}); move it away")
+
+
+def _has_step(record: Any) -> bool:
+    step = record.get("step") if isinstance(record, dict) else None
+    return type(step) is int and 0 <= step < sys.maxsize
 
 
 def _killed(result: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +193,9 @@ class RunDirectory:
                 f"WARNING    {self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
                 "second run started here would not be noticed. Start none, or put general.output_dir elsewhere"
             )
+        appended = (self.metrics, self.evaluations, self.console_log, *self.folder.glob("ledger-rank-*.jsonl"))
+        if irregular := [path for path in appended if path.exists() and not path.is_file()]:
+            raise ValueError(f"{irregular[0]} is no regular file, and the run appends to it; move it away")
         for name in ("latest", "best"):
             if (self.folder / name).exists() and not (self.folder / name).is_symlink():
                 raise ValueError(
@@ -228,7 +248,7 @@ class RunDirectory:
 
     def _merges(self) -> dict[str, Any]:
         try:
-            merges = json.loads((self.folder / "merge_report.json").read_text(encoding="utf-8"))
+            merges = read_json_value(self.folder / "merge_report.json")
         except (OSError, ValueError):
             return {}
         return merges if isinstance(merges, dict) else {}
@@ -247,7 +267,7 @@ class RunDirectory:
         """Writes result.json; the status is running (with the process), completed, preempted, failed or killed."""
         if status == "running":
             facts["process"] = this_process()
-        self.write(RESULT, {"status": status, **without_secrets(facts)})
+        self.write(RESULT, {"status": status, **facts})
 
     def add_to_result(self, **facts: Any) -> None:
         """Adds facts to the result.json of this run."""
@@ -255,12 +275,14 @@ class RunDirectory:
             self.write_result(**result | facts)
 
     def write(self, name: str, content: str | Mapping[str, Any]) -> None:
-        """Writes a file of text or JSON by rename; if it cannot, the old file stays and a warning is logged."""
+        """Writes text or JSON without secrets by rename; if it cannot, the old file stays and a warning is logged."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
         try:
-            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+            is_text = isinstance(content, str)
+            text = redacted(content) if is_text else json.dumps(without_secrets(content), indent=1) + "\n"
+            aside.unlink(missing_ok=True)  # opening a pipe would block
             aside.write_text(text, encoding="utf-8")
             aside.replace(self.folder / name)
         except OSError as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError
+from sftron.train.run_directory import intact_records
 from sftron.verify.ledger import OpenedRun
 from sftron.verify.table import aligned
 from sftron.visible_text import visible_text
@@ -94,9 +93,4 @@ def _first_words(run: OpenedRun, key: ConversationKey) -> str:
 
 
 def _metrics_of(folder: Path, step: int) -> Mapping[str, Any]:
-    with suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                if (record := json.loads(line)).get("step") == step:
-                    return record
-    return {}
+    return next((record for record in intact_records(folder / "metrics.jsonl") if record["step"] == step), {})

@@ -82,7 +82,7 @@ def check_served(
         dtype: The type that a server computes in, by default bfloat16, or float32 if it is started here, which decides
             how close two tokens must be to be a tie; a GGUF file states its own.
         served_model: The name of the model on a server that serves several.
-        timeout: The seconds to wait for each reply of a server.
+        timeout: The seconds in which each reply of a server must be complete.
 
     Raises:
         ValueError: The folder or a prompt cannot be used, nothing is served there, or a reply is not what is expected.
@@ -98,6 +98,7 @@ def check_served(
         against,
         num_positions=num_positions,
         max_positions=architecture.max_position_embeddings,
+        vocab_size=architecture.vocab_size,
         dtype=dtype,
         served_model=served_model,
         timeout=timeout,

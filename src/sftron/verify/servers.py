@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -38,6 +39,8 @@ _START_SECONDS = 600
 _END_SECONDS = 20
 """The time that it gets to end before it is killed."""
 _NUM_LAST_LINES = 15
+_MAX_WORD = 1000
+"""The most characters of a name that a server gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ def open_served(
     *,
     num_positions: int,
     max_positions: int,
+    vocab_size: int,
     dtype: torch.dtype | None,
     served_model: str | None,
     timeout: float,
@@ -91,7 +95,7 @@ def open_served(
     elif kind != "vllm":
         raise ValueError(f"--against: {kind} is neither vllm nor gguf")
     elif urllib.parse.urlsplit(where).scheme in ("http", "https"):
-        yield Server(where, served_model, timeout)
+        yield Server(where, served_model, timeout, vocab_size)
     elif Path(where).is_dir():
         if served_model:
             raise ValueError(f"--served-model is {served_model}, but a folder is the only model of its server")
@@ -100,7 +104,7 @@ def open_served(
         options = ["--dtype", dtype_name(dtype), "--enforce-eager"]
         options += ["--max-model-len", str(min(2 * num_positions, max_positions))]
         with _vllm_serve(where, options) as url:
-            server = Server(url, None, timeout)
+            server = Server(url, None, timeout, vocab_size)
             server.dtype = dtype
             yield server
     else:
@@ -144,8 +148,9 @@ def _vllm_serve(folder: str, options: list[str]) -> Iterator[str]:
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while process.poll() is None:
-        with suppress(OSError, HTTPException), _open(f"{url}/health", timeout=5):
-            return
+        with suppress(OSError, HTTPException):
+            if _fetch(urllib.request.Request(f"{url}/health"), timeout=5).status == 200:
+                return
         if time.monotonic() > deadline:
             raise ValueError(
                 f"`vllm serve` is not ready after {_START_SECONDS:g} s ({url}/health); start it yourself, and give "
@@ -182,16 +187,48 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _open(request: urllib.request.Request | str, timeout: float) -> Any:
-    """Opens a URL; one of this machine without the proxy of the environment, which cannot reach it."""
-    url = request if isinstance(request, str) else request.full_url
-    is_here = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    proxies = [urllib.request.ProxyHandler({})] if is_here else []
-    return urllib.request.build_opener(*proxies).open(request, timeout=timeout)
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    location: str
+    """Where the server redirects to; empty if it does not say."""
+    content: bytes
+    """At most _MAX_REPLY_BYTES."""
+
+
+class _AsReceived(urllib.request.HTTPErrorProcessor):
+    """Returns every reply as it was received: no redirect is followed, because the request carries a key."""
+
+    def http_response(self, request: urllib.request.Request, response: Any) -> Any:
+        return response
+
+    https_response = http_response
+
+
+def _fetch(request: urllib.request.Request, timeout: float) -> _Reply:
+    """Returns the reply to a request; one to this machine does not use the proxy of the environment.
+
+    Raises TimeoutError if the reply is not complete in time. A socket has a timeout for each read alone, and a server
+    that sends a byte a second would never reach it; therefore, a thread reads, and is left alone after the timeout.
+    """
+    is_here = urllib.parse.urlsplit(request.full_url).hostname in ("localhost", "127.0.0.1", "::1")
+    opener = urllib.request.build_opener(_AsReceived, *([urllib.request.ProxyHandler({})] if is_here else []))
+    reply: Future[_Reply] = Future()
+
+    def read() -> None:
+        try:
+            with opener.open(request, timeout=timeout) as response:
+                location = response.headers.get("Location", "")
+                reply.set_result(_Reply(response.status, location, response.read(_MAX_REPLY_BYTES)))
+        except Exception as error:
+            reply.set_exception(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    return reply.result(timeout)
 
 
 class RefusedError(ValueError):
-    """A server answered with an HTTP error."""
+    """A server answered with another HTTP status than 200."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -202,20 +239,25 @@ class Server:
     """A server that speaks OpenAI's protocol, such as `vllm serve`. $VLLM_API_KEY, if set, is its key.
 
     vLLM gives the ids of prompt and answer (return_token_ids, and /tokenize in old versions); others give their number.
+
+    Args:
+        timeout: The seconds in which each reply must be complete.
+        vocab_size: The number of ids of the model that it should serve; a reply with another id is refused.
     """
 
     dtype: torch.dtype | None = None
     is_quantized = False
 
-    def __init__(self, url: str, model: str | None, timeout: float) -> None:
-        self._url, self._timeout = url.rstrip("/").removesuffix("/v1"), timeout
+    def __init__(self, url: str, model: str | None, timeout: float, vocab_size: int) -> None:
+        self._url, self._timeout, self._vocab_size = url.rstrip("/").removesuffix("/v1"), timeout, vocab_size
         listed = self._request("/v1/models").get("data")
-        names = [each.get("id") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        models = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        names = [self._word("/v1/models", "id of a model", each.get("id")) for each in models]
         if not names:
             raise ValueError(f"{self._url}/v1/models lists no model; give the URL of an OpenAI-like server")
         if model not in names if model else len(names) > 1:
             wanted = f"--served-model is {model}, but" if model else "give one of them as --served-model:"
-            raise ValueError(f"{wanted} {self._url} serves {', '.join(map(str, names))}")
+            raise ValueError(f"{wanted} {self._url} serves {', '.join(names)[:1000]}")
         self._model = model or names[0]
         self.name = f"{self._model} at {self._url}"
 
@@ -231,29 +273,34 @@ class Server:
             reply = self._request(path, request | limits)  # some servers refuse keys that they do not know
         try:
             choice, number = reply["choices"][0], reply["usage"]["prompt_tokens"]
-            text, finish = choice["message"]["content"] or "", choice["finish_reason"]
+            text, finish = choice["message"]["content"], choice["finish_reason"]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"{self._url}{path}: the reply lacks {error!s} (choices, message, usage); is it an OpenAI-like server?"
             ) from error
-        prompt_ids, source = _ids(reply.get("prompt_token_ids")), "prompt_token_ids"
+        if type(number) is not int or number < 0:
+            raise self._unexpected(path, "usage.prompt_tokens", number, "a number of tokens")
+        if not (text is None or (isinstance(text, str) and _is_unicode(text))):
+            raise self._unexpected(path, "choices[0].message.content", text, "text that UTF-8 can encode")
+        prompt_ids, source = self._ids(path, "prompt_token_ids", reply.get("prompt_token_ids")), "prompt_token_ids"
         if prompt_ids is None:
             prompt_ids, source = self._tokenize(request), "/tokenize"
         return ServedAnswer(
             source="usage.prompt_tokens" if prompt_ids is None else source,
             prompt_ids=prompt_ids,
             num_prompt_tokens=number,
-            text=str(text),
-            token_ids=_ids(choice.get("token_ids")),
-            finish=str(finish),
+            text=text or "",
+            token_ids=self._ids(path, "choices[0].token_ids", choice.get("token_ids")),
+            finish=self._word(path, "choices[0].finish_reason", finish),
         )
 
     def _tokenize(self, request: dict[str, Any]) -> Ids | None:
         """Returns the ids of vLLM's /tokenize; None if the server has no such path, or one for plain text."""
         try:
-            return _ids(self._request("/tokenize", request | {"add_generation_prompt": True}).get("tokens"))
+            reply = self._request("/tokenize", request | {"add_generation_prompt": True})
         except RefusedError:
             return None
+        return self._ids("/tokenize", "tokens", reply.get("tokens"))
 
     def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the JSON object that the server replies. Raises ValueError with the remedy."""
@@ -263,13 +310,7 @@ class Server:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = None if body is None else json.dumps(body).encode()
         try:
-            with _open(urllib.request.Request(url, data, headers), self._timeout) as reply:
-                content = reply.read(_MAX_REPLY_BYTES)
-        except urllib.error.HTTPError as error:
-            reason = " ".join(error.read(300).decode(errors="replace").split())
-            is_key, remedy = error.code in (401, 403), "look at its log" if error.code >= 500 else "correct the URL"
-            remedy = "set VLLM_API_KEY to its key" if is_key else remedy
-            raise RefusedError(f"{url}: HTTP {error.code} ({reason}); {remedy}", error.code) from error
+            reply = _fetch(urllib.request.Request(url, data, headers), self._timeout)
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
@@ -279,18 +320,60 @@ class Server:
             raise ValueError(f"{url}: {problem}") from error
         except ValueError as error:
             raise ValueError(f"{url}: cannot be requested ({error}); correct the URL, or VLLM_API_KEY") from error
+        if reply.status != 200:
+            raise RefusedError(f"{url}: {_refusal(reply)}", reply.status)
         try:
-            found = json.loads(content)
+            found = json.loads(reply.content)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{url}: {content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
+            raise ValueError(f"{url}: {reply.content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
         if not isinstance(found, dict):
-            raise ValueError(f"{url}: {content[:60]!r} is no JSON object; is it an OpenAI-like server?")
+            raise ValueError(f"{url}: {reply.content[:60]!r} is no JSON object; is it an OpenAI-like server?")
         return found
 
+    def _ids(self, path: str, name: str, value: object) -> Ids | None:
+        """Returns the ids of a reply; None if it has none. Raises ValueError if one is not in the vocabulary."""
+        if value is None or value == []:
+            return None
+        if not isinstance(value, list):
+            raise self._unexpected(path, name, value, "a list of ids")
+        for n, token_id in enumerate(value):
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise self._unexpected(path, f"{name}[{n}]", token_id, f"an id from 0 to {self._vocab_size - 1}")
+        return value
 
-def _ids(value: object) -> Ids | None:
-    """Returns the value if it is a list of ids that is not empty, else None."""
-    return value if isinstance(value, list) and value and all(type(each) is int for each in value) else None
+    def _word(self, path: str, name: str, value: object) -> str:
+        """Returns the value if it fits on a line of a report. Raises ValueError otherwise."""
+        if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_WORD:
+            return value
+        raise self._unexpected(path, name, value, f"a name of at most {_MAX_WORD} printable characters")
+
+    def _unexpected(self, path: str, name: str, value: object, expected: str) -> ValueError:
+        """Returns the error of a value in a reply that is not what is expected."""
+        return ValueError(
+            f"{self._url}{path}: {name} is {value!r:.60}, not {expected}; is it an OpenAI-like server of this model?"
+        )
+
+
+def _refusal(reply: _Reply) -> str:
+    """Returns the problem and the remedy of a reply whose status is not 200."""
+    if reply.status in (301, 302, 303, 307, 308):
+        return (
+            f"HTTP {reply.status} redirects to {reply.location[:200]!r}, and no redirect is followed, because the "
+            "request carries VLLM_API_KEY; give the URL of the server itself"
+        )
+    reason = " ".join(reply.content[:300].decode(errors="replace").split())
+    remedy = "look at its log" if reply.status >= 500 else "correct the URL"
+    remedy = "set VLLM_API_KEY to its key" if reply.status in (401, 403) else remedy
+    return f"HTTP {reply.status} ({reason}); {remedy}"
+
+
+def _is_unicode(text: str) -> bool:
+    """Returns whether UTF-8 can encode the text: JSON can spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}

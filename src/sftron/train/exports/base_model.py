@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from sftron.checkpoint.model_folder import MAX_JSON_BYTES
+from sftron.errors import redacted
 from sftron.regular_file import read_regular
 
 _MAX_README_BYTES, _MAX_FRONT_MATTER = 16 * 2**20, 64 * 2**10
@@ -47,7 +48,7 @@ def read_base_model(path: str, folder: Path) -> BaseModel:
         if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):
             license_name = yaml.safe_load(match[1]).get("license")
     revision = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", folder.as_posix())
-    return BaseModel(folder, name, license_name, revision and revision[1])
+    return BaseModel(folder, redacted(name), license_name, revision and revision[1])
 
 
 def hub_id(name: str) -> str | None:

@@ -26,8 +26,9 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
+from sftron.regular_file import read_regular
 from sftron.train.exports.base_model import BaseModel, read_base_model
-from sftron.train.exports.model_card import VERIFY_CARD, AdapterFacts, model_card
+from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
 from sftron.train.start.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
 from sftron.train.start.run_data import load_chat_tokenizer
@@ -197,7 +198,11 @@ def _with_verify_card(parts: ExportParts, run_folder: Path) -> ExportParts:
     """Adds the card of `sftron verify` to the files of an export, if the run directory has one."""
     if not (card := run_folder / VERIFY_CARD).is_file():
         return parts
-    files = {**parts.source.files, VERIFY_CARD: card.read_bytes()}
+    try:
+        files = {**parts.source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)}
+    except (OSError, ValueError) as error:
+        console.write(f"WARNING    {card} is not exported: it {error}")
+        return parts
     return replace(parts, source=replace(parts.source, files=files))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import platform
 import re
 from collections import Counter
@@ -32,7 +31,7 @@ from sftron.config import Config, dump_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
-from sftron.regular_file import read_regular
+from sftron.regular_file import read_json_value, read_regular
 from sftron.train.exports.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
@@ -45,7 +44,7 @@ VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
 """The card that `sftron verify --card` writes into a run directory, and the value of its key `schema`."""
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
-_MAX_CARD_BYTES = 16 * 2**20
+MAX_CARD_BYTES = 16 * 2**20
 _RATE = "optimizer.learning_rate"
 
 
@@ -173,7 +172,7 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
     """Returns a table row for each data set, and one for all data before it was changed."""
     num_rows: list[int | None] = [None] * len(progress.datasets)
     with suppress(OSError, ValueError, KeyError):
-        report = json.loads((run_folder / "mix_report.json").read_text(encoding="utf-8"))
+        report = read_json_value(run_folder / "mix_report.json")
         num_rows = [each.get("rows") for each in report["datasets"]]
 
     def counted(count: DataSetCount) -> list[str]:
@@ -203,7 +202,7 @@ def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Pat
         base_folder: The folder of the model that training started from.
     """
     try:
-        card = yaml.safe_load(read_regular(run_folder / VERIFY_CARD, _MAX_CARD_BYTES))
+        card = yaml.safe_load(read_regular(run_folder / VERIFY_CARD, MAX_CARD_BYTES))
         if card["schema"] != VERIFY_CARD_SCHEMA:
             return ""
         of, hashes = Counter(check["status"] for check in card["checks"]), card["hashes"]
@@ -216,7 +215,7 @@ def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Pat
             sentences.append("The data, template or tokenizer was another one than the run's")
         if digest_of(hashes["weights"]) != (fingerprint.get(BASE_WEIGHTS) or _base_digest(base_folder)):
             sentences.append("The weights were not those that the run started from")
-        if config_digest((run_folder / "config.yaml").read_text(encoding="utf-8")) != hashes["config"]:
+        if config_digest(read_regular(run_folder / "config.yaml", MAX_CARD_BYTES).decode()) != hashes["config"]:
             sentences.append("The configuration was another one than the run's")
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError, AttributeError):
         return ""

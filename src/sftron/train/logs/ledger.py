@@ -26,6 +26,7 @@ import numpy as np
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import Batch
+from sftron.regular_file import read_lines
 from sftron.train.start.run_data import data_fingerprint
 
 _BEGINS = b'{"begins": '
@@ -41,14 +42,21 @@ def _ledger_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("ledger-rank-*.jsonl"))
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a ledger. Raises ValueError if it cannot be read."""
+    try:
+        yield from read_lines(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); move it away") from error
+
+
 def next_start(folder: Path) -> int:
     """Returns the number of the start that is beginning; one rank has to determine it for all ranks."""
     number = 0
     for path in _ledger_files(folder):
-        with path.open("rb") as file:
-            for line in file:
-                if line.startswith(_BEGINS) and line.endswith(b"\n"):
-                    number = max(number, int(line[len(_BEGINS) :].split(b",")[0]))
+        for line in _lines(path):
+            if line.startswith(_BEGINS) and line.endswith(b"\n"):
+                number = max(number, int(line[len(_BEGINS) :].split(b",")[0]))
     return number + 1
 
 
@@ -162,22 +170,21 @@ def read_ledger(folder: Path) -> Ledger:
     skipped: dict[tuple[int, int], str] = {}
     reasons, torn, problems = {"": 0}, [], []
     for path in files:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    torn.append(path.name)
+        for number, line in enumerate(_lines(path), 1):
+            if not line.endswith(b"\n"):
+                torn.append(path.name)
+                continue
+            try:
+                record = json.loads(line)
+                if "begins" in record:
+                    begins.setdefault(int(record["begins"]), []).append(record)
                     continue
-                try:
-                    record = json.loads(line)
-                    if "begins" in record:
-                        begins.setdefault(int(record["begins"]), []).append(record)
-                        continue
-                    start = int(record["start"])
-                    packs.setdefault(start, []).extend(_packs(record, start, reasons))
-                    if "skipped" in record:
-                        skipped[start, int(record["step"])] = record["skipped"]
-                except (ValueError, KeyError, TypeError, OverflowError):
-                    problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
+                start = int(record["start"])
+                packs.setdefault(start, []).extend(_packs(record, start, reasons))
+                if "skipped" in record:
+                    skipped[start, int(record["step"])] = record["skipped"]
+            except (ValueError, KeyError, TypeError, OverflowError):
+                problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
     if not begins:
         raise ValueError(f"{folder}: the ledger holds no start of the run, so it proves nothing")
     if unknown := sorted(packs.keys() - begins.keys()):

@@ -19,6 +19,7 @@ import torch
 
 from sftron import __version__
 from sftron.errors import without_secrets
+from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 from sftron.train.start.setup import Setup
 
@@ -191,7 +192,7 @@ def known_id(name: str, folder: Path) -> str | None:
     path = folder / f"{name}.json"
     if not path.exists():
         return None
-    known = json.loads(path.read_text())
+    known = read_json_value(path)
     is_copy = known["folder"] != str(folder.resolve()) and (Path(known["folder"]) / path.name).exists()
     return None if is_copy else known["id"]
 
@@ -199,7 +200,7 @@ def known_id(name: str, folder: Path) -> str | None:
 def store_id(name: str, folder: Path, run_id: str) -> str:
     """Stores the id of the run there in NAME.json of its directory, for resumed runs. Returns it."""
     path = folder / f"{name}.json"
-    kept = json.loads(path.read_text()) if known_id(name, folder) == run_id else {}
+    kept = read_json_value(path) if known_id(name, folder) == run_id else {}
     path.write_text(json.dumps({**kept, "id": run_id, "folder": str(folder.resolve())}) + "\n")
     return run_id
 
@@ -215,7 +216,7 @@ def highest_sent(name: str, folder: Path, logged: int, evaluated: int) -> tuple[
     """
     with suppress(OSError, ValueError, LookupError, TypeError):  # a damaged file; its logger reports it
         if known_id(name, folder) is not None:
-            known = json.loads((path := folder / f"{name}.json").read_text())
+            known = read_json_value(path := folder / f"{name}.json")
             logged, evaluated = (max(n, known.get(key, -1)) for n, key in ((logged, "sent"), (evaluated, "evaluated")))
             path.write_text(json.dumps({**known, "sent": logged, "evaluated": evaluated}) + "\n")
     return logged, evaluated

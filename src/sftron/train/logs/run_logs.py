@@ -15,6 +15,7 @@ from typing import Any
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.data.types import Batch
 from sftron.errors import show
+from sftron.regular_file import read_lines
 from sftron.train.evaluation import Evaluation
 from sftron.train.logs import console
 from sftron.train.logs.ledger import data_facts, ledger_file, next_start, start_line, step_line
@@ -42,7 +43,7 @@ class LineFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._waiting = b""
         self._has_failed = self._is_gone = False
-        os.truncate(self._file, _kept_size(path.read_bytes(), last_step))
+        os.truncate(self._file, _kept_size(path, last_step))
 
     def append(self, line: bytes) -> None:
         """Writes a line; `line` is given without the line end."""
@@ -92,14 +93,13 @@ class LineFile:
                 show(line, to=sys.stderr)
 
 
-def _kept_size(content: bytes, last_step: int | None) -> int:
-    kept = whole = content.rfind(b"\n") + 1
-    if last_step is not None:
-        kept = position = 0
-        for line in content[:whole].splitlines(keepends=True):
+def _kept_size(path: Path, last_step: int | None) -> int:
+    kept = position = 0
+    with suppress(ValueError):  # a line that is too long, which no run has written
+        for line in read_lines(path):
             position += len(line)
-            with suppress(ValueError, TypeError, KeyError):
-                if json.loads(line)["step"] <= last_step:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                if line.endswith(b"\n") and (last_step is None or json.loads(line)["step"] <= last_step):
                     kept = position
     return kept
 

@@ -31,6 +31,7 @@ from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import find_files, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
+from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
 from sftron.train.start.sample import check_sample
@@ -44,6 +45,7 @@ RESERVED_NAMES = ("seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
+_MAX_ROW_LENGTHS_BYTES = 2**30
 
 
 # --- The tokenizer and the data sets ---
@@ -284,7 +286,7 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
 def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int | str] | None:
     """Returns the rows of `file`; None if it belongs to other data. A wrong length is found when its row is read."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_json_value(file, _MAX_ROW_LENGTHS_BYTES)
         rows: list[int | str] = kept["rows"] if kept["fingerprint"] == fingerprint else []
         is_whole = len(rows) == num_rows
         return rows if is_whole and all(isinstance(row, str) or 0 < row < 2**31 for row in rows) else None
