@@ -48,9 +48,10 @@ def main(arguments: list[str]) -> int:
     from sftron.report.page import inspect_packs, pack_picture
     from sftron.report.terminal import wants_color
     from sftron.train.start import run_data
+    from sftron.train.start.revisions import pinned
 
     try:
-        config = load_config(options.config, overrides)
+        config = pinned(load_config(options.config, overrides))
         preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
         dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
         num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)

@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
 
     from sftron.commands.checked import ShownTable
     from sftron.train.exports.model_card import VERIFY_CARD
+    from sftron.train.start.revisions import pinned
     from sftron.verify.card import card_of
     from sftron.verify.subject import Subject
     from sftron.verify.table import RunReport, carry_out
@@ -60,6 +61,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         try:
             rules = select(options.only, with_ranks=options.ranks is not None, with_lora=config.lora is not None)
+            config = pinned(config)
             subject = Subject(
                 config,
                 Path(scratch),
