@@ -65,7 +65,7 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     (LR, f"{LR}\n  warmup_step: 3", ":13: optimizer.warmup_step ... did you mean warmup_steps?"),
     ("model:", "modl:", ": model.path ... missing; wanted text", ":3: modl ... did you mean model?"),
     (STEPS, f"{STEPS}\n  chat_templat: x", ":11: tokens.chat_templat ... did you mean tokenizer.chat_template?"),
-    (MODEL, f"{MODEL}\n  zzz: 1", ":5: model.zzz ... the keys here are path, attention, loss"),
+    (MODEL, f"{MODEL}\n  zzz: 1", ":5: model.zzz ... the keys here are path, revision, attention, loss"),
     ("model:", "expert: 1\nmodel:", ":3: expert ... the keys here are general,"),
     ("model:", "lora: {r: 8}\nmodel:", ":3: lora.r ... write lora.rank"),
     ("model:", "adapter: qlora\nmodel:", ":3: adapter ... write a section lora"),

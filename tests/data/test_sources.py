@@ -130,7 +130,7 @@ UNCLEAR = "set: the datasets library cannot determine which files are meant: "
     [
         (
             ONE.format(name="main", split="train", path="main/*") + ONE.format(name="more", split="train", path="b/*"),
-            f"{UNCLEAR}Config name is missing.",
+            "set: has several configurations: main, more; choose one below its path, as in config: main",
         ),
         (ONE.format(name="default", split="train", path="gone/*"), UNCLEAR),
         (ONE.format(name="default", split="train", path="../outside/*"), "set: README.md names "),
@@ -145,22 +145,6 @@ def test_a_readme_that_does_not_say_which_files_are_meant_is_refused(tmp_path, m
     write(tmp_path / "set" / "README.md", README.format(configs=configs))
     assert str(refusal_of(tmp_path, "set")).startswith(message)
     assert len(open_source("set/main")) == 1
-
-
-def test_a_hub_id_is_loaded_by_its_split_and_its_fingerprint_follows_the_content(tmp_path, monkeypatch):
-    def load(path: str, split: str, keep_in_memory: bool) -> datasets.Dataset:
-        rows = [{"m": [{"text": f"{path} {split} {n}"}, {"name": "x"}]} for n in range(3)]
-        return datasets.Dataset.from_file(write_rows(tmp_path / f"{split}.arrow", rows))
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    source = open_source("owner/name", "test")
-    assert source[2] == {"m": [{"text": "owner/name test 2"}, {"name": "x"}]}
-    assert (len(source), source.locate(2)) == (3, "owner/name (test), row 2")
-    assert source.fingerprint == open_source("owner/name", "test").fingerprint
-    assert source.fingerprint != open_source("owner/name").fingerprint
-    assert all_rows(pickle.loads(pickle.dumps(source))) == all_rows(source)
-    part = open_source("owner/name", "test[1:]", max_samples=1)
-    assert (part.name, part.locate(0), len(part)) == ("owner/name (test[1:])", "owner/name (test), row 1", 1)
 
 
 # --- Parts of splits ---

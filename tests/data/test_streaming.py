@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.sources import EndOfStream, RawRow, StreamedSource, open_source, open_stream, streaming
+from sftron.data.sources import EndOfStream, RawRow, StreamedSource, hub, open_source, open_stream, streaming
 from sftron.data.types import DataError
 from tests.data.files import all_rows, lines_of, numbered, write, write_rows
 
@@ -50,9 +51,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "_BATCH_ROWS", 7)
     monkeypatch.setattr(streaming, "_HEAD_ROWS", 20)
     table = datasets.Dataset.from_list(ROWS)
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda path, split, streaming: table.to_iterable_dataset(num_shards=3)
+    builder = SimpleNamespace(
+        hash="0" * 40,
+        config=SimpleNamespace(name="default"),
+        as_streaming_dataset=lambda split: table.to_iterable_dataset(num_shards=3),
     )
+    monkeypatch.setattr(hub, "commit_of", lambda *_: builder.hash)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
@@ -201,7 +206,7 @@ def test_a_hub_id_that_cannot_be_streamed_is_reported(monkeypatch: pytest.Monkey
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(hub, "commit_of", fail)
     with pytest.raises(DataError, match=r'owner/name: .* split "train" cannot be loaded from the Hub: "no route"'):
         open_stream("owner/name")
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
+from sftron.checkpoint import model_folder
 from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.checkpoint.model_folder import local_folder
 from sftron.config import load_config
-from sftron.data.sources import RowSource, arrow, open_source
+from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import end_ranks, make_mesh, start_ranks
@@ -102,7 +103,7 @@ def test_weights_in_a_folder_of_a_repository_are_not_downloaded(
     wanted = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tool_use.jinja"]
     found: list[str] = []
 
-    def snapshot_download(_path: str, *, local_files_only: bool, **patterns: Any) -> str:
+    def snapshot_download(_path: str, *, revision: None, local_files_only: bool, **patterns: Any) -> str:
         assert not local_files_only
         found.extend(filter_repo_objects([*wanted, "original/model.safetensors", "metal/model.bin"], **patterns))
         return str(tmp_path)
@@ -110,6 +111,9 @@ def test_weights_in_a_folder_of_a_repository_are_not_downloaded(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert local_folder("openai/gpt-oss-20b") == tmp_path
     assert found == wanted
+
+
+COMMIT = "c" * 40
 
 
 def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
@@ -122,20 +126,29 @@ def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
         with calls.open("a") as file:
             file.write(f"{what} {os.environ['RANK']}\n")
 
-    def snapshot_download(path: str, *, allow_patterns: list[str], local_files_only: bool, **_: object) -> str:
+    def snapshot_download(
+        path: str, *, revision: str, allow_patterns: list[str], local_files_only: bool, **_: object
+    ) -> str:
+        assert revision == COMMIT
         if not local_files_only:
             note(f"{path}{' with weights' if '*.safetensors' in allow_patterns else ''}")
             (cache / "downloaded").touch()
         assert (cache / "downloaded").exists(), "looked for before it is there"
         return str(cache / "model")
 
-    def open_hub(path: str, split: str, max_row_bytes: int) -> RowSource:
+    def open_hub(split: hub.HubSplit, max_row_bytes: int) -> RowSource:
+        assert split.revision == COMMIT
         note("rows" if not (cache / "rows").exists() else "rows in the cache")
         (cache / "rows").touch()
         return open_source(str(cache / "rows.jsonl"), max_row_bytes=max_row_bytes)
 
+    def commit_of(name: str, *_: object) -> str:
+        note(f"commit of {name}")
+        return COMMIT
+
     huggingface_hub.snapshot_download = snapshot_download  # pyright: ignore[reportPrivateImportUsage]
-    arrow.open_hub = open_hub
+    hub.HubSplit.open = open_hub  # pyright: ignore[reportAttributeAccessIssue]
+    hub.commit_of = model_folder.commit_of = commit_of
     if os.environ["RANK"] == "2":
         os.environ["LOCAL_RANK"] = "0"  # of a second node
     trainer = Trainer(load_config(config))
@@ -154,6 +167,9 @@ def test_one_rank_of_each_node_downloads_and_the_others_find_it(tmp_path: Path, 
     assert {call for call in calls if call.startswith("owner")} == {
         f"owner/{what} {rank}" for what in ("model with weights", "tokenizer") for rank in (0, 2)
     }
+    # One rank decides which commits they are.
+    asked = [f"commit of owner/{what} 0" for what in ("model", "tokenizer", "rows")]
+    assert [call for call in calls if call.startswith("commit")] == asked
     # The first node to ask downloads the rows here, as both share a cache; nobody does before a local rank 0 has.
     assert sum(call.startswith("rows ") and "cache" not in call for call in calls) >= 1
 

@@ -8,10 +8,11 @@ import difflib
 import json
 import math
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sftron.hub_revision import commit_of, hub_problem
 from sftron.models.architecture import LlamaConfig
 from sftron.regular_file import read_regular
 
@@ -39,32 +40,49 @@ _LIMITS = {
 NOTHING_SAVED = "is a run directory that has saved no checkpoint and no export yet; continue it with `sftron train`"
 
 
-def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
+def local_folder(path: str, revision: str | None = None, *, with_weights: bool = True, download: bool = True) -> Path:
     """Returns the local folder of a path or a Hub id; for a Hub id, it is the folder in the Hub's cache.
 
     Args:
+        revision: The branch, tag or commit of a Hub id; None is the branch main.
         with_weights: Whether the weights are needed, or only the tokenizer and the small files.
         download: Whether to download files that are not in the cache.
 
     Raises:
         ValueError: If there is no such folder and no such model on the Hub.
     """
-    if Path(path).is_dir():
-        return Path(path)
+    if (folder := Path(path)).is_dir():
+        if revision is not None:
+            raise ValueError(f"{path} is a local folder, which has no revision {revision}; remove the key revision")
+        return folder
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
+    # gpt-oss has a second copy of its weights in the folder `original`.
+    options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"]}
+    with _refused(path, revision, with_weights):
+        return Path(snapshot_download(path, revision=revision, **options, local_files_only=not download))
+
+
+def model_commit(path: str, revision: str | None = None, *, with_weights: bool = True) -> str:
+    """Returns the commit that the revision of a model on the Hub is now. Raises ValueError as `local_folder`."""
+    with _refused(path, revision, with_weights):
+        return commit_of(path, "model", revision)
+
+
+@contextlib.contextmanager
+def _refused(path: str, revision: str | None, with_weights: bool) -> Iterator[None]:
+    """Raises ValueError in place of any error of the Hub."""
     what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
     if Path(path).exists():
         raise ValueError(f"{what} is a file, not the folder of a model")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
-        # gpt-oss has a second copy of its weights in the folder `original`.
-        options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"]}
-        return Path(snapshot_download(path, **options, local_files_only=not download))
-    except (OSError, HFValidationError) as error:
+        yield
+    except Exception as error:  # huggingface_hub raises many types, some of them those of its HTTP library
         problem = f"is no local folder{_near(Path(path))}, and it cannot be downloaded from the Hub"
-        raise ValueError(f"{what} {problem}: {_hub_reason(error)}") from error
+        at = "" if revision is None else f" (revision {revision})"
+        reason = hub_problem(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{what} {problem}{at}: {reason}") from error
 
 
 def _near(path: Path) -> str:
@@ -75,28 +93,6 @@ def _near(path: Path) -> str:
     likely = difflib.get_close_matches(path.name, names, n=3) or names[:3]
     more = " ..." if len(names) > len(likely) else ""
     return f" ({path.parent}/ has {', '.join(likely)}{more})" if likely else ""
-
-
-def _hub_reason(error: Exception) -> str:
-    """Returns in a few words why a model cannot be downloaded."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    if isinstance(error, HFValidationError):
-        return "it is no Hub id (owner/name)"
-    if isinstance(error, GatedRepoError):
-        return "request access on its page, and log in (`hf auth login`)"
-    if isinstance(error, RepositoryNotFoundError):
-        return "there is no such model, or it is private (`hf auth login`)"
-    if isinstance(error, LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
-        return f"it is not in the cache, and {why}"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def check_files(folder: Path) -> None:

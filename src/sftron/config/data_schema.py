@@ -11,11 +11,13 @@ from sftron.config.values import (
     Accumulation,
     Count,
     Day,
+    HubConfig,
     Name,
     Names,
     PathText,
     Positive,
     PositiveNumber,
+    Revision,
     RowFormatName,
     Section,
     Share,
@@ -33,6 +35,8 @@ class Tokenizer(Section):
 
     path: PathText | None = None
     """A local folder or Hub id; null means model.path."""
+    revision: Revision | None = None
+    """As model.revision, for the tokenizer; null: that of the model or, with path, the branch main."""
     chat_template: PathText | None = None
     """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
     add_tokens: Texts = ()
@@ -50,6 +54,10 @@ class Rows(Section):
     """Names the data set in metrics and reports; null means its path."""
     split: Text = "train"
     """The split of a Hub data set or a folder of splits. Or a part of it: train[:5%], train[100:200], train[-10%:]."""
+    config: HubConfig | None = None
+    """The configuration of a Hub data set that has several, also of a downloaded one; null: its default one."""
+    revision: Revision | None = None
+    """The branch, tag or commit of a Hub data set, as model.revision; null: the branch main."""
     format: RowFormatName = "auto"
     """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
     prompt_template: Text | None = None

@@ -22,6 +22,7 @@ from sftron.config.values import (
     PositiveNumber,
     PositiveShare,
     Repository,
+    Revision,
     RunName,
     Section,
     Seed,
@@ -54,6 +55,9 @@ class Model(Section):
 
     path: PathText
     """A local folder in Hugging Face format, or a Hub id."""
+    revision: Revision | None = None
+    """The branch, tag or commit of a Hub id; null: the branch main. A run asks the Hub once which commit that is: it
+    writes the commit to its config.yaml, and a resume uses it."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
     """The attention backend; auto takes the fastest one that keeps documents apart on this device, and the run prints
     it. flash_attn: the newest of the flash-attention packages (2, 3, 4) that is installed and supports the device."""
@@ -266,6 +270,10 @@ class Config(Section):
     @property
     def tokenizer_path(self) -> str:
         return self.tokenizer.path or self.model.path
+
+    @property
+    def tokenizer_revision(self) -> str | None:
+        return self.tokenizer.revision or (None if self.tokenizer.path else self.model.revision)
 
     @property
     def run_dir(self) -> Path:

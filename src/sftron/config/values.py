@@ -58,11 +58,27 @@ def _require_day(date: str) -> str:
     return date
 
 
+def _require_inside(name: str) -> str:
+    """Refuses a name that would lead out of the Hub's cache, in which the libraries make paths of it."""
+    if {"", ".", ".."} & {*name.split("/")} or not name.isprintable():
+        raise _refused(f"{name!r} is no name on the Hub, as it has an empty part, dots alone or a control character")
+    return name
+
+
 _MAX_NAME_BYTES = 255
 _MAX_ACCUMULATION = 2**20
 
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
 PathText = Annotated[Text, AfterValidator(_require_short_names)]
+Revision = Annotated[
+    str,
+    Field(pattern=r"^[\w.][\w.+/-]*$"),
+    AfterValidator(_require_inside),
+    Wanted("the name of a branch or a tag, or a commit"),
+]
+HubConfig = Annotated[
+    str, Field(pattern=r"^[^/\\]+$"), AfterValidator(_require_inside), Wanted("the name of a configuration")
+]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
 Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
 Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]

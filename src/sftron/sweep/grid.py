@@ -18,6 +18,7 @@ from sftron.config.load import split_arguments
 from sftron.regular_file import read_regular
 from sftron.sweep.recorded_run import decides_training, flat_config, value_text
 from sftron.train.run_directory import read_result
+from sftron.train.start.revisions import pin, read_commits
 
 _MAX_FILE_BYTES = 256 * 2**10
 _KEYS = ("name", "method", "metric", "parameters", "command", "program", "run_cap", "description", "project", "entity")
@@ -85,9 +86,9 @@ class PlannedRun:
             return "new"
         try:
             recorded = flat_config(load_config(self.folder / "config.yaml"))
-        except ConfigError as error:
+            planned = flat_config(pin(self.config, read_commits(self.folder)))
+        except ValueError as error:
             raise SweepError(f"the configuration of the run in {self.folder} cannot be read: {error}") from error
-        planned = flat_config(self.config)
         changed = [
             f"{key} is {value_text(recorded.get(key))} there and {value_text(planned.get(key))} in the sweep"
             for key in recorded | planned

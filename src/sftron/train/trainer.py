@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.types import DataError
 from sftron.models.loss import loss_function
@@ -30,6 +31,7 @@ from sftron.train.signals import StopRequest
 from sftron.train.start import description
 from sftron.train.start.measured_memory import peak_of_step, resident_memory
 from sftron.train.start.preflight import Health, require_finite, require_one_folder
+from sftron.train.start.revisions import REVISIONS, find_commits, pin
 from sftron.train.start.run_data import DataWatch, maximal_batch, measure_rows_once
 from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.step import loss_of
@@ -59,6 +61,8 @@ class Trainer:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        self._commits: dict[str, str] = main_or_raise(self.ranks, lambda: find_commits(config))
+        self.config = config = pin(config, self._commits)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         self._data_watch = DataWatch(config)
         self.setup = set_up(config, self.ranks)
@@ -150,6 +154,8 @@ class Trainer:
         settings = settings_of(setup, start, is_done=is_done)
         if not is_done or not (directory.folder / "config.yaml").exists():
             directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
+        if self._commits:
+            directory.write(REVISIONS, self._commits)
         if self._new_row_lengths is not None:
             directory.write(directory.row_lengths.name, json.dumps(self._new_row_lengths, separators=(",", ":")) + "\n")
         self._has_begun = True

@@ -11,10 +11,12 @@ from sftron.report.audit import Audit, audited_rows
 from sftron.report.counts import PackingCount
 from sftron.report.page import Inspection, inspect_packs
 from sftron.train.start import run_data
+from sftron.train.start.revisions import pinned
 
 
 def open_data(config: Config) -> Preparation:
     """Opens the data and the tokenizer of a run. Raises ValueError if one of them cannot be used."""
+    config = pinned(config)
     return run_data.open_data(config, run_data.load_chat_tokenizer(config))
 
 

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sftron.checkpoint.model_folder import local_folder
 from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
@@ -28,6 +27,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.signals import StopRequest
 from sftron.train.start.lora import adapter_tensors
+from sftron.train.start.revisions import model_folder
 from sftron.train.start.setup import make_optimizer
 from sftron.train.step import hidden_states, train_step
 from sftron.train.trainer import Trainer
@@ -140,7 +140,7 @@ def resume(subject: Subject) -> Finding:
 def _bytes_of_checkpoints(subject: Subject, config: Config) -> float:
     if (adapters := subject.setup.model.adapters) is not None:
         return _NUM_CHECKPOINTS * 12 * adapters.num_trained
-    weights = local_folder(config.model.path).glob("*.safetensors")
+    weights = model_folder(config).glob("*.safetensors")
     return _CHECKPOINTS_PER_WEIGHTS * sum(path.stat().st_size for path in weights)
 
 

@@ -28,7 +28,7 @@ from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import SafetensorsFolder
-from sftron.checkpoint.model_folder import local_folder, read_config, read_json
+from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.dataset import PackedDataset
@@ -50,6 +50,7 @@ from sftron.models.quantization import from_stored
 from sftron.models.wrappers import text_config, with_text_config
 from sftron.train.ranks import Ranks
 from sftron.train.start import run_data
+from sftron.train.start.revisions import model_folder
 from sftron.train.start.sample import sampled_keys
 from sftron.train.start.setup import Setup, load_model, open_run
 from sftron.verify.table import NotMeasuredError
@@ -95,7 +96,7 @@ class Subject:
         num_ranks: int | None = None,
     ) -> None:
         self.scratch, self.num_ranks = scratch, num_ranks or 2
-        self.model_folder = local_folder(config.model.path)
+        self.model_folder = model_folder(config)
         self.total_layers = read_config(self.model_folder).num_hidden_layers
         self.num_layers = min(self.total_layers, num_layers or self.total_layers)
         self.config = self.with_layers(config, self.num_layers)
@@ -115,8 +116,9 @@ class Subject:
         folder = self.scratch / f"first-{num_layers}-layers"
         if not folder.exists():
             _cut_model(self.model_folder, folder, num_layers)
-        model = config.model.model_copy(update={"path": str(folder)})
-        tokenizer = config.tokenizer.model_copy(update={"path": config.tokenizer_path})
+        model = config.model.model_copy(update={"path": str(folder), "revision": None})
+        at = {"path": config.tokenizer_path, "revision": config.tokenizer_revision}
+        tokenizer = config.tokenizer.model_copy(update=at)
         lora = self._lora_of_layers(config.lora, num_layers)
         return config.model_copy(update={"model": model, "tokenizer": tokenizer, "lora": lora})
 

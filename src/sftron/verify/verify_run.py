@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sftron.config import Config
 from sftron.report.page import render, shown_packs
+from sftron.train.start.revisions import pinned
 from sftron.verify import adapter_checks, data_checks, model_checks, run_checks
 from sftron.verify.subject import Subject
 from sftron.verify.table import Check, Rule, RunReport, carry_out
@@ -195,7 +196,7 @@ def open_subject(
     """Opens the subject of the checks, and removes its temporary files afterwards."""
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         yield Subject(
-            config,
+            pinned(config),
             Path(scratch),
             num_rows=num_rows,
             num_layers=num_layers,

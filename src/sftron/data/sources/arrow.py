@@ -1,4 +1,4 @@
-"""Reads rows of Arrow files, Parquet files and data sets of the Hub by random access, as the JSON before conversion."""
+"""Reads rows of Arrow and Parquet files by random access, as the JSON before conversion."""
 
 from __future__ import annotations
 
@@ -79,28 +79,6 @@ def open_arrow(path: Path, max_row_bytes: int) -> ArrowSource:
     """Opens an .arrow or .parquet file. Raises DataError."""
     with path.open("rb") as file:
         return ArrowSource(str(path), [path], max_row_bytes, file_fingerprint(file.fileno()))
-
-
-def open_hub(path: str, split: str, max_row_bytes: int) -> ArrowSource:
-    """Opens a data set of the Hub from the datasets library's cache, and downloads it if necessary. Raises DataError.
-
-    The fingerprint is computed from the rows, as the library's own depends on the cache's files and their times.
-    """
-    with hub_errors(path, split) as name:
-        import datasets  # slow to import
-
-        table = datasets.load_dataset(path, split=split, keep_in_memory=False)
-        return ArrowSource(name, [Path(file["filename"]) for file in table.cache_files], max_row_bytes)
-
-
-@contextmanager
-def hub_errors(path: str, split: str) -> Iterator[str]:
-    """Gives the name of a split of a data set of the Hub, and raises DataError in place of any error of loading it."""
-    try:
-        yield path if split == "train" else f"{path} ({split})"
-    except Exception as error:  # network, authentication and unknown names raise many types
-        problem = f"is no local file or folder, and split {excerpt(split)} cannot be loaded from the Hub"
-        raise DataError(f"{path}: {problem}: {first_line(error)}") from error
 
 
 def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:

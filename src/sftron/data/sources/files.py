@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.data.sources import arrow, streaming
+from sftron.data.sources.hub import HubSplit, unknown_config
 from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, excerpt, kind_of
 from sftron.data.sources.streaming import StreamedSource
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
@@ -36,7 +37,13 @@ _SPLIT_NAMES = {
 
 
 def open_source(
-    path: str, split: str = "train", max_row_bytes: int = MAX_ROW_BYTES, *, max_samples: int | None = None
+    path: str,
+    split: str = "train",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    *,
+    max_samples: int | None = None,
+    config: str | None = None,
+    revision: str | None = None,
 ) -> RowSource:
     """Opens a file, a folder of files or of the datasets library, a pattern with wildcards, or a Hub id.
 
@@ -45,15 +52,17 @@ def open_source(
         split: The split, or a part of one; see `Split`.
         max_row_bytes: The largest size of a row in bytes; reading a larger row raises DataError.
         max_samples: The number of first rows of the split to use; None uses all of them.
+        config: The configuration of a data set of the Hub, also of a downloaded one; None is its default one.
+        revision: The branch, tag or commit of a Hub id; None is the branch main.
 
     Raises:
         DataError: The data cannot be opened. Broken rows raise only when they are read.
     """
     part = parse_split(split)
     with _readable(path):
-        files = find_files(path, split)
-        if files is None:
-            sources: list[RowSource] = [arrow.open_hub(path, part.name, max_row_bytes)]
+        files = _files_or_hub(path, split, config, revision)
+        if isinstance(files, HubSplit):
+            sources: list[RowSource] = [files.open(max_row_bytes)]
         else:
             openers = {".parquet": arrow.open_arrow, ".arrow": arrow.open_arrow}
             sources = [openers.get(file.suffix, JsonlSource)(file, max_row_bytes) for file in files]
@@ -68,7 +77,13 @@ def open_source(
 
 
 def open_stream(
-    path: str, split: str = "train", max_row_bytes: int = MAX_ROW_BYTES, *, max_samples: int | None = None
+    path: str,
+    split: str = "train",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    *,
+    max_samples: int | None = None,
+    config: str | None = None,
+    revision: str | None = None,
 ) -> StreamedSource:
     """Opens the same data as `open_source`, to be read forward.
 
@@ -85,9 +100,9 @@ def open_stream(
     ends = [int(part.stop)] if part.stop is not None else []
     ends += [first + max_samples] if max_samples is not None else []
     with _readable(path):
-        files = find_files(path, split)
-        if files is None:
-            stream = streaming.open_hub_stream(path, part.name, max_row_bytes)
+        files = _files_or_hub(path, split, config, revision)
+        if isinstance(files, HubSplit):
+            stream = files.stream(max_row_bytes)
         else:
             stream = streaming.open_file_streams(path, files, max_row_bytes)
         source = StreamedSource(stream, first=first, stop=min(ends, default=None))
@@ -105,15 +120,28 @@ def _readable(path: str) -> Iterator[None]:
         raise DataError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
 
 
-def find_files(path: str, split: str = "train") -> list[Path] | None:
+def _files_or_hub(path: str, split: str, config: str | None, revision: str | None) -> list[Path] | HubSplit:
+    files = find_files(path, split, config)
+    if files is None:
+        return HubSplit(path, parse_split(split).name, config, revision)
+    if revision is not None:
+        raise DataError(f"{path}: is local, and has no revision {excerpt(revision)}; remove the key revision")
+    return files
+
+
+def find_files(path: str, split: str = "train", config: str | None = None) -> list[Path] | None:
     """Returns the files that hold a split or a part of one, sorted, or None if the path can only be a Hub id.
 
     Raises:
-        DataError: There is no such file or split; the message lists what there is instead.
+        DataError: There is no such file, split or configuration; the message lists what there is instead.
     """
     here, split = Path(path), parse_split(split).name
     if here.is_dir():
-        files = _files_of_folder(here, split)
+        files = _files_of_folder(here, split, config)
+    elif config is not None and (here.is_file() or glob.has_magic(path)):
+        raise DataError(
+            f"{path}: is no data set of the Hub, and has no config {excerpt(config)}; remove the key config"
+        )
     elif here.is_file() or glob.has_magic(path):
         names = [path] if here.is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207  absolute patterns
         files = [Path(name) for name in names if Path(name).is_file()]
@@ -155,14 +183,16 @@ def _near(path: Path) -> str:
 # --- Folders ---
 
 
-def _files_of_folder(folder: Path, split: str) -> list[Path]:
+def _files_of_folder(folder: Path, split: str, config: str | None) -> list[Path]:
+    declared = _readme_names_files(folder)
+    if config is not None and not declared:
+        raise DataError(f"{folder}: README.md declares no configs, so there is no {excerpt(config)}; remove config")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _saved_files(folder, split)
     # Hidden files are skipped: copies of editors, unfinished downloads.
     seen = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "_")))
     files = [file for file in seen if _ending_of(file) in _ENDINGS and file.is_file()]
-    declared = _readme_names_files(folder)
-    if (declared or not files) and (by_split := _files_of_hub_folder(folder, declared=declared)):
+    if (declared or not files) and (by_split := _files_of_hub_folder(folder, config, declared=declared)):
         files = by_split[_choose(folder, split, list(by_split))]
     elif not files:
         raise DataError(f"{folder}: no file of rows in this folder ({_WANTED}); {_near(folder / '*')}")
@@ -234,7 +264,7 @@ def _readme_names_files(folder: Path) -> bool:
     return False
 
 
-def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path]]:
+def _files_of_hub_folder(folder: Path, config: str | None, *, declared: bool) -> dict[str, list[Path]]:
     """Returns, by split, the files of a downloaded data set of the Hub, as the datasets library finds them.
 
     The library reads them from the README if that declares files (`declared`), and otherwise looks in `data/` and
@@ -245,10 +275,12 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
     root = folder.resolve()  # the library resolves the folder as well
     try:
         with tempfile.TemporaryDirectory() as cache:  # for the library's lock files
-            found = datasets.load_dataset_builder(str(root), cache_dir=cache).config.data_files or {}
+            found = datasets.load_dataset_builder(str(root), config, cache_dir=cache).config.data_files or {}
     except Exception as error:  # several configurations or broken YAML raise many types
         if isinstance(error, FileNotFoundError) and not declared:
             return {}
+        if problem := unknown_config(str(root), config):
+            raise DataError(f"{folder}: {problem}") from error
         reason = " ".join(str(error).splitlines()[:2])
         problem = f"the datasets library cannot determine which files are meant: {reason}"
         raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error

@@ -6,7 +6,6 @@ Every loader worker reads the whole stream, but parses only the rows of its own 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sftron.data.sources.arrow import Batch, RowReader, hub_errors, open_arrow, open_parquet, unreadable
+from sftron.data.sources.arrow import Batch, RowReader, open_arrow, open_parquet, unreadable
 from sftron.data.sources.jsonl import (
     BOM,
     WHITESPACE,
@@ -34,7 +33,6 @@ _HEAD_ROWS = 1000
 """The number of first rows that stay in memory, for checks that need rows before the stream is consumed."""
 _CHUNK_BYTES = 2**20
 _BATCH_ROWS = 100
-_FINGERPRINT_ROWS = 8
 
 
 class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
@@ -165,7 +163,7 @@ class StreamedSource:
         return StreamedSource, (self._stream, self._first, self._stop)
 
 
-# --- Streams of files and of the Hub ---
+# --- Streams of files, and of tables of the datasets library ---
 
 
 def open_file_streams(path: str, files: Sequence[Path], max_row_bytes: int) -> RowStream:
@@ -257,22 +255,8 @@ def _read_parquet(path: Path, sizes: Sequence[int], max_row_bytes: int, start: i
         yield from islice(_rows_of_batches(str(path), batches, first, max_row_bytes), start - first, None)
 
 
-def open_hub_stream(path: str, split: str, max_row_bytes: int) -> RowStream:
-    """Streams a data set of the Hub with the datasets library. Skipped rows are read but not converted.
-
-    Raises DataError if it cannot be loaded.
-    """
-    with hub_errors(path, split) as name:
-        import datasets  # slow to import
-
-        table: Any = datasets.load_dataset(path, split=split, streaming=True).with_format("arrow")
-        first = [row for part in table.take(_FINGERPRINT_ROWS).iter(1) for row in part.to_pylist()]
-    beginning = json.dumps([path, split, first], sort_keys=True, default=repr)
-    fingerprint = hashlib.sha256(beginning.encode()).hexdigest()
-    return RowStream(name, fingerprint, None, partial(_read_hub, table, name, max_row_bytes))
-
-
-def _read_hub(table: Any, name: str, max_row_bytes: int, start: int) -> Iterator[RawRow]:
+def read_table(table: Any, name: str, max_row_bytes: int, start: int) -> Iterator[RawRow]:
+    """Yields the rows of an IterableDataset in the format arrow. Rows before `start` are read but not converted."""
     tables = table.skip(start).iter(batch_size=1000)
     return _rows_of_batches(name, (batch for part in tables for batch in part.to_batches()), start, max_row_bytes)
 

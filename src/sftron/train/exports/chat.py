@@ -20,7 +20,7 @@ from sftron.checkpoint.checkpoint import (
 from sftron.checkpoint.convert import lora_of, read_trained_adapter, require_base
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, local_folder, read_config
+from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, read_config
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
 from sftron.data.chat import pretrained
@@ -32,6 +32,7 @@ from sftron.models.generation import Choose, Sampler
 from sftron.models.generation import generate as generate_ids
 from sftron.models.llama import LlamaForSFT
 from sftron.train.resume import require_same_model
+from sftron.train.start.revisions import model_folder
 from sftron.train.start.run_data import load_chat_tokenizer
 
 # --- The model ---
@@ -91,16 +92,16 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
     if not run_config.is_file():
         raise ValueError(f"{folder} is not in a run directory; export it first (`sftron convert --model DIR`)")
     config = load_config(run_config)
-    model_folder = local_folder(config.model.path)
-    check_files(model_folder)
+    base = model_folder(config)
+    check_files(base)
     chat_tokenizer = load_chat_tokenizer(config)
     state = read_state(folder)
-    stop_ids = state.get("stop_token_ids") or stop_ids_of(model_folder)
+    stop_ids = state.get("stop_token_ids") or stop_ids_of(base)
     if lora_of(state) is not None:
-        return _load_adapted(folder, model_folder, device), chat_tokenizer, stop_ids
+        return _load_adapted(folder, base, device), chat_tokenizer, stop_ids
     with ShardedTensors(folder, MODEL) as stored:
         vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
-    llama_config = replace(read_config(model_folder), vocab_size=vocab_size)
+    llama_config = replace(read_config(base), vocab_size=vocab_size)
     require_same_model(folder, saved=state.get("fingerprint", {}), now=architecture_facts(llama_config))
     with torch.device("meta"):
         model = LlamaForSFT(llama_config, compute_dtype=torch.float32)

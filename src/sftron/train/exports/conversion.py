@@ -23,7 +23,7 @@ from sftron.checkpoint.convert import (
 )
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.merge import MergeReport, merged_weights
-from sftron.checkpoint.model_folder import local_folder, read_config
+from sftron.checkpoint.model_folder import read_config
 from sftron.config import load_config
 from sftron.errors import show
 from sftron.models.adapters import LoraSpec
@@ -32,6 +32,7 @@ from sftron.train.exports.base_model import hub_id, read_base_model
 from sftron.train.exports.exporter import export_checkpoint
 from sftron.train.exports.model_card import AdapterFacts, plain_model_card
 from sftron.train.start.lora import frozen_dtype
+from sftron.train.start.revisions import model_folder
 
 
 def convert(
@@ -74,7 +75,7 @@ def convert(
         _convert_alone(source, target, model, dtype, stop_token_ids, state["step"], spec)
     elif run_config.is_file():
         config = load_config(run_config, overrides)
-        model = local_folder(config.model.path)
+        model = model_folder(config)
         _show_merge(export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=stop_token_ids, merge=merge))
         read_base = partial(as_computed, dtype=frozen_dtype(config))
     else:

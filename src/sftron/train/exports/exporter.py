@@ -19,7 +19,6 @@ from sftron.checkpoint.convert import BASE_WEIGHTS, checkpoint_to_adapter, check
 from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
-from sftron.checkpoint.model_folder import local_folder
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -31,6 +30,7 @@ from sftron.train.exports.base_model import BaseModel, read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
 from sftron.train.start.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
+from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.run_data import load_chat_tokenizer
 
 
@@ -43,18 +43,18 @@ class ExportParts:
     chat_tokenizer: ChatTokenizer
 
 
-def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
+def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
     """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
     with tempfile.TemporaryDirectory() as saved:
         if config.tokenizer.add_tokens:
             chat_tokenizer.tokenizer.save_pretrained(saved)
-            tokenizer_folder = Path(saved)
+            tokenizer_files = Path(saved)
         else:
-            tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
-        source = ExportSource.read(model_folder, tokenizer_folder)
+            tokenizer_files = tokenizer_folder(config, download=False)
+        source = ExportSource.read(base_folder, tokenizer_files)
     if config.tokenizer.chat_template:
         source = source.with_chat_template(chat_tokenizer.template.source)
-    return ExportParts(source, read_base_model(config.model.path, model_folder), chat_tokenizer)
+    return ExportParts(source, read_base_model(config.model.path, base_folder), chat_tokenizer)
 
 
 class Exporter:
@@ -233,9 +233,7 @@ def export_checkpoint(
         OSError: If the export cannot be written.
     """
     if parts is None:
-        model_folder = local_folder(config.model.path)
-        local_folder(config.tokenizer_path, with_weights=False)
-        parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
+        parts = read_export_parts(config, model_folder(config), load_chat_tokenizer(config))
     run_folder = checkpoint.resolve().parents[1]
     parts = _with_verify_card(parts, run_folder)
     state = read_state(checkpoint)

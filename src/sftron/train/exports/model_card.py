@@ -100,7 +100,8 @@ def model_card(
     )
     rates = [f"{rate:g} {period_words(first, last)}" for first, last, rate in periods.get(_RATE, [])]
     losses = [step["loss"] for step in steps if step["loss"] is not None]
-    made_with = [["Hardware", str(state["hardware"])]] if "hardware" in state else []
+    made_with = [["Revision of the base", base.revision]] if base.revision and adapter is None else []
+    made_with += [["Hardware", str(state["hardware"])]] if "hardware" in state else []
     if packing := _packing_rows(steps, token_budget(config)):
         made_with.append(["Time in steps", f"{sum(step['step_seconds'] for step in steps) / 3600:.2f} hours"])
     run = {
@@ -180,7 +181,9 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
 
     rows, fingerprint = [], state.get("fingerprint") or {}
     for n, (dataset, count, known) in enumerate(zip(config.data.datasets, progress.datasets, num_rows, strict=False)):
-        name = dataset.name or _shortened(dataset.path) + f" ({dataset.split})" * (dataset.split != "train")
+        parts = [each for each in (dataset.config, dataset.split) if each not in (None, "train")]
+        name = dataset.name or _shortened(dataset.path) + f" ({', '.join(parts)})" * bool(parts)
+        name += f" @ {dataset.revision}" if dataset.revision else ""
         size = ["?" if known is None else f"{known:,}", f"{count.epochs(known):.2f}"]
         rows.append([redacted(name), *size, *counted(count), str(fingerprint.get(f"data.datasets.{n}", "?"))[:12]])
     if progress.before.rows:

@@ -13,20 +13,21 @@ from typing import Any
 
 import jinja2
 
-from sftron.checkpoint.model_folder import check_files, local_folder, read_config, read_json
+from sftron.checkpoint.model_folder import check_files, read_config, read_json
 from sftron.config import Config, load_config
 from sftron.config.data_schema import Data
 from sftron.data.formats.detect import suggested_readings
-from sftron.data.sources import open_source
 from sftron.data.types import DataError
 from sftron.errors import show
 from sftron.report.counts import LengthCount
+from sftron.train.exports.base_model import hub_id
 from sftron.train.logs import console
 from sftron.train.ranks import Ranks, start_ranks
 from sftron.train.start import run_data
 from sftron.train.start.description import describe_memory, describe_setup, emulates_bf16
 from sftron.train.start.measured_memory import total_memory
 from sftron.train.start.memory import RESERVE_OF, StepMemory
+from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.sample import Sample, check_sample
 from sftron.train.start.setup import Setup, download, open_run
 from sftron.visible_text import visible_text
@@ -59,7 +60,7 @@ def write_first_config(data: str, model: str, out: Path) -> None:
         "general": {"run_name": _run_name(data)},
         "model": {"path": model},
         "tokenizer": {},
-        "data": {"datasets": [{"path": data}]},
+        "data": {"datasets": [_dataset(data)]},
         "tokens": {"sequence_length": _UNMEASURED, "train_epochs": _EPOCHS},
         "optimizer": {"learning_rate": 1e-5},
     }
@@ -85,10 +86,17 @@ def write_first_config(data: str, model: str, out: Path) -> None:
 # --- What is there ---
 
 
+def _dataset(data: str) -> dict[str, str]:
+    """Returns the keys of a path; openai/gsm8k:main is the configuration main of a data set of the Hub."""
+    path, _, config = data.partition(":")
+    is_on_hub = config and hub_id(path) and not Path(data).exists()
+    return {"path": path, "config": config} if is_on_hub else {"path": data}
+
+
 def _look_at_model(tree: dict[str, Any], ranks: Ranks) -> int:
     """Downloads what is on the Hub, and chooses a template if the tokenizer has none. Returns the model's positions."""
     download(Config.model_validate(tree), ranks)
-    folder = local_folder(tree["model"]["path"], download=False)
+    folder = model_folder(Config.model_validate(tree), download=False)
     check_files(folder)
     architecture = read_config(folder)
     file = folder / "tokenizer_config.json"
@@ -105,14 +113,14 @@ def _look_at_rows(tree: dict[str, Any]) -> tuple[Sample, int, str]:
         The sample, the number of rows, and what has to be true of the columns; "" if the format is detected.
     """
     config, meaning = Config.model_validate(tree), ""
-    chat_tokenizer = run_data.load_chat_tokenizer(config, local_folder(config.tokenizer_path, download=False))
+    chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
     try:
         preparation = run_data.open_data(config, chat_tokenizer)
     except DataError as error:
         if error.reason != "no_format":
             raise
         (dataset,) = tree["data"]["datasets"]
-        readings = suggested_readings(open_source(dataset["path"], "train", config.data.max_row_bytes)[0])
+        readings = suggested_readings(run_data.open_rows(config, config.data.datasets[0])[0])
         if len(readings) != 1:
             raise
         meaning, keys = readings[0]

@@ -34,6 +34,7 @@ from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, D
 from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
+from sftron.train.start.revisions import tokenizer_folder
 from sftron.train.start.sample import check_sample
 
 if TYPE_CHECKING:
@@ -56,12 +57,11 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
 
     Raises ValueError if the folder, the tokenizer or the template cannot be used.
     """
-    path = str(folder or config.tokenizer_path)
-    if Path(path).is_dir():
-        check_files(Path(path))
+    folder = folder or tokenizer_folder(config)
+    check_files(folder)
     options = config.tokenizer
     return pretrained.load_chat_tokenizer(
-        path,
+        str(folder),
         chat_template=options.chat_template,
         add_tokens=options.add_tokens,
         date=datetime.date.fromisoformat(options.date) if options.date else None,
@@ -76,10 +76,10 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         held_out = None
         if options.streaming:
             limit = config.data.max_row_bytes
-            source = open_stream(options.path, options.split, limit, max_samples=options.max_samples)
+            source = open_stream(options.path, options.split, limit, **_part_of(options))
             row_format = _row_format(config, options, source.head(FORMAT_SAMPLE))
         else:
-            rows = _open_rows(config, options)
+            rows = open_rows(config, options)
             row_format = _row_format(config, options, rows)
             source, held_out = split_source(rows, config.evaluation.share)
         name = options.name or source.name
@@ -89,8 +89,13 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     return Preparation(datasets, chat_tokenizer, data_options(config))
 
 
-def _open_rows(config: Config, options: Rows) -> RowSource:
-    return open_source(options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples)
+def open_rows(config: Config, options: Rows) -> RowSource:
+    """Opens the rows of a data set or an evaluation set by random access. Raises DataError."""
+    return open_source(options.path, options.split, config.data.max_row_bytes, **_part_of(options))
+
+
+def _part_of(options: Rows) -> dict[str, Any]:
+    return {"max_samples": options.max_samples, "config": options.config, "revision": options.revision}
 
 
 def _row_format(config: Config, options: Rows, rows: RowSource) -> RowFormat:
@@ -144,7 +149,7 @@ def open_evaluation_sets(config: Config, training: Preparation) -> tuple[Evaluat
     held_out = [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
     sets = [(HELD_OUT, held_out)] if held_out else []
     for options in config.evaluation.datasets:
-        source = _open_rows(config, options)
+        source = open_rows(config, options)
         name = options.name or Path(options.path).name.partition(".")[0] or options.path
         sets.append((name, [DataSet(name, source, _row_format(config, options, source))]))
     for name, count in Counter(name for name, _ in sets).items():
@@ -343,7 +348,8 @@ class DataWatch:
         stamps = []
         for each in self._config.data.datasets:
             try:
-                stats = [(str(file), Path(file).stat()) for file in find_files(each.path, each.split) or []]
+                files = find_files(each.path, each.split, each.config) or []
+                stats = [(str(file), file.stat()) for file in files]
             except (OSError, DataError):
                 continue  # opening the data set reports the problem
             stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]

@@ -16,13 +16,13 @@ import torch
 
 from sftron.checkpoint import hf_weights
 from sftron.checkpoint.convert import BASE_WEIGHTS
-from sftron.checkpoint.model_folder import check_files, local_folder, read_config, read_json
+from sftron.checkpoint.model_folder import check_files, read_config, read_json
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import Preparation
-from sftron.data.sources import find_files, open_source
+from sftron.data.sources import find_files
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, architecture_facts, family_of
 from sftron.models.attention import resolve_attention
@@ -40,6 +40,7 @@ from sftron.train.start import run_data
 from sftron.train.start.lora import RunAdapters, base_digest, frozen_dtype, resolve_adapters
 from sftron.train.start.new_tokens import ids_to_initialize
 from sftron.train.start.preflight import preflight, require_alike
+from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.run_data import EvaluationSet
 from sftron.train.start.sample import Projection, Sample, check_sample, project
 
@@ -164,21 +165,20 @@ def download(config: Config, ranks: Ranks) -> None:
     """Downloads missing models, tokenizers and data sets on the first rank of each node. Raises ValueError."""
     if ranks.local_rank != 0:
         return
-    local_folder(config.model.path)
-    local_folder(config.tokenizer_path, with_weights=config.tokenizer_path == config.model.path)
+    model_folder(config)
+    tokenizer_folder(config)
     in_files = [options for options in config.data.datasets if not options.streaming]
-    for options in (*in_files, *config.evaluation.datasets):
-        if find_files(options.path, options.split) is None:
-            open_source(options.path, options.split, config.data.max_row_bytes)
+    for each in (*in_files, *config.evaluation.datasets):
+        if find_files(each.path, each.split, each.config) is None:
+            run_data.open_rows(config, each)
 
 
 def build_data(config: Config, ranks: Ranks) -> RunData:
     """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError."""
-    model_folder = local_folder(config.model.path, download=False)
-    check_files(model_folder)
-    read_config(model_folder)  # first, because the tokenizer's error for a folder without a model is unclear
-    tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
-    chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder)
+    folder = model_folder(config, download=False)
+    check_files(folder)
+    read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
+    chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
     questions = read_questions(config.evaluation.prompts)
     preparation = run_data.open_data(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)
@@ -197,7 +197,7 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
 
 def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
     """Reads the architecture and chooses the implementations, without reading weights. Raises ValueError."""
-    folder = local_folder(config.model.path, download=False)
+    folder = model_folder(config, download=False)
     compute_dtype = getattr(torch, config.model.compute_dtype)
     architecture = read_config(folder)
     if config.tokenizer.add_tokens:

@@ -1,0 +1,117 @@
+"""Data sets of the Hub: one configuration of one commit, as the datasets library prepares or streams it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sftron.data.sources.arrow import ArrowSource, first_line
+from sftron.data.sources.jsonl import excerpt
+from sftron.data.sources.streaming import RowStream, read_table
+from sftron.data.types import DataError
+from sftron.hub_revision import commit_of, hub_problem
+
+_FINGERPRINT_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HubSplit:
+    """A split of a data set of the Hub.
+
+    Attributes:
+        config: The configuration; None is the only or the default one.
+        revision: A branch, tag or commit; None is the branch main.
+    """
+
+    path: str
+    split: str
+    config: str | None = None
+    revision: str | None = None
+
+    def open(self, max_row_bytes: int) -> ArrowSource:
+        """Opens the split in the datasets library's cache, and downloads it if necessary. Raises DataError."""
+        with self._loading() as (builder, commit):
+            builder.download_and_prepare()
+            table = builder.as_dataset(split=self.split)
+            source = ArrowSource(self.name, [Path(file["filename"]) for file in table.cache_files], max_row_bytes)
+            source.fingerprint = self._fingerprint(builder, commit, source.fingerprint)
+        return source
+
+    def stream(self, max_row_bytes: int) -> RowStream:
+        """Streams the split. Skipped rows are read but not converted. Raises DataError."""
+        with self._loading() as (builder, commit):
+            table = builder.as_streaming_dataset(split=self.split).with_format("arrow")
+            first = [row for part in table.take(_FINGERPRINT_ROWS).iter(1) for row in part.to_pylist()]
+            fingerprint = self._fingerprint(builder, commit, [self.path, first])
+        return RowStream(self.name, fingerprint, None, partial(read_table, table, self.name, max_row_bytes))
+
+    @property
+    def name(self) -> str:
+        parts = [each for each in (self.config, self.split) if each not in (None, "train")]
+        return f"{self.path} ({', '.join(parts)})" if parts else self.path
+
+    def _fingerprint(self, builder: Any, commit: str, rows: Any) -> str:
+        """Returns a hash of the commit, and of rows that were read, as a cache may hold anything.
+
+        The library's own fingerprint depends on the cache's files and their times.
+        """
+        facts = [commit, builder.config.name, self.split, rows]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+
+    def commit(self) -> str:
+        """Returns the commit that the revision is now. Raises DataError."""
+        with self._refused():
+            return commit_of(self.path, "dataset", self.revision)
+
+    @contextmanager
+    def _loading(self) -> Iterator[tuple[Any, str]]:
+        """Gives the library's builder of the data set, and its commit. Raises DataError in place of any error."""
+        import datasets  # slow to import
+
+        commit = self.commit()
+        with self._refused(commit):
+            builder = datasets.load_dataset_builder(self.path, self.config, revision=commit)
+            if builder.hash != commit:  # if the Hub fails, the library takes any commit that it has in its cache
+                problem = f"commit {commit} cannot be loaded from the Hub, and the cache has {builder.hash}"
+                raise DataError(f"{self.path}: {problem}; try again, or set revision to the one in the cache")
+            yield builder, commit
+
+    @contextmanager
+    def _refused(self, commit: str | None = None) -> Iterator[None]:
+        """Raises DataError in place of any error; with a commit, one that lists the configurations if that helps."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:  # network, authentication and unknown names raise many types
+            if commit is not None and (problem := unknown_config(self.path, self.config, commit)):
+                raise DataError(f"{self.path}: {problem}, or, for sftron init, in {self.path}:CONFIG") from error
+            at = "" if self.revision is None else f" of revision {self.revision}"
+            problem = f"is no local file or folder, and split {excerpt(self.split)}{at} cannot be loaded from the Hub"
+            raise DataError(f"{self.path}: {problem}: {hub_problem(error) or first_line(error)}") from error
+
+
+def unknown_config(path: str, config: str | None, revision: str | None = None) -> str:
+    """Returns what to do if a data set does not have the configuration, or no default one; "" if it has.
+
+    Args:
+        path: The Hub id, or the folder of a downloaded data set.
+    """
+    import datasets
+
+    names: list[str] = []
+    with suppress(Exception):  # the caller reports the error that led here
+        names = datasets.get_dataset_config_names(path, revision=revision)
+        default = datasets.get_dataset_default_config_name(path, revision=revision)
+        if config in names or (config is None and default is not None):
+            return ""
+    if not names:
+        return ""
+    problem = "has several configurations:" if config is None else f"has no configuration {excerpt(config)}, only"
+    return f"{problem} {', '.join(names)}; choose one below its path, as in config: {names[0]}"
