@@ -23,7 +23,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.wrappers import TEXT_MODEL
 from tests.conftest import LazyModule, rest_nightly
 from tests.models.reference import FAMILIES, make_reference, pack
-from tests.models.test_adapters import CASES, make_peft, spec_of, trained
+from tests.models.test_adapters import CASES, FAMILY_CASES, make_peft, spec_of, trained
 
 peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
@@ -67,12 +67,13 @@ def load_in_peft(base: Path, adapter: Path) -> Any:
 
 # Each kind of adapter, of layer and of module; test_adapters.py compares all cases with peft.
 FAST = ["all layers", "biases", "ranks and alphas", "rslora and dora", "dora with biases", "plain MLP", "already fused"]
-FAST += ["embeddings", "tied embeddings"]
+FAST += ["embeddings", "tied embeddings", "gpt_oss", "qwen3_5_text"]
+ALL_CASES = CASES | FAMILY_CASES
 
 
-@pytest.mark.parametrize("case", rest_nightly(CASES, FAST))
+@pytest.mark.parametrize("case", rest_nightly(ALL_CASES, FAST))
 def test_an_export_has_the_trained_logits_in_peft_and_comes_back_to_the_bit(case: str, tmp_path: Path) -> None:
-    family, options = CASES[case]
+    family, options = ALL_CASES[case]
     reference = make_peft(family, **options)
     source = make_base(tmp_path / "base", family)
     spec, tensors = spec_of(reference), {name: each.detach() for name, each in trained(reference).items()}
@@ -94,9 +95,9 @@ def test_an_export_has_the_trained_logits_in_peft_and_comes_back_to_the_bit(case
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
-@pytest.mark.parametrize("case", rest_nightly(CASES, FAST))
+@pytest.mark.parametrize("case", rest_nightly(ALL_CASES, FAST))
 def test_an_adapter_of_peft_has_its_logits_here(case: str, tmp_path: Path) -> None:
-    family, options = CASES[case]
+    family, options = ALL_CASES[case]
     reference = make_peft(family, **options).eval()
     make_base(tmp_path / "base", family)
     reference.save_pretrained(tmp_path / "adapter")

@@ -10,16 +10,19 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint.adapter import read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, state_text, write_checkpoint
-from sftron.checkpoint.convert import BASE_WEIGHTS, adapter_to_hf
+from sftron.checkpoint.convert import BASE_WEIGHTS, adapter_to_hf, differing_weights
 from sftron.checkpoint.hf_export import export_hf, stop_ids_of
-from sftron.checkpoint.hf_weights import digest_of, file_digests
+from sftron.checkpoint.hf_weights import digest_of, file_digests, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.shards import own_shards
 from sftron.commands.convert import main
 from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import architecture_facts
-from tests.checkpoint.test_adapter import IDS, logits_of, make_base, native_model
-from tests.models.test_adapters import CASES, make_peft, spec_of, trained
+from sftron.models.fusion import split_state_dict
+from tests.checkpoint.test_adapter import ALL_CASES, IDS, logits_of, make_base, native_model
+from tests.conftest import rest_nightly
+from tests.models.reference import FAMILIES, make_reference
+from tests.models.test_adapters import make_peft, spec_of, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 
@@ -29,18 +32,40 @@ def make_adapter(family: str, **options: Any) -> tuple[LoraSpec, dict[str, torch
     return spec_of(reference), {name: each.detach() for name, each in trained(reference).items()}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_merged_export_is_the_model_of_the_adapter_in_transformers(case: str, tmp_path: Path) -> None:
-    family, options = CASES[case]
-    source = make_base(tmp_path / "base", family)
-    spec, tensors = make_adapter(family, **options)
+# Each kind of adapter and of layer; names that are another tensor's natively (GLM 4), experts, a delta layer.
+FAST = ["ranks and alphas", "rslora and dora", "dora with biases", "plain MLP", "already fused", "embeddings"]
+FAST += ["tied embeddings", "glm4", "qwen2_moe", "gpt_oss", "qwen3_5_text"]
+
+
+@pytest.mark.parametrize("case", rest_nightly(ALL_CASES, FAST))
+def test_a_merged_export_is_the_model_that_peft_merges_in_transformers_and_here(case: str, tmp_path: Path) -> None:
+    family, options = ALL_CASES[case]
+    source, reference = make_base(tmp_path / "base", family), make_peft(family, **options)
+    spec, tensors = spec_of(reference), {name: each.detach() for name, each in trained(reference).items()}
+
+    def weights() -> Any:
+        return merged_weights(tmp_path / "base", tensors, spec, report)
+
     report = MergeReport(torch.float32)
-    weights = merged_weights(tmp_path / "base", source.architecture, tensors, spec, report)
-    export_hf(weights, tmp_path / "out", source_folder=source, dtype=torch.float32, stop_token_ids=[])
-    expected = logits_of(native_model(tmp_path / "base", spec, tensors))
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(IDS[None], use_cache=False).logits[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    export_hf(weights(), tmp_path / "out", source_folder=source, dtype=torch.float32, stop_token_ids=[])
     assert set(report.lost.values()) == {0.0}
+    num_tensors, different = differing_weights(weights(), tmp_path / "out")
+    assert num_tensors == len(source.stored_names)
+    assert different == []
+
+    merged, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    expected = reference.merge_and_unload()
+    base, found = make_reference(**FAMILIES[family]).state_dict(), merged.state_dict()
+    changed = {f"{name}.weight" for name in spec.ranks} | tensors.keys() & base.keys()
+    changed |= {"lm_head.weight"} if source.architecture.tie_word_embeddings and spec.modules_to_save else set()
+    assert {name for name, tensor in found.items() if not tensor.equal(base[name])} == changed
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+    logits = expected(IDS[None], use_cache=False).logits[0]
+    close = {"rtol": 0, "atol": 1e-5 * logits.abs().max().item()}
+    torch.testing.assert_close(merged(IDS[None], use_cache=False).logits[0], logits, **close)
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "out", compute_dtype=torch.float32)), logits, **close)
 
 
 def test_the_report_has_the_share_of_the_delta_that_rounding_lost_by_kind_of_matrix(tmp_path: Path) -> None:
@@ -48,7 +73,8 @@ def test_the_report_has_the_share_of_the_delta_that_rounding_lost_by_kind_of_mat
     spec, tensors = make_adapter("Llama 3", target_modules=["q_proj", "down_proj"])
     tensors = {name: each * (0.01 if "down_proj.lora_B" in name else 1) for name, each in tensors.items()}
     report = MergeReport(torch.bfloat16)
-    merged = dict(merged_weights(tmp_path / "base", source.architecture, tensors, spec, report))
+    weights = merged_weights(tmp_path / "base", tensors, spec, report)
+    merged = dict(split_state_dict(weights, source.architecture))
     base = load_file(tmp_path / "base" / "model.safetensors")
     assert report.lost.keys() == {"q_proj", "down_proj"}
     for kind, lost in report.lost.items():
@@ -83,23 +109,23 @@ def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(
 
 
 def test_the_base_of_a_merge_can_be_what_was_trained_on(tmp_path: Path) -> None:
-    source = make_base(tmp_path / "base", "Llama 3")
+    config = make_base(tmp_path / "base", "Llama 3").architecture
     spec, tensors = make_adapter("Llama 3", target_modules=["q_proj"])
 
     def read_base(_name: str, stored: torch.Tensor) -> torch.Tensor:
         return stored.bfloat16() if stored.ndim == 2 else stored
 
-    options = (tmp_path / "base", source.architecture, tensors, spec)
-    coarse = dict(merged_weights(*options, MergeReport(torch.float32), read_base=read_base))
-    exact = dict(merged_weights(*options, MergeReport(torch.float32)))
+    options = (tmp_path / "base", tensors, spec)
+    merges = [merged_weights(*options, MergeReport(torch.float32), read_base=each) for each in (read_base, None)]
+    coarse, exact = (dict(split_state_dict(weights, config)) for weights in merges)
     base = load_file(tmp_path / "base" / "model.safetensors")
     for name, tensor in base.items():
         torch.testing.assert_close(exact[name] - coarse[name], tensor - read_base(name, tensor), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["all layers", "dora", "tied embeddings"])
+@pytest.mark.parametrize("case", ["glm4", "dora", "tied embeddings"])
 def test_a_checkpoint_of_adapters_becomes_an_adapter_folder_or_a_merged_model(case: str, tmp_path: Path) -> None:
-    family, options = CASES[case]
+    family, options = ALL_CASES[case]
     source, base = make_base(tmp_path / "base", family), str(tmp_path / "base")
     spec, tensors = make_adapter(family, **options)
     native = native_model(tmp_path / "base", spec, tensors)

@@ -167,6 +167,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
+FIRST_OF_TYPE = {options.get("model_type", "llama"): family for family, options in reversed(FAMILIES.items())}
+"""A family of each model type; the names of tensors and keys depend on the type."""
+
 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)

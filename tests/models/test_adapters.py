@@ -21,7 +21,7 @@ from sftron.models.adapters import (
 )
 from sftron.models.llama import LlamaForSFT
 from tests.conftest import LazyModule, rest_nightly
-from tests.models.reference import FAMILIES, make_native, make_reference, pack
+from tests.models.reference import FAMILIES, FIRST_OF_TYPE, make_native, make_reference, pack
 
 peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
@@ -58,6 +58,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
 }
+FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Of these, peft adapts experts and routers as well if it is asked for all linear layers.
+    model_type: (
+        family,
+        {"target_modules": [*QV, "k_proj", "o_proj"] if "moe" in model_type or model_type == "mixtral" else ALL_LINEAR},
+    )
+    for model_type, family in FIRST_OF_TYPE.items()
+}
+"""Each model type, for tests of folders."""
 
 
 def make_peft(family: str, seed: int = 0, **options: Any) -> Any:

@@ -15,7 +15,16 @@ from sftron.models.architecture import FAMILIES as MODEL_TYPES
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from tests.conftest import rest_nightly
-from tests.models.reference import FAMILIES, GPT_OSS, QWEN_WINDOW, make_native, make_reference, pack, require_same_model
+from tests.models.reference import (
+    FAMILIES,
+    FIRST_OF_TYPE,
+    GPT_OSS,
+    QWEN_WINDOW,
+    make_native,
+    make_reference,
+    pack,
+    require_same_model,
+)
 
 
 def test_the_table_holds_every_model_type_that_is_implemented() -> None:
@@ -29,8 +38,6 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(family: str) -
     require_same_model(make_native(reference), reference, [29, 1, 70])
 
 
-FIRST_OF_TYPE = {options.get("model_type", "llama"): family for family, options in reversed(FAMILIES.items())}
-"""Names of tensors and keys depend on the model type; the other variants of a type are exported nightly."""
 BIASED_OR_TIED = ["SmolLM2", "Granite code", "StarCoder 2 without biases", "Qwen 3.5, tied, as many key heads"]
 
 

@@ -204,7 +204,7 @@ def differing(
         if spec is not None and base is not None:
             tensors = {peft_name(name): each for name, each in weights}
             report = MergeReport(torch.float32)
-            weights = merged_weights(base, read_config(base), tensors, spec, report, read_base=read_base)
+            weights = merged_weights(base, tensors, spec, report, read_base=read_base)
         return differing_weights(weights, folder)
 
 
@@ -275,7 +275,7 @@ def _merged(
     read_base: Callable[[str, Tensor], Tensor] | None = None,
 ) -> tuple[NamedTensors, MergeReport]:
     report = MergeReport(dtype)
-    return merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base), report
+    return merged_weights(source.folder, tensors, spec, report, read_base=read_base), report
 
 
 def _tensors(stored: ShardedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -247,7 +247,7 @@ def load_model(
         shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])
     with SafetensorsFolder(folder) as source:
         spelling = spelling_of(source.names())
-        _check_keys(source, expected_shapes(shapes.items(), stored, spelling), stored)
+        check_keys(source, expected_shapes(shapes.items(), stored, spelling), stored)
         if adapters is not None:
             add_adapters(model, config, adapters.spec)
             store_frozen_in(model, frozen_dtype, compute_dtype)
@@ -325,7 +325,9 @@ def wrong_tensors(found: Mapping[str, tuple[torch.Size, str]], expected: Mapping
     return sorted(problems)
 
 
-def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
+def check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
+    """Raises ValueError if a folder's tensors are not those of `expected_shapes`, or if it stores a tied head that
+    differs from the embeddings."""
     found = {name: (source.shape(name), source.dtype(name)) for name in source.names()}
     stores_tied_head = config.tie_word_embeddings and HEAD in found
     if stores_tied_head:

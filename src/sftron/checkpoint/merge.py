@@ -13,9 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder
+from sftron.checkpoint.hf_weights import SafetensorsFolder, check_keys
+from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import MAGNITUDE, SAVED_MODULES, A, B, LoraSpec, merge
-from sftron.models.architecture import LlamaConfig
+from sftron.models.fusion import expected_shapes, fuse_state_dict
+from sftron.models.llama import LlamaForSFT
+from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import dtype_name
 
 
@@ -71,34 +74,35 @@ class MergeReport:
 
 def merged_weights(
     source_folder: Path,
-    config: LlamaConfig,
     tensors: Mapping[str, Tensor],
     spec: LoraSpec,
     report: MergeReport,
     *,
     read_base: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of the base with the adapter merged, one at a time, under Hugging Face's names, for export_hf.
+    """Yields the parameters of LlamaForSFT with the adapter merged into the base, one at a time, for export_hf.
 
-    Adapted weights are merged in fp32 and yielded in fp32; all others as they are stored.
+    Adapted weights are merged in fp32; all others have their stored values.
 
     Args:
         source_folder: The folder of the base.
         tensors: All trained tensors, by name without peft's prefix.
         report: Is filled for the type of the export.
-        read_base: Returns the weight that was trained on, given a name and the stored value; for example, what remains
-            of a matrix after quantization.
+        read_base: Returns the weight that was trained on, given Hugging Face's name and the stored value; for example,
+            what remains of a matrix after quantization.
 
     Raises:
-        ValueError: The base's weights cannot be read; or rounding makes the merged weights those of the base.
+        ValueError: The base's weights cannot be read, or are not those that its config.json describes; or rounding
+            makes the merged weights those of the base.
     """
     saved = {f"{SAVED_MODULES[name]}.weight" for name in spec.modules_to_save}
+    config = read_config(source_folder)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in LlamaForSFT(config).named_parameters()}
     with SafetensorsFolder(source_folder) as source:
-        for name in source.names():
-            if name == HEAD and config.tie_word_embeddings:
-                continue  # export_hf repeats the embeddings
-            has_delta = False
-            base, projection = source.read(name), name.removesuffix(".weight")
+
+        def read(name: str) -> Tensor:
+            base, projection, has_delta = source.read(name), name.removesuffix(".weight"), False
             base = base if read_base is None else read_base(name, base)
             if name in saved:
                 merged = tensors[name].float()
@@ -108,8 +112,11 @@ def merged_weights(
                 merged = merge(base, a, b, spec.scale(projection), magnitude)
                 has_delta = bool(b.any())
             else:
-                yield name, base
-                continue
+                return base
             report.add(projection.rpartition(".")[2], base.float(), merged, has_delta=has_delta)
-            yield name, merged
+            return merged
+
+        spelling = spelling_of(source.names())
+        check_keys(source, expected_shapes(shapes.items(), config, spelling), config)
+        yield from fuse_state_dict(shapes, config, read, spelling)
     report.require_delta()

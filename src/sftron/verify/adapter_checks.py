@@ -17,9 +17,7 @@ from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
-from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
-from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
 from sftron.train.start.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
@@ -235,15 +233,12 @@ def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     model.to_empty(device=subject.ranks.device)
     weights = merged_weights(
         planned.folder,
-        planned.architecture,
         tensors,
         _spec(subject),
         MergeReport(dtype),
         read_base=partial(as_computed, dtype=frozen_dtype(subject.config)),
     )
-    by_name = {name: value.to(dtype) for name, value in weights}
     with torch.no_grad():
-        names = (name for name, _ in model.named_parameters())
-        for name, value in fuse_state_dict(names, model.config, by_name.__getitem__, spelling_of(by_name)):
-            model.get_parameter(name).copy_(value)
+        for name, value in weights:
+            model.get_parameter(name).copy_(value.to(dtype))
     return model.eval()

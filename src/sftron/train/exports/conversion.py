@@ -113,11 +113,10 @@ def _merge_adapter(
     """Merges an adapter folder into its base; see `convert`."""
     if model is None:
         raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")
-    config = read_config(model)
-    found = read_adapter(source, config)
+    found = read_adapter(source, read_config(model))
     card = plain_model_card(read_base_model(str(model), model), None)
     _show_merge(adapter_to_hf(source, target, base=model, dtype=dtype, stop_token_ids=stop_token_ids, model_card=card))
-    weights = merged_weights(model, config, found.tensors, found.spec, MergeReport(dtype))
+    weights = merged_weights(model, found.tensors, found.spec, MergeReport(dtype))
     return differing_weights(weights, target)
 
 

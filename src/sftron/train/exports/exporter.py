@@ -171,7 +171,7 @@ class Exporter:
         source, report = self._parts.source, MergeReport(self._dtype)
         require_base(source.folder, self._state["fingerprint"])
         read_base = partial(as_computed, dtype=frozen_dtype(self._config))
-        weights = merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base)
+        weights = merged_weights(source.folder, tensors, spec, report, read_base=read_base)
         facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS], merge=report)
         self.write_model(weights, folder)
         # The report is complete only now that all weights have been written.
