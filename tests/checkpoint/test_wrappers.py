@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.adapter import model_projections, read_adapter, tensor_shapes, write_adapter
 from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.verify.reference import load_reference
+from tests.conftest import rest_nightly
 from tests.models.reference import QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -148,6 +150,36 @@ def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrap
     # check_sft finds the class that the adapter is named for.
     reference = load_reference(tmp_path / "source", torch.float32, torch.device("cpu"), out)
     torch.testing.assert_close(logits, reference(input_ids[None], use_cache=False).logits[0], atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["qwen3_5"]))
+def test_a_merge_is_the_model_that_peft_merges_with_all_else_as_it_was(model_type: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    save(make_wrapper(model_type), tmp_path / "source")
+    config = read_config(tmp_path / "source")
+    ranks = dict.fromkeys(sorted(model_projections(config)), 4)
+    spec = LoraSpec(ranks=ranks, alphas=dict.fromkeys(ranks, 8.0))
+    tensors = {name: torch.randn(shape) * 0.3 for name, shape in tensor_shapes(spec, config).items()}
+    source = ExportSource.read(tmp_path / "source")
+    write_adapter(tmp_path / "adapter", tensors, spec, source=source, base_model="base")
+    export(tmp_path / "out", source, merged_weights(tmp_path / "source", tensors, spec, MergeReport(torch.float32)))
+
+    kind = transformers.AutoModelForImageTextToText
+    base, found = (kind.from_pretrained(tmp_path / folder, attn_implementation="eager") for folder in ("source", "out"))
+    before, after = base.state_dict(), found.state_dict()
+    changed = {name for name, tensor in after.items() if not tensor.equal(before[name])}
+    assert len(changed) == len(ranks)
+    adapted: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = adapted.merge_and_unload()
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-5)
+    input_ids, *rest = pack([40])
+    expected = merged(input_ids=input_ids[None], use_cache=False).logits[0]
+    close = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item()}
+    torch.testing.assert_close(found(input_ids=input_ids[None], use_cache=False).logits[0], expected, **close)
+    native = load_model(tmp_path / "out", compute_dtype=torch.float32)
+    torch.testing.assert_close(native.head.logits(native(input_ids, *rest)), expected, **close)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
