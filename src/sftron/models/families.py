@@ -139,14 +139,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         architecture="Qwen3_5ForCausalLM",
-        defaults=COMMON
+        defaults=without("hidden_act")
         | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False}
         | {"layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
         # The recurrence is in fp32 whatever its key states; transformers does not compute the heads of mtp.
         irrelevant=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
-        fixed={"mlp_bias": False, "attn_output_gate": True, "mlp_only_layers": []},
-        model={"norm": "rms_offset", "output_gate": True}
+        # It is the activation of delta layers, too.
+        fixed={"mlp_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "hidden_act": "silu"},
+        model={"norm": "rms_offset", "output_gate": True, "activation": "silu"}
         | {"delta": lambda values: DeltaSizes(**{size: values[key] for size, key in _DELTA.items()})},
         layer={"attention": "gated_rotary"},
         types=_every_fourth_is_full,
