@@ -304,6 +304,15 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
             {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
             "short_factor: .* is not a list of 4 finite numbers",
         ),
+        ({"model_type": "phi3", "rope_scaling": LINEAR_ROPE}, "'linear', implemented are default, longrope"),
+        (
+            {"model_type": "ministral3", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic', implemented are default, linear, llama3, yarn",
+        ),
+        (
+            {"model_type": "olmo3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling.type: 'linear', which transformers 5 ignores in this family; name it rope_type",
+        ),
         ({"model_type": "phi", "partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of head_dim 8"),
         ({"model_type": "phi", "partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4 of head_dim 8"),
         ({"model_type": "phi", "partial_rotary_factor": True}, "partial_rotary_factor: True of head_dim 8"),

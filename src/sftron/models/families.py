@@ -106,7 +106,13 @@ FAMILIES: dict[str, Family] = {
         | {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
         | {"sliding_window": None},
         fixed=BIASES,
-        rope=RopeKeys(parameters=_MINISTRAL_ROPE, scales_queries=True, ignored=("max_position_embeddings",)),
+        rope=RopeKeys(
+            parameters=_MINISTRAL_ROPE,
+            scales_queries=True,
+            # The factor of a query follows from its row in the table, which in other types is not its position.
+            types=("default", "linear", "llama3", "yarn"),
+            ignored=("max_position_embeddings",),
+        ),
         layer={"attention": "position_scaled"},
     ),
     "qwen2": Family(
@@ -212,7 +218,8 @@ FAMILIES: dict[str, Family] = {
         fixed=BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
         # The code in the folders of the published models is what became transformers' class.
         irrelevant=frozenset({"auto_map"}),
-        rope=RopeKeys(partial=1.0, original=4096),
+        # As in transformers.
+        rope=RopeKeys(partial=1.0, original=4096, types=("default", "longrope")),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
     "starcoder2": Family(

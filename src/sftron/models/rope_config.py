@@ -20,6 +20,16 @@ from sftron.kernels.table import (
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`, which are also the keys of `rope_parameters` in families with a rope for each type."""
+_ORIGINAL, _BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor", _ORIGINAL),
+}
+"""The keys that each rope_type needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,8 @@ class RopeKeys:
     """The value of `rope_parameters` if a config.json has no such key."""
     scales_queries: bool = False
     """Whether queries are multiplied by a factor that depends on `llama_4_scaling_beta`."""
+    types: tuple[str, ...] = (*_NEEDED,)
+    """The implemented values of `rope_type`."""
     ignored: tuple[str, ...] = ()
     """Keys of `rope_parameters` that have no effect on text."""
 
@@ -53,16 +65,6 @@ class RopeKeys:
         return keys | ({_ORIGINAL} if self.original else set())
 
 
-_ORIGINAL, _BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("factor", _ORIGINAL),
-    "longrope": ("short_factor", "long_factor", _ORIGINAL),
-}
-"""The keys that each rope_type needs."""
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor", "factor"),
@@ -88,6 +90,7 @@ def read_ropes(
         spec, wrong = _read_rope(entries, label, keys, head_dim if type(head_dim) is int else 0, max_positions)
         problems += wrong
         if layer_type == FULL:
+            problems += _ignored_type(given.get("rope_scaling"), keys)
             old = _completed(given.get("rope_scaling", {}), None, given, keys, max_positions)
             problems += _contradictions(given, label, entries, old)
         elif (
@@ -114,8 +117,10 @@ def complete_rope_keys(config: Mapping[str, Any], keys: RopeKeys, max_positions:
         # transformers 4 requires exactly these three entries.
         scaling = {"type": "longrope"} | {key: scaling[key] for key in ("short_factor", "long_factor")}
     return {
-        "rope_theta": full["rope_theta"],
-        "rope_scaling": scaling if full["rope_type"] != "default" else None,
+        # transformers 5 takes rope_scaling in place of rope_parameters, so it has to find these here as well.
+        **{key: full[key] for key in _ELSEWHERE if key in full},
+        # Without it, a family has its own default of rope_parameters.
+        "rope_scaling": scaling if keys.parameters or scaling != {"rope_type": "default"} else None,
         "rope_parameters": full if keys.sliding_theta is None else entries,
         **({keys.sliding_key: entries[SLIDING]["rope_theta"]} if keys.sliding_key else {}),
     }
@@ -164,6 +169,13 @@ def _entries(stated: Any) -> dict[str, Any]:
     return {"rope_type": str(entries.pop("rope_type", oldest)), **entries}
 
 
+def _ignored_type(scaling: Any, keys: RopeKeys) -> list[str]:
+    """Returns a problem if transformers 5 would compute a model without the scaling that transformers 4 computes."""
+    if keys.sliding_theta is None or not isinstance(scaling, Mapping) or "type" not in scaling.keys() - {"rope_type"}:
+        return []
+    return [f"rope_scaling.type: {scaling['type']!r}, which transformers 5 ignores in this family; name it rope_type"]
+
+
 def _contradictions(
     given: Mapping[str, Any], name: str, entries: Mapping[str, Any], old: Mapping[str, Any]
 ) -> list[str]:
@@ -190,8 +202,8 @@ def _read_rope(
         problems.append(f"{name}.partial_rotary_factor: {partial!r}, implemented is 1.0")
     elif head_dim and (rotary_dim % 2 or not rotary_dim) and not is_whole:
         problems.append(f"{name}.partial_rotary_factor: {partial!r} of head_dim {head_dim} is not an even number")
-    if rope_type not in _NEEDED:
-        return None, [*problems, f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_NEEDED)}"]
+    if rope_type not in keys.types:
+        return None, [*problems, f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(keys.types)}"]
     needed, optional = _NEEDED[rope_type], _OPTIONAL.get(rope_type, ())
     if keys.scales_queries:
         needed = tuple(dict.fromkeys((*needed, _BETA, _ORIGINAL)))
