@@ -236,6 +236,7 @@ def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
         "data.num_lanes": str(dataset.num_lanes),
         "data.max_row_bytes": str(config.data.max_row_bytes),
         "general.seed": str(dataset.seed),
+        **({"planned packing": "best-fit decreasing"} if dataset.is_best_fit else {}),
     }
 
 
@@ -284,7 +285,7 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
         measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
         for rank, each in enumerate(ranks.gather({"rows": measured})):
             rows[rank :: ranks.dp_world_size] = each["rows"]
-    dataset.row_lengths = rows
+    dataset.plan(rows)
     return None if known else {"fingerprint": fingerprint, "rows": rows}
 
 
