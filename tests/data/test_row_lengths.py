@@ -141,7 +141,7 @@ def test_best_fit_packs_come_epoch_by_epoch_in_the_order_of_their_oldest_rows(ch
         places = [[place[key.row] for key in pack.keys] for pack in packs if pack.keys[0].epoch == epoch]
         assert places == sorted(places)
         assert all(each == sorted(each) for each in places)
-        assert sorted(sum(places, [])) == list(range(300))
+        assert sorted(place for each in places for place in each) == list(range(300))
 
 
 def test_an_endless_run_keeps_the_pool_where_the_next_epoch_fills_what_one_epoch_could_not(

@@ -67,9 +67,9 @@ class MinibatchPacking:
 class BestFitPacking:
     """Packs the oldest conversation with those that best-fit decreasing puts into its pack.
 
-    The pool must hold the rest of one epoch. The packs of an epoch come in the order of their oldest conversations, and a
-    resume that knows only the rest of the epoch makes the same ones: no other choice of best-fit decreasing depends on
-    a pack that is left out whole.
+    The pool must hold the rest of one epoch. The packs of an epoch come in the order of their oldest conversations, and
+    a resume that knows only the rest of the epoch makes the same ones: no other choice of best-fit decreasing depends
+    on a pack that is left out whole.
     """
 
     pool_size = sys.maxsize
