@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import gc
 import io
 import itertools
 import re
@@ -172,15 +173,44 @@ def test_two_texts_of_any_names_are_offered_the_columns_that_read_them(tmp_path:
     assert read_as == [names, names[::-1]]
 
 
-# --- Broken files ---
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("Frage, kurz;Antwort\nPi?;3\n", [{"Frage, kurz": "Pi?", "Antwort": "3"}]),
+        ("Frage;Antwort\nPi?;3,14\n", [{"Frage": "Pi?", "Antwort": "3,14"}]),
+        ("\r\n\r\nFrage;Antwort\r\nPi?;3,14", [{"Frage": "Pi?", "Antwort": "3,14"}]),
+        ('\ufeff"sep=\t"\nFrage, ja;nein\tAntwort\nPi?\t3;14\n', [{"Frage, ja;nein": "Pi?", "Antwort": "3;14"}]),
+        ('messages\n"[{""role"": ""user""}]"\n', [{"messages": [{"role": "user"}]}]),
+        ("text\none\ntwo\n", [{"text": "one"}, {"text": "two"}]),
+    ],
+)
+def test_the_separator_is_that_of_all_rows(tmp_path: Path, text: str, rows: list[Any]) -> None:
+    assert [row for _, row in read(write(tmp_path / "a.csv", text))] == rows
+
+
+# --- Broken files, and files that are not read to their end ---
+
+LARGE = text_of([["prompt", "completion"], *([f"{n} x {n}", str(n * n)] for n in range(9000))])
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_a_compressed_file_that_is_cut_off_anywhere_is_named(tmp_path: Path, ending: str) -> None:
-    text = text_of([["prompt", "completion"], *([str(n), str(n * n)] for n in range(50))])
-    whole = packed(text.encode(), ending)
-    for size in range(1, len(whole)):
-        path = write(tmp_path / f"a.csv{ending}", whole[:size])
-        for opened in (open_source, lambda path: open_stream(path).head(51)):
-            with pytest.raises(DataError, match=rf"^{re.escape(path)}: cannot be decompressed near byte \d+ of {size}"):
-                opened(path)
+    small, large = packed(LARGE[:400].encode(), ending), packed(LARGE.encode(), ending)
+    assert len(LARGE) > 2 * 2**16
+    for whole, sizes in ((small, range(1, len(small))), (large, (len(large) // 2, len(large) - 1))):
+        for size in sizes:
+            path = write(tmp_path / f"a.csv{ending}", whole[:size])
+            for opened in (open_source, lambda path: open_stream(path).raw(10_000)):
+                with pytest.raises(
+                    DataError, match=rf"^{re.escape(path)}: cannot be decompressed near byte \d+ of {size}"
+                ):
+                    opened(path)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_stream_that_is_left_after_its_first_row_raises_nothing(tmp_path: Path, ending: str) -> None:
+    """Not even while its generators are deleted, which pytest reports."""
+    stream = open_stream(write(tmp_path / f"a.csv{ending}", packed(LARGE.encode(), ending)))
+    assert stream.head(1)[0] == {"prompt": "0 x 0", "completion": "0"}
+    del stream
+    gc.collect()
