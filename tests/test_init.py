@@ -175,7 +175,7 @@ def test_adapters_are_suggested_where_only_they_fit(
         (["none.jsonl", "models/tiny"], "none.jsonl"),
         (["chats.jsonl", "models/none"], "model.path: models/none is no local folder"),
         (["chats.jsonl", "models"], "config.json"),
-        (["answers.csv", "models/tiny"], "name columns in `columns`, or convert the rows"),
+        (["answers.csv", "models/tiny"], "set `columns: {prompt: a, completion: b}`, or if `b` is the user's"),
         (["questions.jsonl", "models/tiny"], "rows were dropped, more than data.max_dropped_share"),
         (["long.jsonl", "models/tiny"], "longer than the 4,096 tokens for which models/tiny has positions; shorten"),
         (["chats.jsonl", "models/tiny", "--out", "taken.yaml"], "taken.yaml exists; remove it, or choose another"),

@@ -64,7 +64,11 @@ KINDS: dict[str, Callable[[], tuple[list[DataSet], int | None]]] = {
         None,
     ),
     "planned": lambda: ([as_dataset(Rows(mixed_rows(90)))], None),
-    "planned, two sets, one epoch": lambda: ([as_dataset(Rows(mixed_rows(150))), as_dataset(Rows(shorts(31)))], 1),
+    "planned, best fit of two sets, one epoch": lambda: (
+        [as_dataset(Rows(mixed_rows(150))), as_dataset(Rows(shorts(31)))],
+        1,
+    ),
+    "planned, best fit, two epochs": lambda: ([as_dataset(Rows(mixed_rows(150)))], 2),
     "planned, mixed": lambda: (
         [as_dataset(Rows(mixed_rows(50)), weight=2), as_dataset(Rows(shorts(9)), weight=1)],
         None,
@@ -118,6 +122,7 @@ class Run:
         assert dataset.is_planned == self.is_planned
         if self.is_planned:
             self.row_lengths = dataset.measure()
+        assert dataset.is_best_fit == ("best fit" in self.kind)
         return dataset
 
     def resume(self, layout: tuple[int, int], num_rounds: int, num_lost: int) -> dict[int, dict[str, Any]]:
@@ -147,7 +152,7 @@ def hops_between(layouts: list[tuple[int, int]]) -> st.SearchStrategy[list[tuple
 
 
 # An end of the data, a stream, weights and planned packs.
-FAST = ["two sets, one epoch", "streamed", "planned, mixed", "mixed with a stream"]
+FAST = ["two sets, one epoch", "streamed", "planned, mixed", "planned, best fit, two epochs", "mixed with a stream"]
 
 
 @pytest.mark.parametrize("kind", rest_nightly(KINDS, FAST))

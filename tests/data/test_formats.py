@@ -156,7 +156,6 @@ def test_rows_that_fit_several_formats_or_none_or_disagree_are_refused(tmp_path:
     message = refused(tmp_path, MESSAGES, {"question": "q", "answer": 7, "text": None})
     assert "fits no format; columns: question (text), answer (the number 7), text (null); name columns" in message
     assert "known formats: messages: column `messages`, a list of {role, content}; sharegpt: column" in message
-    assert refused(tmp_path, {"question;answer": "q;a"}).partition("; known")[0].endswith("between its cells, not ';'")
     for row in ({"parent_id": "a", "text": "hello"}, {"prompt": {"text": "hi", "replies": [{"text": "hello"}]}}):
         assert "is part of a tree of messages, not a conversation; columns: " in refused(tmp_path, row)
 
@@ -201,7 +200,7 @@ def test_every_pair_of_names_of_a_question_and_its_answer_is_read_or_offered_wit
     ("names", "read_as", "columns"),
     [
         (("Question", "Answer"), ("Question", "Answer"), "{question: Question, answer: Answer}"),
-        (("question", " ANSWER "), ("question", '" ANSWER "'), '{answer: " ANSWER "}'),
+        (("question", " ANSWER "), ("question", '" ANSWER "'), "{answer: ' ANSWER '}"),
         (("Prompt", "Completion", "Answer"), ("Prompt", "Completion"), "{prompt: Prompt, completion: Completion}"),
         (("Prompt", "Response"), ("Prompt", "Response"), "{prompt: Prompt, completion: Response}"),
         (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
-from sftron.data.packing import PoolPacking, lay_out
+from sftron.data.packing import BestFitPacking, PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 
 
@@ -96,6 +96,29 @@ def test_whatever_the_lengths_every_conversation_is_packed_once_whole_and_within
         runs.append(packs)
     assert sorted(row for pack in runs[0] for row in pack) == list(range(len(lengths)))
     assert runs[0] == runs[1]
+
+
+@given(case=lengths_of_all_kinds)
+def test_best_fit_packs_are_one_plan_of_the_epoch_whichever_of_them_a_resume_finds_gone(
+    case: tuple[int, list[int]],
+) -> None:
+    budget, lengths = case
+    rooms: list[int] = []  # best-fit decreasing, by its definition
+    for length in sorted(lengths, reverse=True):
+        room = min((room for room in rooms if room >= length), default=budget)
+        if room in rooms:
+            rooms.remove(room)
+        rooms.append(room - length)
+    in_a_row, rest, num_packs = BestFitPacking(), list(lengths), 0
+    in_a_row.choose(rest[::-1], budget)
+    while rest:
+        chosen = in_a_row.choose(rest, budget)
+        assert chosen == BestFitPacking().choose(rest, budget)
+        assert chosen[0] == 0
+        assert sum(rest[index] for index in chosen) <= budget
+        rest = [length for index, length in enumerate(rest) if index not in chosen]
+        num_packs += 1
+    assert num_packs == len(rooms)
 
 
 @pytest.mark.parametrize(

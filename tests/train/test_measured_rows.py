@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_rows_are_measured_at_the_first_start_and_known_at_the_next_unless_data_or_settings_changed(
-    tmp_path: Path, model_folder: Path, measured: list[int]
+    tmp_path: Path, model_folder: Path, measured: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = run(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False))
     assert measured == [30]
@@ -52,10 +52,26 @@ def test_rows_are_measured_at_the_first_start_and_known_at_the_next_unless_data_
     write_rows(tmp_path / "rows.jsonl", 30)
     assert file.read_bytes() == kept, "a start that was not built has written"
 
-    for broken in (kept[:-9], kept.replace(b"[", b"[1,", 1)):
+    assert "damaged" not in capsys.readouterr().out
+    lengths = json.loads(kept)["rows"]
+    longer = json.dumps(json.loads(kept) | {"rows": [*lengths[:5], lengths[5] + 105, *lengths[6:]]}).encode()
+    old = json.dumps({name: value for name, value in json.loads(kept).items() if name != "digest"}).encode()
+    for broken in (kept[:-9], kept.replace(b"[", b"[1,", 1), longer, old):
         file.write_bytes(broken)
-        Trainer(make_config(tmp_path, model_folder, **EPOCH))
+        again = Trainer(make_config(tmp_path, model_folder, **EPOCH))
         assert measured.pop() == 30
+        assert again.setup.data.dataset.row_lengths == lengths
+        assert f"{file} is damaged or cannot be read: the rows are measured again" in capsys.readouterr().out
+
+
+def test_a_run_whose_packs_were_the_pools_is_not_resumed_with_those_of_best_fit_decreasing(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sftron.data.dataset.is_best_fit_fuller", lambda *_, **__: False)
+    run(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False))
+    monkeypatch.setattr("sftron.data.dataset.is_best_fit_fuller", lambda *_, **__: True)
+    with pytest.raises(ValueError, match="planned packing: absent in the checkpoint, best-fit decreasing now"):
+        Trainer(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False)).build()
 
 
 def test_lanes_of_ones_own_and_streams_are_not_measured(

@@ -3,7 +3,7 @@
     sftron init my.csv path/to/model         writes sft.yaml
     sftron init --quickstart                 copies README's quickstart here: configs/ and examples/quickstart/
 
-DATA is a file of rows (.jsonl, .json, .csv, .parquet, .arrow), a folder or pattern of such, or a data set of the Hub.
+DATA is a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder or pattern of such, or a Hub id.
 MODEL is a folder in Hugging Face format, or a Hub id. A sample of the rows is checked as a run checks it.
 Exit status: 0, or 2 if the data or the model cannot be trained on, or a file would be overwritten.
 """

@@ -49,7 +49,7 @@ class Rows(Section):
     """Rows of conversations, and how they are read."""
 
     path: PathText
-    """A .jsonl, .json or .csv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such, or a Hub id."""
+    """A .jsonl, .json, .csv or .tsv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of these, a Hub id."""
     name: Text | None = None
     """Names the data set in metrics and reports; null means its path."""
     split: Text = "train"

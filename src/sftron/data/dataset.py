@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -18,8 +19,8 @@ from sftron.data.formats.table import Format
 from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Sampler, Stream, parse_state
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.order import ShuffledOrder, StreamOrder
-from sftron.data.lanes.row_lengths import is_plannable, measure_rows
-from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out
+from sftron.data.lanes.row_lengths import is_best_fit_fuller, is_plannable, measure_rows
+from sftron.data.packing import BestFitPacking, MinibatchPacking, PoolPacking, lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
@@ -36,8 +37,8 @@ class PackedDataset(IterableDataset[Pack]):
     num_epochs yields packs without a conversation, so that all ranks make the same number of steps.
 
     The packing of a small data set is planned (lanes/row_lengths.py): every rank and worker computes the packs of a
-    single lane from the lengths of the rows, and reads only the rows of its own packs. Any W and m are then allowed,
-    and the packs are the same as those of one lane without planning.
+    single lane from the lengths of the rows, and reads only the rows of its own packs. Any W and m are then allowed.
+    The packs are those of one lane without planning, unless best-fit decreasing fills an epoch better (`is_best_fit`).
 
     Args:
         preparation: How rows become conversations.
@@ -63,7 +64,7 @@ class PackedDataset(IterableDataset[Pack]):
         ends: bool = False,
         row_lengths: Sequence[int | str] | None = None,
     ) -> None:
-        self.preparation, self.row_lengths = preparation, row_lengths
+        self.preparation = preparation
         self.token_budget, self.seed, self.num_epochs = options.token_budget, options.seed, options.num_epochs
         if options.packing == "pool":
             self.packing = PoolPacking(options.pool_size)
@@ -80,6 +81,11 @@ class PackedDataset(IterableDataset[Pack]):
         self.pool_delay = PoolDelay()
         """How long the conversations of this process's packs stayed in the pool."""
         self._own_lanes = range(self.num_lanes)
+        self.is_best_fit = False
+        """Whether the planned packs are those of best-fit decreasing; known once the rows are measured."""
+        self.row_lengths: Sequence[int | str] | None = None
+        if row_lengths is not None:
+            self.plan(row_lengths)
         self.seek(0, {})
 
     @classmethod
@@ -122,13 +128,22 @@ class PackedDataset(IterableDataset[Pack]):
 
     def measure(self) -> Sequence[int | str]:
         """Returns `measure_rows` of all rows, which the first call measures. Raises DataError for a bad row."""
-        if self.row_lengths is None:
-            self.row_lengths = measure_rows(self.preparation, range(self.preparation.num_rows or 0))
-        return self.row_lengths
+        return self.row_lengths or self.plan(measure_rows(self.preparation, range(self.preparation.num_rows or 0)))
+
+    def plan(self, row_lengths: Sequence[int | str]) -> Sequence[int | str]:
+        """Sets and returns the result of `measure_rows` for all rows, which determines `is_best_fit`."""
+        self.row_lengths = row_lengths
+        if self.is_planned and isinstance(self.packing, PoolPacking) and self.preparation.weights is None:
+            order, _ = ShuffledOrder(len(row_lengths), seed=self.seed).compute(np.arange(len(row_lengths)))
+            kept = [length for row in order.tolist() if isinstance(length := row_lengths[row], int)]
+            is_endless = self.num_epochs is None
+            self.is_best_fit = is_best_fit_fuller(kept, self.packing, self.token_budget, is_endless=is_endless)
+        return row_lengths
 
     @property
     def lanes_in_words(self) -> str:
-        return "one lane, planned by their lengths" if self.is_planned else f"{self.num_lanes} lanes"
+        planned = f"one lane, planned by their lengths{', best-fit decreasing' if self.is_best_fit else ''}"
+        return planned if self.is_planned else f"{self.num_lanes} lanes"
 
     def takes_workers(self, num_workers: int) -> bool:
         """Returns whether this rank can have `num_workers` loader workers."""
@@ -237,8 +252,11 @@ class PackedDataset(IterableDataset[Pack]):
     def _lane(self, number: int) -> Lane:
         # Made on first use, so that the first pack waits for one pool only.
         if number not in self._lanes:
+            if self.is_planned:
+                self.measure()
             sampler = self._sampler(number)
-            lane = Lane(sampler, packing=self.packing, token_budget=self.token_budget, delay=self.pool_delay)
+            packing = BestFitPacking() if self.is_best_fit else self.packing
+            lane = Lane(sampler, packing=packing, token_budget=self.token_budget, delay=self.pool_delay)
             if number in self._lane_states:
                 lane.load_state(self._lane_states[number])
             self._lanes[number] = lane
@@ -250,7 +268,8 @@ class PackedDataset(IterableDataset[Pack]):
             self._streams = self._open_streams()
         if self.preparation.weights is None:
             num_epochs = None if self.num_epochs is None else self.num_epochs - self.first_epoch
-            return EpochSampler(lane, self.num_lanes, self._streams[0], num_epochs=num_epochs)
+            options = {"num_epochs": num_epochs, "num_pooled_epochs": 1 if self.is_best_fit else 2}
+            return EpochSampler(lane, self.num_lanes, self._streams[0], **options)
         return Mixture(lane, self.num_lanes, self._streams, self.preparation.weights)
 
     def _open_streams(self) -> list[Stream]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -61,7 +64,57 @@ class MinibatchPacking:
         return list(range(len(lengths)))
 
 
-Packing = PoolPacking | MinibatchPacking
+class BestFitPacking:
+    """Packs the oldest conversation with those that best-fit decreasing puts into its pack.
+
+    The pool must hold the rest of one epoch. The packs of an epoch come in the order of their oldest conversations, and
+    a resume that knows only the rest of the epoch makes the same ones: no other choice of best-fit decreasing depends
+    on a pack that is left out whole.
+    """
+
+    pool_size = sys.maxsize
+
+    def __init__(self) -> None:
+        self._planned: tuple[list[int], int] = ([], 0)
+        self._packs: deque[list[int]] = deque()
+        self._taken: list[int] = []
+
+    def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
+        """Returns the indices of the conversations of the next pack, ascending; the first is 0.
+
+        A pure function of its arguments. The packs are computed once and kept while the calls follow one another.
+        """
+        rest, _ = self._planned
+        if (lengths, token_budget) != self._planned:
+            rest, self._taken = list(lengths), []
+            self._planned, self._packs = (rest, token_budget), deque(best_fit_decreasing(lengths, token_budget))
+        pack = self._packs.popleft()
+        chosen = [index - bisect_left(self._taken, index) for index in pack]
+        for index, place in zip(reversed(pack), reversed(chosen), strict=True):
+            insort(self._taken, index)
+            del rest[place]
+        return chosen
+
+
+def best_fit_decreasing(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Returns the packs of best-fit decreasing: their indices ascending, and themselves in the order of their first.
+
+    From the longest to the shortest, each conversation goes into the fullest pack that has room for it. Of equal ones
+    the first is taken. At most 11/9 of the fewest possible packs, and one more (Johnson, 1973).
+    """
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of each pack the room that is left and its number, ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fullest = bisect_left(rooms, (lengths[index], 0))
+        room, number = rooms.pop(fullest) if fullest < len(rooms) else (token_budget, len(packs))
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(index)
+        insort(rooms, (room - lengths[index], number))
+    return sorted(map(sorted, packs))
+
+
+Packing = PoolPacking | MinibatchPacking | BestFitPacking
 """Chooses the next pack from the pending conversations of a lane, of which there are at most `pool_size`."""
 
 

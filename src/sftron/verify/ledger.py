@@ -69,7 +69,8 @@ class OpenedRun:
             self.data_versions.append(DataVersion(spans, packs))
         self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
         self.dataset = run_data.make_dataset(self.config, self.preparation)
-        self.dataset.is_planned = False  # packing in one lane gives the same packs without measuring all rows first
+        if self.dataset.is_planned:
+            self.dataset.measure()  # the fingerprint says how an epoch is packed, which depends on all lengths
         self._fingerprint = data_facts(self.config, self.dataset)["fingerprint"]
         checkpoints = folder / "checkpoints"
         self.saved_states = [read_state(checkpoints / f"step-{step}") for step in sorted(steps_in(checkpoints))]

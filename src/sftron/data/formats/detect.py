@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any, Literal
 
+import yaml
+
 from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
-from sftron.data.formats.values import describe, names_of, refusal
+from sftron.data.formats.values import describe, empty_row, names_of, refusal
 from sftron.data.sources import RowSource
-from sftron.data.sources.jsonl import excerpt, separator_remedy
+from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
 
 FORMAT_SAMPLE = 100
@@ -78,7 +79,7 @@ def detect_format(
         if len(fitting) > 1:
             raise _no_format(row, location, f"fits several formats ({', '.join(fitting)})", "set `format`")
         if not fitting:
-            error = _fits_nothing(row, location)
+            error = _fits_nothing(row, location) if row else empty_row(location)
             if not skip_bad_rows:
                 raise error
             ignored = ignored or error
@@ -136,7 +137,8 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
     """Returns the ways to read lists of turns, or texts, in columns of other names.
 
     Each is what has to be true of the columns, in words, and the keys `format` and `columns` that then read them.
-    Names of texts are compared in lower case and without white space around them.
+    Names of texts are compared in lower case and without white space around them; two texts of unknown names are read
+    in either order.
     """
     formats: tuple[tuple[Format, str], ...] = (("messages", "role"), ("sharegpt", "from"))
     readings: list[tuple[str, dict[str, Any]]] = []
@@ -152,7 +154,11 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
     pairs = [spec.required for spec in _TEXT_FORMATS.values() if texts.keys() >= {*spec.required}]
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
-    for asked, answered in pairs or ([(question, answer)] if question and answer else []):
+    if not pairs and question and answer:
+        pairs = [(question, answer)]
+    if not pairs and len(names) == 2:
+        pairs = [tuple(names), tuple(reversed(names))]
+    for asked, answered in pairs:
         meaning = f"`{names_of([texts[asked]])}` is the user's text and `{names_of([texts[answered]])}` the answer"
         readings.append((meaning, {"columns": _renamed_texts(asked, answered, texts)}))
     return readings
@@ -161,17 +167,11 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
 def _remedy(row: Row) -> str:
     """Returns the configuration that reads the row, if there is one."""
     remedies = []
+    in_one_line = {"default_flow_style": True, "width": inf, "allow_unicode": True, "sort_keys": False}
     for meaning, keys in suggested_readings(row):
-        columns = ", ".join(f"{name}: {_yaml(column)}" for name, column in keys["columns"].items())
         given = f"{meaning}: set `format: {keys['format']}` and" if "format" in keys else f"if {meaning}, set"
-        remedies.append(f"{given} `columns: {{{columns}}}`")
-    if separator := separator_remedy(row):
-        remedies.append(f"if these are several columns, {separator}")
+        remedies.append(f"{given} `columns: {yaml.safe_dump(keys['columns'], **in_one_line).strip()}`")
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
-
-
-def _yaml(name: str) -> str:
-    return name if re.fullmatch(r"\w([\w .-]*\w)?", name) else json.dumps(name)
 
 
 def _renamed_texts(question: str, answer: str, texts: Mapping[str, str]) -> dict[str, str]:

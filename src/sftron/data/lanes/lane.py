@@ -161,12 +161,14 @@ class EpochSampler(Sampler):
     """Samples a single stream, each row once per epoch.
 
     Position g of the stream is number g // num_lanes of lane g % num_lanes. `num_epochs` is None for an endless stream.
-    The state is "low-water mark:bitmap".
+    At most `num_pooled_epochs` epochs are pending at once. The state is "low-water mark:bitmap".
     """
 
-    def __init__(self, lane: int, num_lanes: int, stream: Stream, *, num_epochs: int | None) -> None:
+    def __init__(
+        self, lane: int, num_lanes: int, stream: Stream, *, num_epochs: int | None, num_pooled_epochs: int = 2
+    ) -> None:
         super().__init__()
-        self._lane, self._num_lanes = lane, num_lanes
+        self._lane, self._num_lanes, self._num_pooled_epochs = lane, num_lanes, num_pooled_epochs
         self._num_rows, self._num_epochs = stream.num_rows, sys.maxsize if num_epochs is None else num_epochs
         self._reader = LaneReader(lane, num_lanes, stream)
         self._next = 0
@@ -207,13 +209,14 @@ class EpochSampler(Sampler):
         return numbers
 
     def _stop(self, oldest: int) -> float:
-        """Returns the first number that may not be fetched while `oldest` is pending: the end of the next epoch.
+        """Returns the first number that may not be fetched while `oldest` is pending: the end of the last pooled epoch.
 
         Without this bound, the pool would hold many epochs of a small data set at once and consume them out of order.
         """
         if self._num_rows is None:
             return math.inf
-        epoch = min((self._lane + oldest * self._num_lanes) // self._num_rows + 2, self._num_epochs)
+        oldest_epoch = (self._lane + oldest * self._num_lanes) // self._num_rows
+        epoch = min(oldest_epoch + self._num_pooled_epochs, self._num_epochs)
         return -((self._lane - epoch * self._num_rows) // self._num_lanes)
 
 

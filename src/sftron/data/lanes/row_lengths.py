@@ -2,7 +2,8 @@
 
 A lane packs by lengths alone. Once the lengths are known, any number of ranks and loader workers can compute the packs
 of a single lane without reading each other's rows. An epoch then ends in one pack that is not full, instead of one for
-each of many lanes.
+each of many lanes. Where the pool would fill an epoch less than best-fit decreasing of all its rows, as with many rows
+near half the budget, the lane packs by that.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sftron.data.child_process import start_worker
+from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
+from sftron.data.packing import PoolPacking, best_fit_decreasing
 from sftron.data.prepare import Preparation
-from sftron.data.types import DataError, Dropped
+from sftron.data.types import ConversationKey, DataError, Dropped, MeasuredRow
 
 _ENOUGH_PACKS = 3_000
 """With at least this many packs per epoch, 48 lanes waste less than 1 % of them at the end of an epoch: half a pack per
@@ -27,6 +30,10 @@ _MOST_MEASURED_ROWS = 500_000
 _NUM_ESTIMATED_FROM = 200
 _CHUNK = 256
 _FEWEST_ROWS_FOR_A_PROCESS, _MOST_PROCESSES = 4_096, 8
+_LARGEST_LOSS = 0.005
+"""The share of a budget by which the pool may fill packs less than best-fit decreasing."""
+_NUM_POOLS = 8
+"""The number of pools of conversations from which the fill of an endless stream is taken, at least."""
 
 
 def is_plannable(preparation: Preparation, token_budget: int) -> bool:
@@ -45,6 +52,30 @@ def is_plannable(preparation: Preparation, token_budget: int) -> bool:
     rows = np.linspace(0, num_rows - 1, _NUM_ESTIMATED_FROM).astype(int).tolist()
     tokens = sum(length for length in measure_rows(preparation, rows) if isinstance(length, int))
     return tokens / len(rows) * num_rows < _ENOUGH_PACKS * token_budget
+
+
+def is_best_fit_fuller(lengths: Sequence[int], packing: PoolPacking, token_budget: int, *, is_endless: bool) -> bool:
+    """Returns whether the pool fills the packs of an epoch half a point less than best-fit decreasing, or still less.
+
+    In an endless run the last packs of an epoch hold rows of the next one, so the pool is taken over several epochs.
+
+    Args:
+        lengths: The lengths of the conversations of an epoch, in its order.
+    """
+    rows = [MeasuredRow(ConversationKey(0, row), length) for row, length in enumerate(lengths)]
+    stream = Stream(lambda positions: [rows[position % len(rows)] for position in positions], len(rows))
+
+    def num_packs(num_epochs: int) -> int:
+        sampler = EpochSampler(0, 1, stream, num_epochs=num_epochs)
+        lane = Lane(sampler, packing=packing, token_budget=token_budget, delay=PoolDelay())
+        return sum(1 for _ in iter(lambda: lane.next_pack().conversations, ()))
+
+    packs_full, packs_best = sum(lengths) / token_budget, len(best_fit_decreasing(lengths, token_budget))
+    several = 1 + _NUM_POOLS * packing.pool_size // max(1, len(rows))
+    return packs_best > 0 and all(
+        packs_full * num_epochs / num_packs(num_epochs) < packs_full / packs_best - _LARGEST_LOSS
+        for num_epochs in ((1, several) if is_endless else (1,))
+    )
 
 
 def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | str]:

@@ -16,14 +16,15 @@ from typing import Any
 from sftron.data.sources import arrow, streaming
 from sftron.data.sources.hub import HubSplit, unknown_config
 from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, excerpt, kind_of
+from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
 from sftron.data.types import DataError
 from sftron.regular_file import read_regular
 
-_TEXT_ENDINGS = (".jsonl", ".json", ".csv")
+_TEXT_ENDINGS = (".jsonl", ".json", *CSV_SUFFIXES)
 _ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
-_WANTED = "wanted .jsonl, .json, .csv, .parquet or .arrow, the first three also as .gz or .zst"
+_WANTED = "wanted .jsonl, .json, .csv, .tsv, .parquet or .arrow, the first four also as .gz or .zst"
 _SAVE_AGAIN = "save the data set again (save_to_disk)"
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 # Names of a split's files, as the datasets library writes them, and common names of splits.

@@ -1,28 +1,26 @@
 """Reads rows of JSON text strictly, by random access: an index of byte offsets, and one read for each row.
 
-Compressed files, `.json` files that hold one list, and `.csv` files are converted to JSON lines when they are opened.
+Compressed files, `.json` files that hold one list, and CSV files are converted to JSON lines when they are opened.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 import shutil
-import sys
 import tempfile
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import numpy as np
 
+from sftron.data.sources.spreadsheet import CSV_SUFFIXES, csv_rows
 from sftron.data.types import DataError, Row
 
 MAX_ROW_BYTES = 4 * 2**20
@@ -187,7 +185,7 @@ def kind_of(path: Path) -> str:
 def has_json_lines(path: Path) -> bool:
     """Returns whether a file holds one JSON object per line.
 
-    Every .jsonl file does, no .csv file does, and a .json file does unless it begins with a list.
+    Every .jsonl file does, no .csv or .tsv file does, and a .json file does unless it begins with a list.
     """
     if kind_of(path) != ".json":
         return kind_of(path) == ".jsonl"
@@ -214,8 +212,8 @@ def open_json_lines(
         if has_lines:
             yield iter(lambda: content.read(chunk_bytes), b"")
         else:
-            is_csv = kind_of(path) == ".csv"
-            rows = _csv_rows(path, content, csv_lines) if is_csv else _rows_of_list(path, content)
+            is_csv = kind_of(path) in CSV_SUFFIXES
+            rows = _rows_of_csv(path, content, csv_lines) if is_csv else _rows_of_list(path, content)
             yield (json.dumps(row).encode() + b"\n" for row in rows)
 
 
@@ -246,49 +244,14 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
             raise DataError(f"{path}: {problem}; copy or download it again") from error
 
 
-def _csv_rows(path: Path, content: IO[bytes], lines: array[int] | deque[int]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a CSV file that has a header. Cells are texts; an empty cell is null.
-
-    The number of the line at which a row begins is appended to `lines` before the row.
-    """
-    csv.field_size_limit(sys.maxsize)
-    text = io.TextIOWrapper(content, "utf-8-sig", newline="")
-    reader = csv.reader(text, strict=True)
-    columns: list[str] = []
-    try:
-        columns = next(reader, [])
-        if repeated := [column for column in columns if columns.count(column) > 1]:
-            raise DataError(f"{path}: has two columns {excerpt(repeated[0])}; rename or remove one")
-        end = reader.line_num
-        for cells in reader:
-            begin, end = end + 1, reader.line_num
-            if not cells:
-                continue
-            if len(cells) != len(columns):
-                problem = f"the row that ends here has {len(cells)} cells, and the header has {len(columns)}"
-                remedy = separator_remedy(columns) or "quote cells that hold commas or line breaks"
-                raise DataError(f"{path}:{end}: {problem}; {remedy}")
-            lines.append(begin)
-            location = f"{path}:{begin}"
-            yield {
-                name: parse_json(cell, location, "a list") if cell and name in _CSV_JSON_COLUMNS else cell or None
-                for name, cell in zip(columns, cells, strict=True)
-            }
-    except csv.Error as error:
-        remedy = separator_remedy(columns) or 'separate cells with commas, and write a quote in a quoted cell as ""'
-        raise DataError(f"{path}:{reader.line_num}: is not CSV: {error}; {remedy}") from error
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 near line {reader.line_num + 1}: save the file as UTF-8"
-        raise DataError(f"{path}: {problem}", reason="not_utf8") from error
-    finally:
-        text.close()
-
-
-def separator_remedy(columns: Collection[str]) -> str | None:
-    """Returns the remedy for a CSV file whose only column has a name with another separator in it, or None."""
-    name = next(iter(columns)) if len(columns) == 1 else ""
-    found = next((shown for each, shown in ((";", "';'"), ("\t", "tabs"), ("|", "'|'")) if each in name), None)
-    return found and f"write the file with commas between its cells, not {found}"
+def _rows_of_csv(path: Path, content: IO[bytes], lines: array[int] | deque[int]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a CSV file; the number of the line at which a row begins is appended to `lines` before it."""
+    for line, row in csv_rows(path, content):
+        lines.append(line)
+        for name in _CSV_JSON_COLUMNS & row.keys():
+            if row[name] is not None:
+                row[name] = parse_json(row[name], f"{path}:{line}", "a list")
+        yield row
 
 
 # --- JSON ---

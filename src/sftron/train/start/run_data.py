@@ -236,6 +236,7 @@ def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
         "data.num_lanes": str(dataset.num_lanes),
         "data.max_row_bytes": str(config.data.max_row_bytes),
         "general.seed": str(dataset.seed),
+        **({"planned packing": "best-fit decreasing"} if dataset.is_best_fit else {}),
     }
 
 
@@ -259,7 +260,7 @@ def maximal_batch(config: Config) -> Batch:
 
 
 def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
-    """Sets the row lengths of a dataset with planned packing: those in `file`, or measured if it has other data's.
+    """Sets the row lengths of a dataset with planned packing: those in `file`, or measured if it has none of this data.
 
     Each rank measures its share of the rows. Every rank calls this, after `set_up`.
 
@@ -274,8 +275,8 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
     if not dataset.is_planned or num_rows is None:
         return None
     facts = {**data_fingerprint(setup.config, dataset), "sftron": __version__}
-    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    known = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint, num_rows))
+    fingerprint = _digest(sorted(facts.items()))
+    known = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint))
     rows = known or [0] * num_rows
     if not known:
         if num_rows >= _LONG_ENOUGH_TO_REPORT:
@@ -284,19 +285,28 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
         measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
         for rank, each in enumerate(ranks.gather({"rows": measured})):
             rows[rank :: ranks.dp_world_size] = each["rows"]
-    dataset.row_lengths = rows
-    return None if known else {"fingerprint": fingerprint, "rows": rows}
+    dataset.plan(rows)
+    return None if known else {"fingerprint": fingerprint, "digest": _digest(fingerprint, rows), "rows": rows}
 
 
-def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int | str] | None:
-    """Returns the rows of `file`; None if it belongs to other data. A wrong length is found when its row is read."""
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _read_row_lengths(file: Path, fingerprint: str) -> list[int | str] | None:
+    """Returns the rows of `file`; None if it belongs to other data or settings, or is damaged, which is reported."""
+    if not file.exists():
+        return None
     try:
         kept = read_json_value(file, _MAX_ROW_LENGTHS_BYTES)
-        rows: list[int | str] = kept["rows"] if kept["fingerprint"] == fingerprint else []
-        is_whole = len(rows) == num_rows
-        return rows if is_whole and all(isinstance(row, str) or 0 < row < 2**31 for row in rows) else None
+        if kept["fingerprint"] != fingerprint:
+            return None
+        if kept["digest"] == _digest(fingerprint, kept["rows"]):
+            return kept["rows"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        pass
+    console.write(f"measuring  {file} is damaged or cannot be read: the rows are measured again")
+    return None
 
 
 # --- Data files that change while a run reads them ---
