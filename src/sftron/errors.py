@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -114,6 +115,29 @@ def refuse(error: Exception, tool: str | None = None) -> int:
         raise error
     show(f"{tool}: {error}" if tool else str(error), to=sys.stderr)
     return REFUSED
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the line at which an exception began: the innermost one of the user's own code, if there is any."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frame = (_user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Returns whether an exception came through code that is neither this package nor a library."""
+    return isinstance(error, SyntaxError) or bool(_user_frames(error))
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(libraries)
+        and {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
+    ]
 
 
 def show_traceback(error: Exception) -> None:

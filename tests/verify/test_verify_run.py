@@ -283,7 +283,7 @@ def test_a_run_that_would_be_refused_is_red_and_its_model_is_not_measured(home: 
     assert skipped(report) == {*MODEL, "resume"}
 
 
-def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_passed() -> None:
+def test_a_rule_that_raises_or_measures_nothing_has_not_passed() -> None:
     def broken(_: object) -> Finding:
         raise RuntimeError("out of memory")
 
@@ -291,9 +291,10 @@ def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_pas
         raise NotMeasuredError("no reason")
 
     checks = tuple(carry_out([Rule("broken", broken, ""), Rule("idle", idle, "")], object()))
-    assert [check.status for check in checks] == ["FAIL", "SKIP"]
-    assert "out of memory" in checks[0].measured
+    assert [check.status for check in checks] == ["SKIP", "SKIP"]
+    assert "not measured: RuntimeError: out of memory (" in checks[0].measured
     assert not RunReport("", {}, checks).passed
+    assert RunReport("", {}, checks).missing == ["broken"]
     assert RunReport("", {}, checks[1:]).verdict == "Nothing was measured."
 
 

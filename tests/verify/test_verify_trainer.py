@@ -123,7 +123,7 @@ def unoptimized(own: Any, folder: Path) -> Trainer:
     ("make", "row", "remedy"),
     [
         (wrapped, "truncation", "packing_strategy='bfd'"),
-        (prompts, "trained tokens", "assistant_only_loss=True"),
+        (prompts, "trained tokens", "Give rows of prompt and completion"),
         (too_long, "truncation", "max_length"),
         (other_stop, "generation", "SFTConfig(eos_token="),
         (no_stop, "stop tokens", "No stop token follows the answers"),
@@ -299,6 +299,22 @@ def test_the_command_exits_with_0_1_or_2_and_writes_its_report(
     assert main([f"{script}:broken", "--trained-roles", "all"]) == 0
     assert main([f"{script}:missing"]) == 2
     assert "has no function missing" in capsys.readouterr().err
+    (tmp_path / "faq.csv").write_text("question,answer\n")
+    for target in ("faq.csv", f"{tmp_path}/faq.csv", f"{tmp_path}/faq.csv:make"):
+        assert main([target]) == 2
+        assert "wanted SCRIPT.py:FUNCTION, a Python file and its function that returns" in capsys.readouterr().err
+
+
+COLLATOR = """from pathlib import Path
+from tests.verify.small_trainers import DataCollatorForSeq2Seq, plain
+class Wrong(DataCollatorForSeq2Seq):
+    def __call__(self, features, return_tensors=None):
+        return features[0]["label"]
+def made():
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained({folder!r})
+    return plain(tokenizer, Path("/tmp"), collator=Wrong(tokenizer))
+""".format(folder=str(ROOT / "tests/assets/tokenizer"))
 
 
 def test_a_script_that_fails_and_a_bad_line_are_refused_in_one_line_that_says_where(
@@ -309,10 +325,19 @@ def test_a_script_that_fails_and_a_bad_line_are_refused_in_one_line_that_says_wh
         ("import absent_package\n", f"{script}:1, in <module>: ModuleNotFoundError: No module named 'absent_package'"),
         ("def made():\n    return {}['a\\nb']\n", f"{script}:2, in made: KeyError: 'a\\nb'"),
         ("def made():\n    raise RuntimeError('a\\nb')\n", f"{script}:2, in made: RuntimeError: a b"),
+        ("def made():\n    raise MemoryError\n", f"{script}:2, in made: MemoryError"),
+        ("def made(:\n", f"{script}:1: SyntaxError: invalid syntax (failing.py, line 1)"),
+        (
+            "import transformers\ndef made():\n    transformers.AutoTokenizer.from_pretrained('/no/such')\n",
+            f"{script}:3, in made: OSError: ",
+        ),
+        (COLLATOR, f"the trainer cannot make its batches: {script}:5, in __call__: KeyError: 'label'"),
     ):
         script.write_text(text)
         assert main([f"{script}:made"]) == 2
-        assert capsys.readouterr().err == f"{words}\n"
+        err = capsys.readouterr().err
+        assert err.startswith(words)
+        assert err.count("\n") == 1
     for bad in (b"{'a': 1}", b"\xff"):
         rows.write_bytes('{"a": "\u2028"}\r\n\n'.encode() + bad + b"\n")
         assert main([f"{script}:made", "--conversations", str(rows)]) == 2

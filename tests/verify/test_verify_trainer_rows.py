@@ -12,7 +12,9 @@ import torch
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 
 from sftron import verify_trainer
-from sftron.verify.verify_trainer import REQUIRED
+from sftron.verify import verify_trainer as verify_trainer_module
+from sftron.verify.verify_trainer import REQUIRED, RULES
+from tests.conftest import rest_nightly
 from tests.verify.small_trainers import (
     ANSWERS,
     collated,
@@ -142,7 +144,7 @@ def rows_without_labels(own: Any, folder: Path) -> Trainer:
 def trained_headers(own: Any, folder: Path) -> Trainer:
     features = features_of(own)
     for each in features:
-        first = each["labels"].count(-100)  # the last token before it is a line break, which may be trained
+        first = each["labels"].count(-100)
         each["labels"][first - 3 : first] = each["input_ids"][first - 3 : first]
     return of_features(own, folder, features)
 
@@ -215,13 +217,13 @@ def cut_in_the_question(own: Any, folder: Path, limit: int = 36) -> Trainer:
         (without_gradient, "adapters", "4 trainable tensors get no gradient", "requires_grad"),
         (another_template_saved, "generation", "documents differ from the saved template's", "processing_class"),
         (rows_without_labels, "truncation", "6 rows have nothing to train", "These rows train nothing"),
-        (trained_headers, "trained tokens", "48 tokens of headers trained", "Move {% generation %} after the header"),
-        (half_answers, "trained tokens", "72 of ", "Answers are left out of the loss"),
+        (trained_headers, "trained tokens", "72 tokens of headers trained", "Give labels of -100 to all but"),
+        (half_answers, "trained tokens", "72 of ", "are left out of the loss"),
         (doubled_beginning, "ids", "0 of 24 documents", "add_special_tokens=False"),
         (no_beginning, "ids", "0 of 24 documents", "that the batch lacks"),
-        (another_template, "ids", "0 of 24 documents", "save the template that you trained with"),
+        (another_template, "ids", "0 of 24 documents", "so that it is saved"),
         (history_masked, "stop tokens", "24 of 48 answers train", "The answers themselves have no label"),
-        (packed_with_a_mask, "isolation", "in one row: others change", "LLaMA-Factory: neat_packing: true"),
+        (packed_with_a_mask, "isolation", "in one row: others change", "Leave the mask out of the batch"),
         (cut_in_the_question, "trained tokens", "prompt tokens trained", "the longest document here has"),
     ],
     ids=lambda each: getattr(each, "__name__", None),
@@ -252,7 +254,9 @@ def test_an_evaluation_that_cannot_be_measured_is_named_in_its_rows(own: Any, tm
     trainer.eval_dataset = [{"input_ids": "no ids"}] * 4  # pyright: ignore[reportAttributeAccessIssue]
     report = verify_trainer(trainer)
     assert not failed(report)
+    assert not report.passed
     for name in ("ids", "trained tokens", "stop tokens", "truncation"):
+        assert row_of(report, name).status == "SKIP"
         assert "; eval: not measured: " in row_of(report, name).measured
 
 
@@ -314,6 +318,65 @@ def test_packed_texts_are_read_from_their_ids_if_everything_is_meant(
     assert set(failed(report)) == expected, [(row.name, row.measured) for row in report.rows]
     assert "texts have the tokenizer's ids" in row_of(report, "ids").measured
     assert report.passed == (not expected)
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------
+
+
+def assert_not_measured(row: Any, error: Exception, place: str) -> None:
+    assert (row.status, row.raised, row.remedy) == ("SKIP", True, "")
+    (first, *_) = str(error).splitlines() or [""]
+    assert row.measured.startswith(f"not measured: {type(error).__name__}: {first} (")
+    assert place in row.measured
+    assert any(type(error).__name__ in line for line in row.detail)
+
+
+ERRORS = [RuntimeError("the first line\nthe second"), MemoryError(), torch.OutOfMemoryError("Tried to allocate 2 GiB")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("name", rest_nightly([None, *(rule.name for rule in RULES)], [None]))
+def test_an_exception_within_a_check_is_not_measured_and_no_report_with_it_passes(
+    name: str | None, error: Exception, own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_subject: Any) -> Any:
+        raise error
+
+    def is_broken(rule: Any) -> bool:
+        return name in (None, rule.name)
+
+    rules = tuple(replace(rule, measure=broken) if is_broken(rule) else rule for rule in RULES)
+    monkeypatch.setattr(verify_trainer_module, "RULES", rules)
+    report = verify_trainer(sft(own, tmp_path, ANSWERS))
+    assert not report.passed
+    assert not report.failed
+    assert report.missing == [rule.name for rule in rules if is_broken(rule)]
+    for row, rule in zip(report.rows, rules, strict=True):
+        if is_broken(rule):
+            assert_not_measured(row, error, "test_verify_trainer_rows.py:")
+            assert "in broken" in row.measured
+        else:
+            assert row.status == "PASS"
+
+
+def test_memory_that_ends_in_a_computed_pass_fails_no_row(own: Any, tmp_path: Path) -> None:
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+    trainer = plain(own, tmp_path)
+    trainer.model.get_output_embeddings().register_forward_hook(exhausted)
+    report = verify_trainer(trainer)
+    assert not report.failed
+    assert report.missing == ["positions", "loss", "adapters"]  # the others end before the head
+    for name in report.missing:
+        assert_not_measured(row_of(report, name), torch.OutOfMemoryError("Tried to allocate 2 GiB"), "in exhausted")
+    assert report.verdict == "Not passed: nothing failed, but not measured: positions, loss, adapters."
+
+
+def test_no_row_that_passed_has_a_remedy(own: Any, tmp_path: Path) -> None:
+    report = verify_trainer(plain(own, tmp_path))
+    assert {row.status for row in report.rows} == {"PASS", "SKIP"}
+    assert not any(row.remedy for row in report.rows)
 
 
 # -- what is put back ------------------------------------------------------------------------------------------------

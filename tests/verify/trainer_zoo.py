@@ -643,6 +643,7 @@ def run(set_up: SetUp, prove: bool) -> str:
 # They add their set-ups to ZOO.
 import tests.verify.documented_examples  # noqa: E402
 import tests.verify.found_set_ups  # noqa: E402
+import tests.verify.later_set_ups  # noqa: E402
 import tests.verify.more_set_ups  # noqa: E402, F401
 
 

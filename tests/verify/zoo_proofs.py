@@ -72,6 +72,44 @@ def _logits(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
         return trainer.model(**given).logits
 
 
+class _CalledError(Exception):
+    pass
+
+
+def arguments_of_model(trainer: Trainer) -> dict[str, Any]:
+    """Returns the keyword arguments with which a training step calls the model."""
+    caught: dict[str, Any] = {}
+
+    def catch(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        caught.update(kwargs)
+        raise _CalledError
+
+    handle = trainer.model.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        trainer.training_step(trainer.model, batches(trainer, 1)[0])
+    except _CalledError:
+        pass
+    finally:
+        handle.remove()
+    return caught
+
+
+def gradient_behind_labels(trainer: Trainer) -> float:
+    """Returns the largest gradient of the loss in the logits of a last trained token, which predict nothing trained."""
+    (batch,) = batches(trainer, 1)
+    kept: list[torch.Tensor] = []
+    head = trainer.model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda _module, _inputs, output: (output.retain_grad(), kept.append(output))[0])
+    count = (batch["labels"] != -100).sum()
+    trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count).backward()
+    handle.remove()
+    trainer.model.zero_grad()
+    last = [int((row != -100).nonzero()[-1]) for row in batch["labels"]]
+    gradient = kept[0].grad
+    assert gradient is not None
+    return max(float(gradient[n, at].abs().max()) for n, at in enumerate(last))
+
+
 def leak(trainer: Trainer) -> float:
     """Returns the largest change of a logit of other conversations in a pack after tokens of one were changed.
 

@@ -10,13 +10,12 @@ import argparse
 import importlib.util
 import json
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sftron.commands.arguments import add_reports, make_parser
-from sftron.errors import refuse
+from sftron.errors import is_of_user, place_of, refuse
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -31,29 +30,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def load_function(target: str) -> Callable[[], Any]:
     """Returns the function that `SCRIPT.py:FUNCTION` names. Raises ValueError."""
     path, _, name = target.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise ValueError(f"found {target}; wanted SCRIPT.py:FUNCTION, and {path or target} is not a file")
+    if not path.endswith(".py"):
+        raise ValueError(
+            f"found {target}; wanted SCRIPT.py:FUNCTION, a Python file and its function that returns the trainer"
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"found {target}; {path} is not a file")
     specification = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[Path(path).stem] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
-    loader = specification.loader
-    of_script(lambda: loader.exec_module(module))
+    specification.loader.exec_module(module)
     if not callable(function := getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name}; it has to return the trainer")
     return function
-
-
-def of_script(call: Callable[[], Any]) -> Any:
-    """Returns the result of a call into the script. Raises ValueError with the last frame if it raises an Exception."""
-    try:
-        return call()
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{frame.filename}:{frame.lineno}, in {frame.name}: {words}") from error
 
 
 def read_conversations(path: Path) -> list[Any]:
@@ -71,16 +63,21 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
         given = None if options.conversations is None else read_conversations(options.conversations)
-        trainer = of_script(load_function(options.target))
     except (OSError, ValueError) as error:
         return refuse(error)
-    # Imported here, so that --help and wrong arguments take no time.
-    from sftron.commands.checked import ShownTable
-    from sftron.verify.verify_trainer import page_of, verify_trainer
-
-    shown = ShownTable()
     try:
+        trainer = load_function(options.target)()
+        # Imported here, so that --help and wrong arguments take no time.
+        from sftron.commands.checked import ShownTable
+        from sftron.verify.verify_trainer import page_of, verify_trainer
+
+        shown = ShownTable()
         report = verify_trainer(trainer, given, options.trained_roles, on_start=shown.start, on_check=shown.check)
-    except ValueError as error:
-        return refuse(error)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and not is_of_user(error):
+            return refuse(error)
+        words = " ".join(str(error).split())
+        return refuse(ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}"))
     return shown.finish(report, {options.html: lambda: page_of(report)}, options.json)

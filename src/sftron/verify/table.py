@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sftron.errors import place_of
 from sftron.report.tokens import on_one_line
 from sftron.visible_text import visible_text
 
@@ -25,7 +26,8 @@ class Check:
         detail: Lines shown below a failed row, and on the page.
         seconds: The duration of the check; None if it is not measured.
         proves: The meaning of a pass.
-        remedy: The meaning of a failure for training, and what fixes it.
+        remedy: The meaning of a failure for training, and what fixes it; empty unless the check failed.
+        raised: Whether an exception ended the check, which shows nothing; a report with such a check has not passed.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Check:
     seconds: float | None = None
     proves: str = ""
     remedy: str = ""
+    raised: bool = False
 
     @property
     def status(self) -> str:
@@ -52,6 +55,15 @@ class Finding:
     detail: tuple[str, ...] = ()
     remedy: str = ""
     """The remedy for what was measured; by default that of the rule."""
+    raised: bool = False
+
+    @classmethod
+    def of_exception(cls, error: Exception) -> Finding:
+        """Returns that an exception ended a check: its class, the first line of its message, and its place."""
+        (first, *_) = str(error).strip().splitlines() or [""]
+        measured = f"not measured: {type(error).__name__}: {first} ({place_of(error)})"
+        detail = tuple("".join(traceback.format_exception(error)).splitlines()[-8:])
+        return cls(None, measured, detail=detail, raised=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ class Rule:
 
 
 def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
-    """Yields each row as soon as it is measured. A rule that raises an exception has failed."""
+    """Yields each row as soon as it is measured. A rule that raises an exception has measured nothing."""
     for rule in rules:
         started = time.perf_counter()
         try:
@@ -81,9 +93,7 @@ def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
         except NotMeasuredError as error:
             found = Finding(None, str(error))
         except Exception as error:
-            message = str(error).strip().splitlines() or [""]
-            detail = (*message, *traceback.format_exc().splitlines()[-8:])
-            found = Finding(False, f"raised {type(error).__name__}: {message[0]}", "no error", detail)
+            found = Finding.of_exception(error)
         yield Check(
             rule.name,
             found.passed,
@@ -92,7 +102,8 @@ def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
             tuple(filter(None, found.detail)),
             time.perf_counter() - started,
             rule.proves,
-            found.remedy or rule.remedy,
+            (found.remedy or rule.remedy) if found.passed is False else "",
+            found.raised,
         )
 
 
@@ -116,8 +127,9 @@ class RunReport:
 
     @property
     def missing(self) -> list[str]:
-        """The names of the required checks that were not measured."""
-        return [check.name for check in self.checks if check.passed is None and check.name in self.required]
+        """The names of the checks without which the report cannot pass: required ones, and those that raised."""
+        open_checks = [check for check in self.checks if check.passed is None]
+        return [check.name for check in open_checks if check.raised or check.name in self.required]
 
     @property
     def passed(self) -> bool:
@@ -171,12 +183,12 @@ class Table:
         yield f"\n{self._in(_FAINT, f'      {columns}')}"
 
     def row(self, check: Check) -> Iterator[str]:
-        """Yields the row and, below it, the details of a failure."""
+        """Yields the row and, below it, the details of a failure or of an exception."""
         cells = f"{check.name:<{_NAME}}  {on_one_line(check.measured):<{_MEASURED}}"
         if check.passed is not None:
             cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds or 0:7.1f}"
         yield f"{self._in(_COLORS[check.passed], check.status)}  {cells.rstrip()}"
-        if check.passed is False:
+        if check.passed is False or check.raised:
             yield from (f"      {' ' * _NAME}  {on_one_line(line)}" for line in check.detail)
 
     def verdict(self, report: RunReport) -> Iterator[str]:

@@ -13,13 +13,7 @@ from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "ids",
-        data_checks.ids,
-        "The model is trained on another format than its tokenizer's template writes, and than it is used with. Give "
-        "the trainer messages, so that it renders them with the template, or save the template that you trained with; "
-        "in LLaMA-Factory leave `template:` out, and it takes the tokenizer's own.",
-    ),
+    Rule("ids", data_checks.ids, "The model is trained on another format than it is used with."),
     Rule("trained tokens", data_checks.trained_tokens, "The loss is over other tokens than the answers."),
     Rule("stop tokens", data_checks.stop_tokens, "The model would not learn to stop after its answer."),
     Rule("isolation", model_checks.isolation, "Answers are learned from other conversations' text."),

@@ -40,15 +40,18 @@ def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubj
         found = measure(subject.training)
         for name, view in subject.evaluation.items():
             try:
-                other = Finding(None, view) if isinstance(view, str) else measure(view)
+                other = view if isinstance(view, Finding) else measure(view)
             except NotMeasuredError as error:
                 other = Finding(None, f"not measured, {error}")
             remedy = found.remedy
             if found.passed and other.passed is False:
                 remedy = remedies.EVALUATION.format(remedy=other.remedy)
+            raised = found.raised or other.raised
+            is_open = raised and found.passed is not False and other.passed is not False
             found = replace(
                 found,
-                passed=found.passed and other.passed is not False,
+                passed=None if is_open else found.passed and other.passed is not False,
+                raised=raised,
                 measured=f"{found.measured}; {name}: {other.measured}",
                 detail=(*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
                 remedy=remedy,
@@ -70,10 +73,11 @@ def ids(view: View) -> Finding:
     num_known = sum(bool(each.source) for each in documents)
     if not num_known and encoder.problem and encoder.refused:
         measured = f"the rows are messages, and {encoder.problem}"
-        return Finding(False, measured, "the template's ids", (), remedies.TEMPLATE_UNSET)
+        return Finding(False, measured, "the template's ids", (), remedies.TEMPLATE_UNSET.of(view.trainer))
     if not num_known and view.training is not None and view.training.known() and view.finder.turn_text.is_known:
         measured = f"none of {len(documents):,} documents has the form of the template"
-        return Finding(False, measured, "all", (view.tokenizer.decode(documents[0].ids[:40]),))
+        detail = (view.tokenizer.decode(documents[0].ids[:40]),)
+        return Finding(False, measured, "all", detail, remedies.OTHER_FORMAT.of(view.trainer))
     wrong = [each for each in documents if each.difference]
     known = [each for each in documents if each.source] if wrong else view.known()
     what = "texts have the tokenizer's" if all(each.is_text for each in known) else "documents have the template's"
@@ -83,11 +87,20 @@ def ids(view: View) -> Finding:
     ):
         measured += f", {num_longer:,} and a token after them"
     detail = (*(f"{each.where}: {each.difference}" for each in wrong[:_MOST_SHOWN]), view.truth)
-    first = wrong[0].difference if wrong else ""
-    remedy = remedies.NO_BEGINNING if first.startswith("no ") else view.remedy_of_limit(wrong)
-    return Finding(
-        not wrong, measured, "all", detail, remedies.DOUBLED_BOS if first.startswith("a doubled") else remedy
-    )
+    return Finding(not wrong, measured, "all", detail, _ids_remedy(view, wrong) if wrong else "")
+
+
+def _ids_remedy(view: View, wrong: Sequence[Document]) -> str:
+    if wrong[0].is_rendered_twice:
+        return remedies.APPLIED_TWICE.of(view.trainer)
+    if wrong[0].difference.startswith("a doubled"):
+        return remedies.DOUBLED_BOS.of(view.trainer)
+    if remedy := view.remedy_of_limit(wrong):
+        return remedy
+    if getattr(view.trainer, "chat_template", None):
+        return remedies.TRAINING_TEMPLATE
+    is_begun_late = wrong[0].difference.startswith("no ")
+    return (remedies.NO_BEGINNING if is_begun_late else remedies.OTHER_FORMAT).of(view.trainer)
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------
@@ -100,13 +113,15 @@ class _Expected(NamedTuple):
     after: np.ndarray
     """The template's text that may be trained."""
     stops: np.ndarray
+    headers: np.ndarray
+    """White space at the ends of headers, which TRL's own training templates mark (that of Qwen 2.5, for example)."""
 
 
 def _expected(view: View, document: Document) -> _Expected:
     tokens, size = document.tokens, len(document)
     after, stops = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     if tokens is None:
-        return _Expected(~after, after, stops)
+        return _Expected(~after, after, stops, stops)
     last = max((turn.stop or turn.end for turn in tokens.turns), default=0)
     for turn in document.answers:
         if tokens.num_boundary_tokens and turn.start:
@@ -120,12 +135,13 @@ def _expected(view: View, document: Document) -> _Expected:
         end = int(np.argmax(tokens.role_ids == Role.TEMPLATE))  # of an answer without its beginning
         after[end : _end_of_template_text(view, tokens, end - 1, is_last=end > last)] = end > 0
     target = Targets().of(tokens)
-    # A last token of a header that is white space may be trained with what follows, as the newline before a tool call.
-    ends_header = np.append(target[1:] & ~target[:-1], False) & (tokens.role_ids == Role.TEMPLATE)
-    for at in np.flatnonzero(ends_header):
-        after[at] |= not view.tokenizer.decode([int(tokens.input_ids[at])]).strip()
+    headers = np.append(target[1:] & ~target[:-1], False) & (tokens.role_ids == Role.TEMPLATE)
+    is_marked_by_trl = bool(getattr(view.trainer, "chat_template", None))
+    for at in np.flatnonzero(headers):
+        headers[at] = is_marked_by_trl and not view.tokenizer.decode([int(tokens.input_ids[at])]).strip()
     after[: document.num_unclear] = True
-    return _Expected((target | (view.trained_roles == "all")) & ~after, after, stops)
+    after |= headers
+    return _Expected((target | (view.trained_roles == "all")) & ~after, after, stops, headers)
 
 
 def _end_of_template_text(view: View, tokens: TokenizedConversation, stop: int, *, is_last: bool) -> int:
@@ -149,14 +165,16 @@ class _LabelCount:
     roles: RoleCount = field(default_factory=RoleCount)
     num_trained: int = 0
     num_answer: int = 0
+    num_headers: int = 0
     num_shifted: int = 0
     """The number of labels that are not their own token but the one after it."""
     documents: list[Document] = field(default_factory=list)
     """The documents with a wrong label."""
 
     def add(self, view: View, document: Document) -> None:
-        target, after, stops = _expected(view, document)
+        target, after, stops, headers = _expected(view, document)
         trained = document.trained
+        self.num_headers += int((trained & headers).sum())
         is_template = np.zeros(len(document), dtype=bool)
         is_other = (document.labels != IGNORE_INDEX) & (document.labels != document.ids)
         self.num_shifted += int((is_other[:-1] & (document.labels[:-1] == document.ids[1:])).sum())
@@ -181,17 +199,18 @@ class _LabelCount:
                     kind, f"{document.where} + {at}: {view.tokenizer.decode(document.ids[at : at + 8])!r}"
                 )
 
-    @property
-    def remedy(self) -> str:
-        """The remedy for the labels, by what was measured."""
+    def remedy(self, view: View) -> str:
+        """Returns the remedy for the labels, by what was measured."""
         if self.wrong["labels"]:
-            return remedies.SHIFTED_LABELS if 2 * self.num_shifted > self.wrong["labels"] else remedies.MASKED_IDS
+            is_shifted = 2 * self.num_shifted > self.wrong["labels"]
+            return (remedies.SHIFTED_LABELS if is_shifted else remedies.MASKED_IDS).of(view.trainer)
         is_none = not self.num_trained or self.wrong["answer"] == self.num_answer > 0
         if self.wrong["prompt"] and (is_none or not self.wrong["answer"]):
-            return remedies.PROMPTS_TRAINED
+            return view.remedy_of_mask(remedies.PROMPTS_TRAINED)
         if is_none:
-            return remedies.NOTHING_TRAINED
-        return remedies.ANSWERS_LEFT_OUT if self.wrong["answer"] else remedies.HEADERS_TRAINED
+            return view.remedy_of_mask(remedies.NOTHING_TRAINED)
+        is_left_out = self.wrong["answer"]
+        return view.remedy_of_mask(remedies.ANSWERS_LEFT_OUT if is_left_out else remedies.HEADERS_TRAINED)
 
 
 @with_evaluation
@@ -211,11 +230,14 @@ def trained_tokens(view: View) -> Finding:
     if not measured:
         whole = "all of each document" if view.trained_roles == "all" else "all of what the model writes"
         measured = f"{count.num_trained:,} trained tokens, {whole}"
+        if count.num_headers and view.trained_roles != "all":
+            measured += f", and {count.num_headers:,} line breaks before it, as TRL's training template marks them"
     roles = count.roles
     by_role = ", ".join(f"{role_name(n)} {roles.trained[n]:,} of {roles.tokens[n]:,}" for n in sorted(roles.tokens))
     detail = (*(f"{kind}: the first at {where}" for kind, where in count.first.items()), f"trained by role: {by_role}")
-    remedy = view.remedy_of_limit(count.documents) or count.remedy
-    return Finding(not found and count.num_trained > 0, measured, "as meant", detail, remedy)
+    passed = not found and count.num_trained > 0
+    remedy = "" if passed else view.remedy_of_limit(count.documents) or count.remedy(view)
+    return Finding(passed, measured, "as meant", detail, remedy)
 
 
 @with_evaluation
@@ -237,7 +259,8 @@ def stop_tokens(view: View) -> Finding:
     stops = ", ".join(name for name, _ in names.most_common(3)) or "no stop token"
     measured = f"{turns.num_stop_trained:,} of {turns.num_turns:,} answers train {stops}"
     detail = (*(each for each in audit.problems if "stop token" in each), problem)
-    return Finding(turns.num_stop_trained == turns.num_turns, measured, "all", detail, _stop_remedy(view, set(names)))
+    passed = turns.num_stop_trained == turns.num_turns
+    return Finding(passed, measured, "all", detail, "" if passed else _stop_remedy(view, set(names)))
 
 
 def _ends_of_texts(view: View) -> Finding:
@@ -247,7 +270,7 @@ def _ends_of_texts(view: View) -> Finding:
     if not num_ended:
         raise NotMeasuredError("the texts have no roles, and none of them ends with the tokenizer's eos_token")
     measured = f"{num_ended:,} of {len(documents):,} texts train {view.tokenizer.eos_token}"
-    return Finding(num_ended == len(documents), measured, "all", (), remedies.NO_STOP)
+    return Finding(num_ended == len(documents), measured, "all", (), remedies.NO_STOP.of(view.trainer))
 
 
 def _stop_remedy(view: View, names: set[str]) -> str:
@@ -256,15 +279,17 @@ def _stop_remedy(view: View, names: set[str]) -> str:
     for each in view.with_roles():
         count.add(view, each)
     if not names:
-        return remedies.NO_STOP
+        return remedies.NO_STOP.of(view.trainer)
     if count.wrong["labels"]:
-        return count.remedy
+        return count.remedy(view)
     if not any(_has_trained_answer_without_stop(each) for each in view.with_roles()):
-        return remedies.ANSWERS_UNTRAINED
+        return remedies.ANSWERS_UNTRAINED.of(view.trainer)
     pad = view.tokenizer.pad_token
     rows = [row for batch in view.batches for row in batch.features if isinstance(row, Mapping)]
     by_rows = {_trains(row, view.tokenizer.pad_token_id) for row in rows} - {None}
-    return remedies.STOP_MASKED if by_rows == {False} or pad not in names else remedies.PAD_IS_STOP.format(pad=pad)
+    if by_rows == {False} or pad not in names:
+        return view.remedy_of_mask(remedies.STOP_MASKED)
+    return remedies.PAD_IS_STOP.of(view.trainer, pad=pad)
 
 
 def _has_trained_answer_without_stop(document: Document) -> bool:
@@ -325,11 +350,11 @@ def positions(subject: TrainerSubject) -> Finding:
     found = _counted({"wrong starts": wrong, "labels cross": crossing})
     if not found and is_isolated and apart is not None and apart > allowed:
         measured = f"a conversation alone is computed otherwise: {apart:.1g} apart, relative"
-        return Finding(
-            False, measured, f"<= {allowed:.0e}", (f"arguments: {subject.arguments}",), remedies.NOT_AS_ALONE
-        )
+        remedy = remedies.NOT_AS_ALONE.of(subject.trainer)
+        return Finding(False, measured, f"<= {allowed:.0e}", (f"arguments: {subject.arguments}",), remedy)
     measured, remedy = found or measured, remedies.POSITIONS_RUN_ON if wrong else remedies.LABELS_CROSS
-    return Finding(not found, measured, "none", (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN]), remedy)
+    detail = (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN])
+    return Finding(not found, measured, "none", detail, remedy.of(subject.trainer))
 
 
 def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], document: Document) -> str:
@@ -364,13 +389,14 @@ def truncation(view: View) -> Finding:
     found = _counted({**counts, "conversations are in no batch": missing})
     if not found:
         return Finding(True, f"{len(view.known()):,} documents are whole", "none")
-    args, remedy = view.trainer.args, remedies.TOO_LONG.format(longest=max(map(len, documents), default=0))
+    args, remedy = view.trainer.args, remedies.PARTS
     is_wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") == "wrapped"
     if is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.rows)):
         remedy = remedies.CUT_BY_PACKING
     elif not (cut or begins):
         remedy = remedies.ROWS_DROPPED if missing else remedies.ROWS_EMPTY
-    return Finding(False, found, "none", tuple(detail), remedy)
+    longest = max(map(len, documents), default=0)
+    return Finding(False, found, "none", tuple(detail), remedy.of(view.trainer, longest=longest))
 
 
 # -- forgery ---------------------------------------------------------------------------------------------------------
@@ -384,6 +410,8 @@ def forgery(subject: TrainerSubject) -> Finding:
         detail = [f"{each.where}: {tokenizer.decode(each.ids[:40])!r}" for each in lone[:_MOST_SHOWN]]
         return Finding(False, measured, "none", (*detail, "conversations= shows whether a text spells them"))
     known = [each for each in documents if each.truth is not None and each.source in ("rows", "conversations")]
+    if all(each.is_rendered_twice for each in documents):
+        raise NotMeasuredError("the template is applied twice, so the texts of the messages are not known; see ids")
     if not known:
         raise NotMeasuredError("the messages of the rows are gone, and ids do not show who wrote a control token")
     forged = [each for each in known if each.is_forged]

@@ -50,6 +50,8 @@ class Document:
     cuts_answer: bool = False
     num_unclear: int = 0
     """The number of its first tokens whose role is not known, as the header before them is missing."""
+    is_rendered_twice: bool = False
+    """Whether the template is applied to a text that it has written already."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,7 +68,7 @@ class Document:
     @property
     def is_forged(self) -> bool:
         """Whether a text of its conversation became control tokens."""
-        return self.truth is not None and self.truth.is_forged
+        return self.truth is not None and self.truth.is_forged and not self.is_rendered_twice
 
     @property
     def is_text(self) -> bool:

@@ -42,7 +42,11 @@ class Finder:
         trainer: Any,
         trained_roles: str,
     ) -> None:
-        self.encoder, self._is_last_alone = encoder, bool(getattr(trainer, "completion_only_loss", False))
+        self.rows, self.encoder, self._is_last_alone = (
+            rows,
+            encoder,
+            bool(getattr(trainer, "completion_only_loss", False)),
+        )
         self._text_field = getattr(trainer.args, "dataset_text_field", "text")
         self.turn_text = TurnText(encoder)
         self._row_of_ids = {own.tobytes(): row for row in rows if (own := _ids_of(row)) is not None}
@@ -55,6 +59,9 @@ class Finder:
     def documents(self, batches: Sequence[SeenBatch]) -> list[Document]:
         self._used.clear()
         documents = [each for number, batch in enumerate(batches) for each in self._of_batch(number, batch)]
+        is_doubled = [self.turn_text.is_doubled(self.encoder.decode(each.ids)) for each in documents]
+        if 2 * sum(is_doubled) > len(documents):  # else a few texts spell it, which is forgery
+            return [self._doubled(each) if found else each for each, found in zip(documents, is_doubled, strict=True)]
         if self._reads_texts and not self.given and not any(each.source or self._has_turns(each) for each in documents):
             return self._texts(documents)
         return documents
@@ -164,6 +171,10 @@ class Finder:
                     document = replace(document, source=source, difference=self._unlike_given(document))
                 yield document
                 start += length
+
+    def _doubled(self, document: Document) -> Document:
+        difference = "the template is applied twice: the text of a message begins as a rendered conversation does"
+        return replace(document, source=document.source or "ids", difference=difference, is_rendered_twice=True)
 
     def _unlike_given(self, document: Document) -> str:
         """Describes how a document differs from the given conversation that shares most of its beginning and end."""

@@ -126,6 +126,8 @@ class CalledModel:
         if is_own and id(batch) in self._hidden_of:
             return self._hidden_of[id(batch)]
         found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
+        if found.shape[1] < ids.shape[1]:
+            raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens alone")
         if is_own:
             self._hidden_of[id(batch)] = found
         return found
@@ -173,10 +175,20 @@ class CalledModel:
         The gradient is that of the last hidden states, each of which predicts the next token.
         """
         if self.decoder is None:
-            raise NotMeasuredError("another loss than the cross-entropy, and the model's decoder is not found")
-        with _outputs(self.decoder) as decoded, torch.enable_grad():
-            loss = self.loss_of(batch.inputs, num_items, training=False)
-            (gradient,) = torch.autograd.grad(loss, decoded[-1].last_hidden_state)
+            raise NotMeasuredError("the model's decoder is not found, so which tokens the loss is over is not known")
+        leaves = list[Tensor]()
+
+        def cut(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            leaves.append(output.last_hidden_state.detach().requires_grad_())
+            output.last_hidden_state = leaves[-1]
+            return output
+
+        handle = self.decoder.register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(self.loss_of(batch.inputs, num_items, training=False), leaves[-1])
+        finally:
+            handle.remove()
         has_gradient = gradient.abs().amax(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy() > 0
         has_label = np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (0, 1)))
         return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())
@@ -210,7 +222,8 @@ class CalledModel:
         Args:
             decoded: What the decoder has returned for the batch; by default it is computed.
         """
-        not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+        # With logits_to_keep, as ms-swift passes it, there would be logits for a part of the labels alone.
+        not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep")
         arguments = {name: value for name, value in batch.seen.items() if name not in not_passed}
         torch.manual_seed(0)
         self.module.train(training)

@@ -53,25 +53,28 @@ def isolation(subject: TrainerSubject) -> Finding:
         measured,
         f"<= {worst.rounding:.1g}",
         detail,
-        remedies.FUTURE if worst.shows_future else _isolation_remedy(subject, kind),
+        "" if not leaking else _isolation_remedy(subject, kind, shows_future=worst.shows_future),
     )
 
 
-def _isolation_remedy(subject: TrainerSubject, kind: str) -> str:
-    batches, config = subject.step.batches, subject.model.config
-    uses_cache = batches[0].seen.get("use_cache", getattr(config, "use_cache", False))
-    if kind == "in different rows":
-        return remedies.ROWS_MIXED
-    if getattr(batches[0].seen.get("attention_mask"), "ndim", 2) > 2:
-        return remedies.OWN_MASK
-    if batches[0].positions is None:
-        return remedies.NO_POSITIONS
-    if uses_cache:
-        return remedies.CACHE
-    if batches[0].attended is not None:
-        return remedies.MASK_OF_ONES
+def _isolation_remedy(subject: TrainerSubject, kind: str, *, shows_future: bool) -> str:
+    batch, config = subject.step.batches[0], subject.model.config
+    if shows_future:
+        remedy = remedies.FUTURE
+    elif kind == "in different rows":
+        remedy = remedies.ROWS_MIXED
+    elif getattr(batch.seen.get("attention_mask"), "ndim", 2) > 2:
+        remedy = remedies.OWN_MASK
+    elif batch.positions is None:
+        remedy = remedies.NO_POSITIONS
+    elif batch.seen.get("use_cache", getattr(config, "use_cache", False)):
+        remedy = remedies.CACHE
+    elif batch.attended is not None:
+        remedy = remedies.MASK_OF_ONES
+    else:
+        remedy = remedies.NOT_ISOLATED
     name, attention = getattr(config, "model_type", "this model"), getattr(config, "_attn_implementation", None)
-    return remedies.NOT_ISOLATED.format(name=name, attention=attention)
+    return remedy.of(subject.trainer, name=name, attention=attention)
 
 
 def _require_bounds(subject: TrainerSubject) -> None:
@@ -102,7 +105,7 @@ _MOST_WITHOUT_GRADIENT = 0.1
 
 def loss(subject: TrainerSubject) -> Finding:
     """The loss of a step is one ratio: the sum over all trained tokens of its batches, by their number."""
-    step = subject.step
+    step, trainer = subject.step, subject.trainer
     counts = [batch.num_trained for batch in step.batches]
     num_trained, num_items = sum(counts), None if step.num_items is None else int(step.num_items)
     if not num_trained:
@@ -121,21 +124,26 @@ def loss(subject: TrainerSubject) -> Finding:
     if losses.auxiliary:
         detail.append(f"without the auxiliary loss that the model adds, {losses.auxiliary:.3g} in each micro-batch")
     if not math.isfinite(total + ratio):
-        return Finding(False, f"the step returns {total}, the ratio is {ratio}", "finite", tuple(detail), remedies.NAN)
+        return Finding(
+            False, f"the step returns {total}, the ratio is {ratio}", "finite", tuple(detail), remedies.NAN.of(trainer)
+        )
     if num_items not in (None, num_trained):
         measured = f"num_items_in_batch is {num_items}, and {num_trained} labels are trained"
-        return Finding(False, measured, "equal", tuple(detail), remedies.OTHER_COUNT)
+        return Finding(False, measured, "equal", tuple(detail), remedies.OTHER_COUNT.of(trainer))
     if apart <= tolerance and worst <= max(tolerance, _WEIGHT_TOLERANCE):
         measured = f"{apart:.1e} from the ratio of {num_trained:,} labels"
-        return _with_neighbors(
-            subject, Finding(True, measured, f"<= {tolerance:.0e}, relative", tuple(detail)), tolerance
-        )
+        found = Finding(True, measured, f"<= {tolerance:.0e}, relative", tuple(detail))
+        # An untrained model's loss is near the logarithm of its vocabulary, whatever the labels are.
+        smallest = min((batch for batch in step.batches if batch.num_trained), key=lambda batch: batch.ids.size)
+        return _at_other_places(subject, smallest, found) or _with_neighbors(subject, found, tolerance)
     measured = f"{apart:.1%} from the ratio; a micro-batch's weight is off by {worst:.0%}"
-    found = Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), remedies.MEAN_OF_MEANS)
+    passes_no_count = trainer.model_accepts_loss_kwargs is False and trainer.compute_loss_func is None
+    remedy = remedies.NO_LOSS_KWARGS if passes_no_count else remedies.MEAN_OF_MEANS
+    found = Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), remedy.of(trainer))
     if _are_equal([*weights, num_trained]):
         measured = f"{total / ratio:,.0f} times the ratio: a sum that is not divided by its {num_trained:,} labels"
-        return replace(found, measured=measured, remedy=remedies.UNDIVIDED)
-    if (kind := _of_means(step, losses)) and not (_declared_loss(subject.trainer) and num_items is not None):
+        return replace(found, measured=measured, remedy=remedies.UNDIVIDED.of(trainer))
+    if (kind := _of_means(step, losses)) and not (_declared_loss(trainer) and num_items is not None):
         measured = f"{kind} of the micro-batches' means, {apart:.1%} from the ratio; weights off by {worst:.0%}"
         return replace(found, measured=measured)
     return _of_another_loss(subject, found, tolerance)
@@ -167,7 +175,7 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
         _require_accumulation(subject)
         return replace(found, detail=detail)
     measured = f"the same rows one by one have a loss {spread:.1e} off"
-    return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.BATCH_DEPENDENT)
+    return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.BATCH_DEPENDENT.of(subject.trainer))
 
 
 def _require_accumulation(subject: TrainerSubject) -> None:
@@ -198,15 +206,20 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
     if spread > max(tolerance, _OTHER_TOLERANCE):
         detail = (*found.detail, f"the same rows one by one: {spread:.1%} apart")
         return Finding(False, found.measured, found.allowed, detail, found.remedy)
-    num_missing, num_other = subject.model.gradient_positions(batches[0], num_items)
-    if num_other or num_missing > _MOST_WITHOUT_GRADIENT * batches[0].num_trained:
-        measured = (
-            f"the loss ignores {num_missing:,} of {batches[0].num_trained:,} labels, and is over {num_other:,} others"
-        )
-        return Finding(False, measured, "the labels", found.detail, remedies.OTHER_LABELS)
+    if wrong := _at_other_places(subject, batches[0], found):
+        return wrong
     what = declared or "another loss than the cross-entropy"
     detail = (*found.detail, f"{what}: only its invariance to batching is measured")
     return Finding(True, f"{what}; the same rows one by one: {spread:.1e} apart", found.allowed, detail)
+
+
+def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) -> Finding | None:
+    """Returns the finding, failed, if the loss of a batch is over other tokens than its labels; else None."""
+    num_missing, num_other = subject.model.gradient_positions(batch, subject.step.num_items)
+    if not num_other and num_missing <= _MOST_WITHOUT_GRADIENT * batch.num_trained:
+        return None
+    measured = f"the loss ignores {num_missing:,} of {batch.num_trained:,} labels, and is over {num_other:,} others"
+    return Finding(False, measured, "the labels", found.detail, remedies.OTHER_LABELS.of(subject.trainer))
 
 
 def _declared_loss(trainer: Any) -> str:
@@ -242,7 +255,7 @@ def padding(subject: TrainerSubject) -> Finding:
     measured = ", ".join(found) or f"{num_padding:,} padding tokens: not trained, not attended to, not counted"
     remedy = remedies.PADDING_TRAINED if num_trained else remedies.PADDING_ATTENDED
     remedy = remedies.TEXT_MASKED if hidden else remedy
-    return Finding(not found, measured, "none", (), remedy)
+    return Finding(not found, measured, "none", (), remedy.of(subject.trainer))
 
 
 def _hides_text(batch: SeenBatch, document: Document) -> bool:

@@ -1,174 +1,316 @@
-"""Remedies by what was measured: the options of TRL, transformers, peft, axolotl and LLaMA-Factory."""
+"""Remedies by what was measured: what it means, and what mends it in the library of the trainer.
 
-TEMPLATE_UNSET = "Set tokenizer.chat_template to the template with which the rows were rendered, so that it is saved."
-DOUBLED_BOS = (
-    "The text of the template has its beginning-of-text token already, and the tokenizer adds another. Give the "
-    "trainer the `messages` column (TRL renders and tokenizes them in one step), or tokenize with "
-    "add_special_tokens=False."
+A library's option is named only for trainers of that library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LIBRARIES = ("axolotl", "llamafactory", "swift", "trl")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    meaning: str
+    option: str = ""
+    """What mends it in transformers' Trainer, and in libraries without another option."""
+    options: Mapping[str, str] | None = None
+    """What mends it in other libraries, by their names as packages."""
+
+    def of(self, trainer: Any, **values: Any) -> str:
+        option = (self.options or {}).get(library_of(trainer), self.option)
+        return f"{self.meaning} {option}".strip().format(**values)
+
+
+def library_of(trainer: Any) -> str:
+    """Returns the package that the trainer's class is derived from; "" for transformers."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    return next((name for name in _LIBRARIES if name in packages), "")
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+_LABELS = (
+    "Give labels of -100 to all but what the model writes: the tokens behind apply_chat_template(..., "
+    "add_generation_prompt=True) up to each answer's stop token, which has its label too."
 )
-NO_BEGINNING = (
-    "The template writes a beginning that the batch lacks. Tokenize with apply_chat_template(tokenize=True), or give "
-    "TRL the `messages` column; or save the template with which the rows were rendered (tokenizer.chat_template). "
-    "LLaMA-Factory: leave `template:` out, and it takes the tokenizer's own."
+_MASKS = {
+    "axolotl": "Set train_on_inputs: false with roles_to_train: [assistant] and train_on_eos: turn.",
+    "llamafactory": "Set train_on_prompt: false and mask_history: false.",
+    "swift": "Set --loss_scale default.",
+}
+PROMPTS_TRAINED = "The prompts are trained."
+HEADERS_TRAINED = "The mask begins before what the model writes."
+ANSWERS_LEFT_OUT = "Answers, or parts of them, are left out of the loss."
+NOTHING_TRAINED = "No answer is trained."
+STOP_MASKED = "The stop token is masked away."
+
+_PAIRS = (
+    "Give rows of prompt and completion, one for each answer ({'prompt': the messages before it, 'completion': [the "
+    "answer]}), and TRL trains the completion alone"
+)
+_MARKS = (
+    "Move the marks of the chat template: {% generation %} behind the header of an answer, and {% endgeneration %} "
+    "behind its stop token."
 )
 
-SHIFTED_LABELS = (
-    "The labels are shifted before the model shifts them again. Give labels that equal input_ids at the same index "
-    "(transformers' models shift by one); shift_labels, if they are passed, hold the token after each."
+
+def of_mask(trainer: Any, tokenizer: Any, rows: Sequence[Any], meaning: str) -> str:
+    """Returns the remedy for labels that are not as meant."""
+    library = library_of(trainer)
+    option = _of_trl(trainer, tokenizer, rows) if library == "trl" else _MASKS.get(library, _LABELS)
+    everything = " If a loss over everything is meant, pass trained_roles='all'." * (meaning == PROMPTS_TRAINED)
+    return f"{meaning} {option}{everything}"
+
+
+def _of_trl(trainer: Any, tokenizer: Any, rows: Sequence[Any]) -> str:
+    """Returns what makes TRL mask these rows; assistant_only_loss needs a template with marks that writes the same."""
+    columns = set(rows[0]) if rows and isinstance(rows[0], Mapping) else set()
+    if getattr(trainer.args, "assistant_only_loss", False) and "messages" in columns:
+        return _MARKS
+    if {"prompt", "completion"} <= columns:
+        return "Set SFTConfig(completion_only_loss=True)."
+    if "messages" not in columns:
+        return f"{_PAIRS}; the masks of other rows are their own `labels`."
+    if _marks_answers(tokenizer, rows):
+        return "Set SFTConfig(assistant_only_loss=True)."
+    return (
+        f"{_PAIRS}. assistant_only_loss=True needs a chat template with marks around each answer and its stop token "
+        "(chat_template_path='marked.jinja'): this one has none, and TRL has no marked copy of it that writes the same."
+    )
+
+
+def _marks_answers(tokenizer: Any, rows: Sequence[Any]) -> bool:
+    """Returns whether the template that TRL takes for assistant_only_loss writes the tokenizer's ids, with masks."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    try:
+        template = get_training_chat_template(tokenizer)
+        for row in rows:
+            own = tokenizer.apply_chat_template(row["messages"], return_dict=True)
+            marked = tokenizer.apply_chat_template(row["messages"], chat_template=template, **options)
+            if own["input_ids"] != marked["input_ids"] or 1 not in marked["assistant_masks"]:
+                return False
+    except Exception:  # TRL has none, or a template refuses a row
+        return False
+    return True
+
+
+SHIFTED_LABELS = Remedy(
+    "The labels are shifted before the model shifts them again.",
+    "Give labels that equal input_ids at the same index (transformers' models shift by one); shift_labels, if they are "
+    "passed, hold the token after each.",
 )
-MASKED_IDS = (
-    "The ids themselves are changed, and the labels are those that were there, as for masked language models. Set "
-    "DataCollatorForLanguageModeling(mlm=False)."
+MASKED_IDS = Remedy(
+    "The ids themselves are changed, and the labels are those that were there, as for masked language models.",
+    "Set DataCollatorForLanguageModeling(mlm=False).",
 )
-NOTHING_TRAINED = (
-    "No answer is trained. A template without {% generation %} marks gives an empty assistant mask, and a "
-    "response_template or instruction_template that does not occur in the ids masks everything: in TRL give messages "
-    "with assistant_only_loss=True and a template with marks (chat_template_path=), or prompt-completion rows; "
-    "elsewhere check the response template's ids in context."
+ANSWERS_UNTRAINED = Remedy(
+    "The answers themselves have no label, so their stop tokens have none.", "See trained tokens."
 )
-PROMPTS_TRAINED = (
-    "The prompts are trained. TRL: SFTConfig(assistant_only_loss=True) for messages, or prompt-completion rows with "
-    "completion_only_loss=True; axolotl: train_on_inputs: false with roles_to_train: [assistant]; LLaMA-Factory: "
-    "train_on_prompt: false. If a loss over everything is meant, pass trained_roles='all'."
+PAD_IS_STOP = Remedy(
+    "The padding token is the stop token, {pad}, and the collator masks every padding token.",
+    "Set tokenizer.pad_token to another token, or take DataCollatorForSeq2Seq, which pads labels by position.",
+    {"trl": "Leave data_collator out: TRL's pads labels by position."},
 )
-HEADERS_TRAINED = (
-    "The mask begins before what the model writes. Move {% generation %} after the header, or end the prompt with "
-    "add_generation_prompt=True; TRL's prompt-completion rows do so."
-)
-ANSWERS_LEFT_OUT = (
-    "Answers are left out of the loss. Multi-turn rows need a mask of every answer: TRL: assistant_only_loss=True; "
-    "axolotl: train_on_inputs: false with roles_to_train; LLaMA-Factory: mask_history: false; a response_template has "
-    "to be found in each turn."
+NO_STOP = Remedy(
+    "No stop token follows the answers.",
+    "Give a chat template that writes one, such as the eos_token, behind each answer.",
+    {"trl": "Give a chat template (chat_template_path=) that writes one, such as the eos_token, behind each answer."},
 )
 
-STOP_MASKED = (
-    "The stop token is masked away. Put it inside the template's {% generation %} marks, or train it with the answer "
-    "(axolotl: train_on_eos: turn; LLaMA-Factory: efficient_eos: false); TRL's own training templates do so."
-)
-ANSWERS_UNTRAINED = "The answers themselves have no label, so their stop tokens have none; see trained tokens."
-PAD_IS_STOP = (
-    "The padding token is the stop token, {pad}, and the collator masks every padding token. Give the tokenizer "
-    "another one (SFTConfig(pad_token=...), tokenizer.pad_token = ...), or one that pads labels by position, such as "
-    "TRL's or DataCollatorForSeq2Seq."
-)
-NO_STOP = (
-    "No stop token follows the answers. Give a template that ends them with one (TRL: chat_template_path=, axolotl: "
-    "chat_template:), or add the eos_token to the text of each answer."
-)
+# -- ids and bounds ----------------------------------------------------------------------------------------------------
 
-POSITIONS_RUN_ON = (
+_RENDERED_BY_LIBRARY = {
+    "trl": "Give rows of messages, or of prompt and completion, which TRL renders with the tokenizer's template.",
+    "llamafactory": "Leave `template:` out, and LLaMA-Factory takes the tokenizer's own.",
+    "swift": "Set --template_backend jinja, and ms-swift takes the tokenizer's own.",
+}
+_RENDERED = (
+    "Tokenize the messages with apply_chat_template(tokenize=True); or set tokenizer.chat_template to the template in "
+    "which the rows are, so that it is saved."
+)
+OTHER_FORMAT = Remedy(
+    "The model is trained on another format than its tokenizer's template writes, and than it is used with.",
+    _RENDERED,
+    _RENDERED_BY_LIBRARY,
+)
+NO_BEGINNING = Remedy("The template writes a beginning that the batch lacks.", _RENDERED, _RENDERED_BY_LIBRARY)
+TRAINING_TEMPLATE = (
+    "For assistant_only_loss TRL renders a copy of the template, which writes these rows otherwise than the "
+    f"tokenizer's own, with which the model is saved. {_PAIRS}; leave assistant_only_loss out."
+)
+APPLIED_TWICE = Remedy(
+    "The chat template is applied twice: the text of a message begins as a rendered conversation does.",
+    "Render the messages once: give either rendered text or messages to what tokenizes them.",
+    {"trl": "Give TRL the messages as they are, not rendered."},
+)
+DOUBLED_BOS = Remedy(
+    "The text of the template has its beginning-of-text token already, and the tokenizer adds another.",
+    "Tokenize rendered text with add_special_tokens=False.",
+    {"trl": "Give rows of messages: TRL renders and tokenizes them in one step."},
+)
+TEMPLATE_UNSET = Remedy(
+    "A server would have no template for its prompts.",
+    "Set tokenizer.chat_template to the template with which the rows were rendered, so that it is saved.",
+)
+_LIMIT = "raise {} above the longest conversation; else keep every message where the rows are made."
+PARTS = Remedy(
+    "The rows hold parts of conversations. If a limit cuts them (the longest document here has {longest:,} tokens),",
+    _LIMIT.format("it"),
+    {
+        "trl": _LIMIT.format("SFTConfig(max_length=...)"),
+        "axolotl": _LIMIT.format("sequence_len"),
+        "llamafactory": _LIMIT.format("cutoff_len"),
+        "swift": _LIMIT.format("--max_length"),
+    },
+)
+ROWS_DROPPED = Remedy(
+    "Rows are dropped while the data is prepared.",
+    "Remove the filter that drops them.",
+    {"trl": "Raise SFTConfig(max_length=...) above the longest conversation, or remove the filter that drops them."},
+)
+ROWS_EMPTY = Remedy("These rows train nothing: their answers are masked.", "Check the mask that trained tokens names.")
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+_PACK = "Take one conversation as a row, and DataCollatorWithFlattening(), which passes position_ids."
+_PACKS = {
+    "trl": "Set packing_strategy='bfd' and a max_length above the longest conversation.",
+    "axolotl": "Set sample_packing: true with flash attention.",
+    "llamafactory": "Set neat_packing: true.",
+}
+POSITIONS_RUN_ON = Remedy(
     "Positions run on through a packed row, so every conversation is at another distance from its beginning than when "
-    "the model is used. TRL: packing_strategy='bfd' (padding-free, with position_ids); transformers: "
-    "DataCollatorWithFlattening; axolotl: sample_packing: true with flash attention."
+    "the model is used.",
+    _PACK,
+    _PACKS,
 )
-NOT_AS_ALONE = (
-    "What is served is another model than what is trained: with the batch's arguments it computes something else for "
-    "the same ids. Pass position_ids that begin at 0 with each conversation, or pad on the right "
-    "(tokenizer.padding_side = 'right'); and no token_type_ids or masks that a server does not pass."
+CUT_BY_PACKING = Remedy("Packing cuts conversations where a pack is full.", _PACK, _PACKS)
+NO_POSITIONS = Remedy(
+    "The packed row is passed without position_ids, so the model attends to all that is before.", _PACK, _PACKS
 )
-LABELS_CROSS = (
-    "Labels cross the borders of packed documents. Set the label of each document's first token to -100, as "
-    "DataCollatorWithFlattening and TRL's padding-free collator do."
-)
-
-TOO_LONG = (
-    "Conversations are longer than the limit; the longest document here has {longest:,} tokens. Raise max_length "
-    "(axolotl: sequence_len, LLaMA-Factory: cutoff_len), or leave long rows out of the data."
-)
-CUT_BY_PACKING = (
-    "Packing cuts conversations where a pack is full. TRL: packing_strategy='bfd' and a max_length above the longest "
-    "conversation; LLaMA-Factory: neat_packing: true; axolotl: sample_packing: true."
-)
-ROWS_DROPPED = "Rows are dropped while the data is prepared. Raise max_length, or remove the filter that drops them."
-ROWS_EMPTY = "These rows train nothing: their answers are masked. Check the mask that trained tokens names."
-
-ROWS_MIXED = (
-    "Rows of one batch affect each other. Remove what mixes them (batch statistics), or use batches of one row."
-)
-NO_POSITIONS = (
-    "The packed row is passed without position_ids, so the model attends to all that is before. TRL: "
-    "packing_strategy='bfd' (padding-free); transformers: DataCollatorWithFlattening; axolotl: sample_packing: true "
-    "with flash attention; or packing=False."
-)
-FUTURE = (
-    "The attention mask lets a token see those that come after it, which it is to predict. Make the mask causal within "
-    "each conversation, or pass none and let the model make it."
-)
-OWN_MASK = (
-    "The batch carries an attention_mask of its own shape, which lets conversations through. Fix it, or pass "
-    "position_ids alone, from which transformers makes the mask."
-)
-MASK_OF_ONES = (
+MASK_OF_ONES = Remedy(
     "The packed rows are passed with an attention_mask, and transformers reads the borders of conversations from "
-    "position_ids only without one. Leave the mask out of the batch, as DataCollatorWithFlattening does (LLaMA-"
-    "Factory: neat_packing: true), for a model type that supports packed rows; docs/isolation.md lists the types."
+    "position_ids only without one.",
+    "Leave the mask out of the batch, as DataCollatorWithFlattening() does, for a model type that supports packed "
+    "rows; docs/isolation.md lists the types.",
+    {"llamafactory": "Set neat_packing: true."},
 )
-CACHE = (
-    "The cache joins the documents of a row. Set use_cache=False (TrainingArguments(use_cache=False)), also where a "
-    "compute_loss of your own calls the model."
+OWN_MASK = Remedy(
+    "The batch carries an attention_mask of its own shape, which lets conversations through.",
+    "Fix it, or pass position_ids alone, from which transformers makes the mask.",
 )
-NOT_ISOLATED = (
-    "{name} with attention {attention!r} does not keep packed conversations apart. Set packing=False (and "
-    "padding_free=False), or attn_implementation='flash_attention_2' where this model type supports packed rows; "
-    "docs/isolation.md lists the types."
+FUTURE = Remedy(
+    "The attention mask lets a token see those that come after it, which it is to predict.",
+    "Make the mask causal within each conversation, or pass none and let the model make it.",
 )
-
-NAN = "The loss is not finite before anything is trained. Look for NaN or infinity in the model's weights."
-UNDIVIDED = (
-    "The gradient grows with the number of labels of a step. Divide the sum of the token losses by num_items_in_batch, "
-    "or do not override compute_loss."
+CACHE = Remedy(
+    "The cache joins the documents of a row.",
+    "Set TrainingArguments(use_cache=False), also where a compute_loss of your own calls the model.",
+    {"trl": "Set SFTConfig(use_cache=False)."},
 )
-OTHER_LABELS = (
-    "The loss is over other tokens than the labels of the batch. A token's logits predict the next one: compare "
-    "logits[:, :-1] with labels[:, 1:], and use all labels; or do not override compute_loss."
+NOT_ISOLATED = Remedy(
+    "{name} with attention {attention!r} does not keep packed conversations apart; docs/isolation.md lists the types "
+    "that do.",
+    "Give the batches one conversation in each row, such as DataCollatorForSeq2Seq pads.",
+    {
+        "trl": "Set packing=False and padding_free=False.",
+        "axolotl": "Set sample_packing: false.",
+        "llamafactory": "Set packing: false.",
+        "swift": "Set --packing false and --padding_free false.",
+    },
 )
-MEAN_OF_MEANS = (
-    "The weight of a token depends on the other conversations in its micro-batch. Do not override compute_loss, or "
-    "accept num_items_in_batch in it (or in compute_loss_func) and divide the sum of the token losses by it, and set "
-    "loss_is_scaled_for_ga accordingly."
+ROWS_MIXED = Remedy(
+    "Rows of one batch affect each other.", "Remove what mixes them (batch statistics), or use batches of one row."
 )
-OTHER_COUNT = (
-    "The loss is divided by another number than that of its labels. Mask padding and the first token of each row with "
-    "-100, and do not override get_batch_samples or _get_num_items_in_batch."
+LABELS_CROSS = Remedy(
+    "Labels cross the borders of packed documents.",
+    "Set the label of each document's first token to -100, as DataCollatorWithFlattening() does.",
+    _PACKS,
 )
-BATCH_DEPENDENT = (
-    "What is learned from a row depends on its neighbors in the batch. See isolation, positions and padding; without "
-    "packing, packing=False and padding_free=False."
-)
-
-PADDING_TRAINED = (
-    "Padding is trained, and counted as labels. Pad labels with -100: TRL's collator, DataCollatorForSeq2Seq "
-    "(label_pad_token_id=-100), or labels[attention_mask == 0] = -100."
-)
-TEXT_MASKED = (
-    "The attention mask hides tokens of the conversations. Make it from their lengths, not from input_ids != "
-    "pad_token_id, or give the tokenizer a padding token of its own."
-)
-PADDING_ATTENDED = (
-    "Padding is attended to. Pass the attention_mask of the tokenizer on to the model, or pad on the right "
-    "(tokenizer.padding_side = 'right')."
+NOT_AS_ALONE = Remedy(
+    "What is served is another model than what is trained: with the batch's arguments it computes something else for "
+    "the same ids.",
+    "Pass position_ids that begin at 0 with each conversation, or pad on the right (tokenizer.padding_side = 'right'); "
+    "and no token_type_ids or masks that a server does not pass.",
 )
 
-NOT_LEARNING = (
-    "Parts that should learn do not. Check requires_grad and the optimizer's parameters; with peft, target_modules and "
-    "modules_to_save."
+# -- loss and padding --------------------------------------------------------------------------------------------------
+
+NAN = Remedy("The loss is not finite before anything is trained.", "Look for NaN or infinity in the model's weights.")
+UNDIVIDED = Remedy(
+    "The gradient grows with the number of labels of a step.",
+    "Divide the sum of the token losses by num_items_in_batch, or do not override compute_loss.",
 )
-NOT_SAVED = (
-    "save_model writes the adapter alone, so the saved folder is not the trained model. Leave the base frozen, or name "
-    "what is trained in addition to the adapters in LoraConfig(modules_to_save=[...])."
+OTHER_LABELS = Remedy(
+    "The loss is over other tokens than the labels of the batch.",
+    "A token's logits predict the next one: compare logits[:, :-1] with labels[:, 1:], and use all labels; or do not "
+    "override compute_loss.",
 )
-TOKENS_FROZEN = (
-    "The adapter cannot teach tokens whose embeddings are frozen. LoraConfig(modules_to_save=['embed_tokens', "
-    "'lm_head']) or trainable_token_indices=; axolotl: lora_modules_to_save; or a chat template whose tokens the model "
-    "knows."
+MEAN_OF_MEANS = Remedy(
+    "The weight of a token depends on the other conversations in its micro-batch.",
+    "Do not override compute_loss; or accept num_items_in_batch in it (or in compute_loss_func), divide the sum of the "
+    "token losses by it, and set loss_is_scaled_for_ga accordingly.",
+)
+NO_LOSS_KWARGS = Remedy(
+    "The weight of a token depends on the other conversations in its micro-batch: the trainer does not pass "
+    "num_items_in_batch to the model.",
+    "Set trainer.model_accepts_loss_kwargs = True.",
+)
+OTHER_COUNT = Remedy(
+    "The loss is divided by another number than that of its labels.",
+    "Mask padding and the first token of each row with -100, and do not override get_batch_samples or "
+    "_get_num_items_in_batch.",
+)
+BATCH_DEPENDENT = Remedy(
+    "What is learned from a row depends on its neighbors in the batch.", "See isolation, positions and padding."
+)
+PADDING_TRAINED = Remedy(
+    "Padding is trained, and counted as labels.",
+    "Pad labels with -100, as DataCollatorForSeq2Seq does, or set labels[attention_mask == 0] = -100.",
+)
+TEXT_MASKED = Remedy(
+    "The attention mask hides tokens of the conversations.",
+    "Make it from their lengths, not from input_ids != pad_token_id, or give the tokenizer a padding token of its own.",
+)
+PADDING_ATTENDED = Remedy(
+    "Padding is attended to.",
+    "Pass the attention_mask of the tokenizer on to the model, or pad on the right (tokenizer.padding_side = 'right').",
 )
 
-NO_END = (
-    "A server would generate beyond the answer. TRL: SFTConfig(eos_token=...) with the template's stop token; "
-    "transformers: model.generation_config.eos_token_id; axolotl: special_tokens: eos_token."
+# -- what is trained and saved -----------------------------------------------------------------------------------------
+
+NOT_LEARNING = Remedy(
+    "Parts that should learn do not.",
+    "Check requires_grad and the optimizer's parameters; with peft, target_modules and modules_to_save.",
 )
-OTHER_TOKENIZER = (
-    "The folder's tokenizer gives other ids than those that are trained. Pass the tokenizer that made the data as "
-    "processing_class; if it is that one, the folder is loaded as another class, by its config.json."
+NOT_SAVED = Remedy(
+    "save_model writes the adapter alone, so the saved folder is not the trained model.",
+    "Leave the base frozen, or name what is trained in addition to the adapters in LoraConfig(modules_to_save=[...]).",
 )
-EVALUATION = "In the evaluation's batches: {remedy} TRL prepares eval_dataset as train_dataset; elsewhere do the same."
+TOKENS_FROZEN = Remedy(
+    "The adapter cannot teach tokens whose embeddings are frozen.",
+    "Set LoraConfig(modules_to_save=['embed_tokens', 'lm_head']), or take a chat template whose tokens the model "
+    "knows.",
+    {
+        "axolotl": "Set lora_modules_to_save: [embed_tokens, lm_head].",
+        "llamafactory": "Set additional_target: embed_tokens,lm_head.",
+        "swift": "Set --modules_to_save embed_tokens lm_head.",
+    },
+)
+NO_END = Remedy(
+    "A server would generate beyond the answer.",
+    "Set tokenizer.eos_token = {stop!r}.",
+    {"trl": "Set SFTConfig(eos_token={stop!r}).", "axolotl": "Set special_tokens: eos_token: {stop!r}."},
+)
+OTHER_TOKENIZER = Remedy(
+    "The folder's tokenizer gives other ids than those that are trained.",
+    "Pass the tokenizer that made the data as processing_class; if it is that one, the folder is loaded as another "
+    "class, by its config.json.",
+)
+EVALUATION = "In the evaluation's batches: {remedy}"

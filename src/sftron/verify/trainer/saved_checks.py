@@ -104,7 +104,11 @@ def adapters(subject: TrainerSubject) -> Finding:
     steps = f"{num_steps} step{'s' * (num_steps > 1)}"
     measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moved):,} moved in {steps}, "
     return Finding(
-        not found, ", ".join(found) or f"{measured}no frozen one", "all, and no frozen one", tuple(detail), remedy
+        not found,
+        ", ".join(found) or f"{measured}no frozen one",
+        "all, and no frozen one",
+        tuple(detail),
+        remedy.of(subject.trainer),
     )
 
 
@@ -183,7 +187,8 @@ def generation(subject: TrainerSubject) -> Finding:
     detail.append(f"the folder loads as {type(folder).__name__}, the trainer has {type(tokenizer).__name__}")
     detail.append(f"eos_token_id of the folder: {sorted(ends)}; trained stop tokens: {dict(stops)}")
     measured = f"ends at {', '.join(tokenizer.convert_ids_to_tokens(list(stops)))}; the same template"
-    remedy = remedies.NO_END if lacking else remedies.OTHER_TOKENIZER
+    stop = tokenizer.convert_ids_to_tokens((lacking or list(stops))[0])
+    remedy = (remedies.NO_END if lacking else remedies.OTHER_TOKENIZER).of(subject.trainer, stop=stop)
     return Finding(not found, ", ".join(found) or measured, "stops, and ids", tuple(detail), remedy)
 
 

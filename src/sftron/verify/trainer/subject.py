@@ -24,7 +24,8 @@ from torch.utils.data import SequentialSampler
 
 from sftron import __version__
 from sftron.data.dataset import PackedDataset
-from sftron.verify.table import NotMeasuredError
+from sftron.errors import place_of
+from sftron.verify.table import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import (
     SeenBatch,
@@ -101,7 +102,10 @@ class View:
         lengths = Counter(map(len, self.documents))
         longest = max(lengths, default=0)
         is_limit = 1 < lengths[longest] < len(self.documents) and {*map(len, wrong)} == {longest}
-        return remedies.TOO_LONG.format(longest=longest) if is_limit else ""
+        return remedies.PARTS.of(self.trainer, longest=longest) if is_limit else ""
+
+    def remedy_of_mask(self, meaning: str) -> str:
+        return remedies.of_mask(self.trainer, self.tokenizer, self.finder.rows, meaning)
 
     @property
     def summary(self) -> str:
@@ -192,7 +196,7 @@ class TrainerSubject:
                         loader, args.gradient_accumulation_steps, args.device
                     )
                 except Exception as error:
-                    problem = f"the trainer cannot make its batches: {type(error).__name__}: {error}"
+                    problem = f"the trainer cannot make its batches: {place_of(error)}: {type(error).__name__}: {error}"
                     raise ValueError(f"{problem} (with {len(sample):,} of {self.total_rows:,} rows)") from error
                 if not batches:
                     return
@@ -212,16 +216,16 @@ class TrainerSubject:
         return SeenBatch(features, dict(inputs), seen or dict(inputs))
 
     @cached_property
-    def evaluation(self) -> dict[str, View | str]:
-        """For each data set of the evaluation: one batch of it, or why there is none."""
+    def evaluation(self) -> dict[str, View | Finding]:
+        """For each data set of the evaluation: one batch of it, or that there is none."""
         data = self.trainer.eval_dataset
         named = data if isinstance(data, dict) else {} if data is None else {"eval": data}
         return {name: self._evaluated(each) for name, each in named.items()}
 
-    def _evaluated(self, data: Any) -> View | str:
+    def _evaluated(self, data: Any) -> View | Finding:
         trainer, module = self.trainer, self.model.module
         if not hasattr(data, "__len__") or not len(data):
-            return "not measured: a streaming or empty data set"
+            return Finding(None, "not measured: a streaming or empty data set")
         sample = select(data, chosen_rows(len(data), _NUM_EVALUATED))
         with recorded(trainer, "eval_dataset", sample) as recorder:
             try:
@@ -230,7 +234,7 @@ class TrainerSubject:
                 seen = self.model.arguments(lambda: trainer.prediction_step(module, dict(inputs), True))
                 batch = SeenBatch(recorder.features[0] if recorder.features else [], dict(inputs), seen or inputs)
             except Exception as error:  # of the trainer's own code
-                return f"not measured: {type(error).__name__}: {error}"
+                return Finding.of_exception(error)
         finder = Finder(rows_of(sample), None, self.encoder, trainer, self.trained_roles)
         return View(trainer, [batch], finder, self.trained_roles, training=self.training)
 
@@ -370,7 +374,9 @@ class TrainerSubject:
 
         trainer, model, config, view = self.trainer, self.model.unwrapped, self.model.config, self.training
         computed = ", ".join(f"{batch.ids.shape[0]} x {batch.ids.shape[1]}" for batch in self.step.batches)
-        evaluated = {name: each if isinstance(each, str) else each.summary for name, each in self.evaluation.items()}
+        evaluated = {
+            name: each.measured if isinstance(each, Finding) else each.summary for name, each in self.evaluation.items()
+        }
         return {
             "trainer": f"{type(trainer).__module__.partition('.')[0]} {type(trainer).__name__}",
             "model": f"{type(model).__name__} ({getattr(config, 'model_type', 'no configuration')}), attention "

@@ -68,6 +68,9 @@ class TurnText:
             self._stop = encoder.decode([int(truth.ids[stop])]) if stop is not None else ""
         encoder.refused.clear()
         self._openings, self._starts = self._possible_openings(), self._certain_starts()
+        special = self._encoder.tokenizer.all_special_tokens  # a user may well write "user: "
+        begins = "|".join(re.escape(begin) for begin, _ in self._openings if any(each in begin for each in special))
+        self._doubled = re.compile(f"(?P<outer>{begins})(?={begins})" if begins else r"(?P<outer>(?!))")
 
     def _possible_openings(self) -> list[tuple[str, Role]]:
         """Returns the texts with which a conversation may begin, and the role of the message after each."""
@@ -103,6 +106,10 @@ class TurnText:
         texts = [*self._starts, *(gap for gaps in self._gaps.values() for gap, _ in gaps)]
         return any(each.strip() and each in text for each in texts)
 
+    def is_doubled(self, text: str) -> bool:
+        """Returns whether a message in the text begins as a conversation does: its template was applied twice."""
+        return self._doubled.search(text) is not None
+
     def parse(self, ids: np.ndarray) -> list[tuple[int, Parsed | None]]:
         """Returns (number of tokens, conversation) for each conversation in ids, one after another.
 
@@ -114,7 +121,9 @@ class TurnText:
         text, offsets = self._offsets(ids.tolist())
         found = {match.start() for match in re.finditer("|".join(map(re.escape, self._starts)) or r"(?!)", text)}
         bos = self._encoder.tokenizer.bos_token or ""
-        starts = sorted(found | {0})
+        # A beginning behind another one is text of the first message: the template was applied twice.
+        inner = {match.end("outer") for match in self._doubled.finditer(text)}
+        starts = sorted((found - inner) | {0})
         # A second beginning-of-text token, or one at the end of the text before, belongs to the conversation after it.
         starts = [
             n for n, after in pairwise([*starts, len(text)]) if not bos or text[n:after].replace(bos, "") or n == 0
