@@ -211,10 +211,13 @@ def test_two_ranks_train_on_the_commit_of_the_first(tmp_path: Path, hub: LocalHu
     assert recorded(tmp_path / "runs/run") == commits(hub, "main")
     asked = [line for line in hub.log if line.startswith("GET") and "/revision/main" in line]
     assert len(asked) == len(set(asked)) == 3
-    alone = settings(tmp_path, Path("owner/model"))
     overrides = ["--general.run_name=alone", "--tokens.batch_accumulation_per_replica=2"]
     losses = [step["loss"] for step in metrics(run(load_config(config, overrides)).directory.folder)]
-    assert [step["loss"] for step in metrics(tmp_path / "runs/run")] == pytest.approx(losses, rel=1e-4), alone
+    assert [step["loss"] for step in metrics(tmp_path / "runs/run")] == pytest.approx(losses, rel=1e-4)
+    config = config_of(tmp_path, revision="v9", streaming=streaming)
+    ended = launch(2, train_at, hub.url, tmp_path / "cache", config, folder=tmp_path)
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert "it has no such revision" in ended[0].err
 
 
 def test_init_takes_a_configuration_and_its_file_trains(

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.types import DataError
 from sftron.models.loss import loss_function
@@ -61,7 +60,8 @@ class Trainer:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self._commits: dict[str, str] = main_or_raise(self.ranks, lambda: find_commits(config))
+        commits = self.ranks.all_or_raise(lambda: find_commits(self.config) if self.ranks.is_main else {})
+        self._commits = self.ranks.gather(commits)[0]
         self.config = config = pin(config, self._commits)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         self._data_watch = DataWatch(config)

@@ -63,7 +63,7 @@ def _recorded(config: Config) -> dict[str, str]:
     """Returns the commits of the run that a start of this configuration would resume; {} for a new run."""
     options, folder = config.checkpoints, config.run_dir
     if options.load == "all" and options.resume not in ("auto", "never"):
-        folder = Path(options.resume).resolve().parents[1]
+        folder = Path(options.resume).resolve().parent.parent
     return read_commits(folder) if steps_in(folder / "checkpoints") else {}
 
 
