@@ -33,6 +33,7 @@ def library_of(trainer: Any) -> str:
 
 # -- masks -------------------------------------------------------------------------------------------------------------
 
+EVERY_TOKEN = Remedy("Tokens are left out of the loss.", "Give each token but padding its own id as label.")
 _LABELS = (
     "Give labels of -100 to all but what the model writes: the tokens behind apply_chat_template(..., "
     "add_generation_prompt=True) up to each answer's stop token, which has its label too."
@@ -71,10 +72,10 @@ def _of_trl(trainer: Any, tokenizer: Any, rows: Sequence[Any]) -> str:
     columns = set(rows[0]) if rows and isinstance(rows[0], Mapping) else set()
     if getattr(trainer.args, "assistant_only_loss", False) and "messages" in columns:
         return _MARKS
-    if {"prompt", "completion"} <= columns:
+    if {"prompt", "completion"} <= columns and not getattr(trainer, "completion_only_loss", False):
         return "Set SFTConfig(completion_only_loss=True)."
     if "messages" not in columns:
-        return f"{_PAIRS}; the masks of other rows are their own `labels`."
+        return f"{_PAIRS}."
     if _marks_answers(tokenizer, rows):
         return "Set SFTConfig(assistant_only_loss=True)."
     return (

@@ -105,6 +105,8 @@ class View:
         return remedies.PARTS.of(self.trainer, longest=longest) if is_limit else ""
 
     def remedy_of_mask(self, meaning: str) -> str:
+        if self.trained_roles == "all":
+            return remedies.EVERY_TOKEN.of(self.trainer)
         return remedies.of_mask(self.trainer, self.tokenizer, self.finder.rows, meaning)
 
     @property
