@@ -194,7 +194,7 @@ class TrainingLoop:
         if self._started is not None:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
             self._started = None
-        learning_rate = self._length.learning_rate(progress)
+        learning_rate = self._length.learning_rate(progress, fetched.counts.rows)
         set_learning_rate(self._state.optimizer, learning_rate)
         self._ranks.at(f"step {progress.step + 1}")
         result = train_step(
