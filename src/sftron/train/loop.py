@@ -50,7 +50,7 @@ class TrainingLoop:
         self._length = length
 
     def run(self, directory: RunDirectory) -> str:
-        """Trains, saves and exports. Returns "completed", "preempted" or NOT_FINITE."""
+        """Trains, saves and exports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
         outputs, progress, loader = self._outputs, self._progress, self._state.loader
         batches = iter(loader)  # forks its workers, so it comes before evaluation, trackers and saves start threads
         evaluated_step = outputs.evaluator.evaluated_step
@@ -76,6 +76,8 @@ class TrainingLoop:
             description.conclude_not_finite(step, outputs.saver.saved_step)
             return status
         problem = exported = None
+        if status == "completed":
+            outputs.judge()
         try:
             outputs.save_last()
         except OSError as error:
@@ -88,12 +90,16 @@ class TrainingLoop:
         if problem is not None:
             raise problem
         facts: dict[str, Any] = {"reason": reason} if (reason := self._reason(status)) else {}
+        if status == "completed" and outputs.divergence:
+            status, facts = "diverged", facts | {"error": outputs.divergence}
         directory.write_result(status, step=step, exported=exported and str(exported), **facts)
-        if status == "completed":
+        if status != "preempted":
             before, after = (self._logs.answers(each) for each in (0, step))
             description.show_answers(self._setup.data.questions, before, after)
         chart = self._draw(directory)
-        description.conclude(status, directory.folder, step, exported=exported, chart=chart)
+        description.conclude(
+            status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
+        )
         return status
 
     def _reason(self, status: str) -> str | None:

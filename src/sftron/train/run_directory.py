@@ -42,6 +42,22 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises ValueError with the line of any other that is no object with a step.
     """
+    for record in _records(path):
+        if isinstance(record, ValueError):
+            raise record
+        yield record
+
+
+def intact_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a JSONL file without damaged lines, of which the first is reported."""
+    records = list(_records(path))
+    if damaged := [each for each in records if isinstance(each, ValueError)]:
+        console.write(f"WARNING    {damaged[0]}. Damaged lines that are left out: {len(damaged)}")
+    return [each for each in records if not isinstance(each, ValueError)]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any] | ValueError]:
+    """Yields the object of each line, or the problem of a line that is no object with a step."""
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -49,21 +65,11 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             if line and not (isinstance(record, dict) and type(record.get("step")) is int):
                 raise ValueError("is not an object with a step")
         except ValueError as error:
-            if number == len(lines):
-                return
-            raise ValueError(f"{path}:{number}: is damaged ({error}); remove the line") from error
-        if record is not None:
-            yield record
-
-
-def intact_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file up to a damaged line, which is reported."""
-    records: list[dict[str, Any]] = []
-    try:
-        records.extend(read_records(path))
-    except ValueError as error:
-        console.write(f"WARNING    {error}. What comes after it is left out")
-    return records
+            if number < len(lines):
+                yield ValueError(f"{path}:{number}: is damaged ({error}); remove the line")
+        else:
+            if record is not None:
+                yield record
 
 
 def _killed(result: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +250,7 @@ class RunDirectory:
             console.write(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """Writes result.json; the status is running (with the process), completed, preempted, failed or killed."""
+        """Writes result.json; docs/resume.md lists the statuses. The status running gets the process."""
         if status == "running":
             facts["process"] = this_process()
         self.write(RESULT, {"status": status, **without_secrets(facts)})
