@@ -197,12 +197,14 @@ class TrainingLoop:
         progress, interval = self._progress, self._config.logging.untrained_roles_interval
         if progress.step == self._config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
+        is_first = self._started is not None
         if self._started is not None:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
             self._started = None
         learning_rate = self._length.learning_rate(progress, fetched.counts.rows)
         set_learning_rate(self._state.optimizer, learning_rate)
         self._ranks.at(f"step {progress.step + 1}")
+        wall, processor = time.perf_counter(), time.process_time()
         result = train_step(
             self._state.model,
             self._state.optimizer,
@@ -215,6 +217,8 @@ class TrainingLoop:
             with_untrained=interval is not None and progress.step % interval == 0,
             sum_over_ranks=self._ranks.sum,
         )
+        if is_first and self._ranks.world_size == 1 and self._ranks.device.type == "cpu":
+            description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
         progress.step += 1
         self._commit(fetched, result.skipped)
         self._outputs.health.note(result, fetched.batches)

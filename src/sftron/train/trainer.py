@@ -167,10 +167,13 @@ class Trainer:
         setup, ranks = self.setup, self.ranks
         description.describe_run(setup, samples=None)
         baseline = resident_memory()
+        console.write("dry run    loading the weights")
         model = ranks.all_or_raise(lambda: load_model(setup))
         require_finite(model, ranks, f"model.path: {setup.model.folder}")
         optimizer, batch = make_optimizer(self.config, model), maximal_batch(self.config)
         set_learning_rate(optimizer, 0.0)
+        tokens = f"{setup.data.dataset.token_budget:,} tokens"
+        console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
         with peak_of_step(model, ranks.device, baseline) as peak:
             loss = loss_of(model, batch, loss_function(setup.model.loss))
             if not torch.isfinite(loss):
