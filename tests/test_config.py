@@ -105,7 +105,7 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     ),
     ("model:", "lora: true\nmodel:", ":3: lora ... found true; wanted a mapping with the keys rank, alpha"),
     ("model:", "lora:\n  # rank: 8\nmodel:", ":3: lora ... is empty; write {} for its defaults, or null to leave"),
-    ("model:", "lora: {rank: 0}\nmodel:", ":3: lora.rank ... wanted a whole number above 0 or null"),
+    ("model:", "lora: {rank: 0}\nmodel:", ":3: lora.rank ... wanted a whole number from 1 to 65536 or null"),
     (
         "model:",
         "lora: {dropout: 0.05}\nmodel:",
@@ -138,6 +138,9 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     ),
     (STEPS, f"{STEPS}\n  train_epochs: 2", ":10: tokens.train_steps ... keep one of them"),
     (f"  {STEPS}\n", "", ":8: tokens.train_steps ... set one of them"),
+    (LR, f"{LR}\n  warmup_steps: 1.5", ":13: optimizer.warmup_steps ... found 1.5 (a number); wanted a whole number of steps, or their share of the run"),
+    ("model:", "lora: {rank: 99999999}\nmodel:", ":3: lora.rank ... wanted a whole number from 1 to 65536 or null"),
+    (ROWS, f"{ROWS}\n  num_workers: 1000000", ":8: data.num_workers ... wanted a whole number from 0 to 256"),
     (LR, f"{LR}\n  warmup_steps: 100", ":13: optimizer.warmup_steps ... 100 is not below tokens.train_steps 100"),
     (
         ROWS,

@@ -312,3 +312,21 @@ def test_an_error_of_writing_names_the_path_that_was_given_and_others_stay(error
         raise error
     worded = f"out/x.yaml cannot be written: {error.strerror}; choose another place with --out"
     assert str(raised.value) == (worded if is_worded else str(error))
+
+
+def test_the_rates_are_those_of_docs_lora_md_and_a_run_of_a_few_steps_is_one_too(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stated = re.search(r"`sftron init` writes both: (.*?\.)\n-", (ROOT / "docs/lora.md").read_text(), re.DOTALL)
+    assert stated
+    pairs = [(float(full), float(lora)) for full, lora in re.findall(r"(\S+e-\d) and (\S+e-\d)", stated[1])]
+    assert [full for full, _ in pairs] == [rate for _, rate in first_config._LEARNING_RATES]
+    assert all(lora == pytest.approx(10 * full) for full, lora in pairs)
+
+    assert main(["init", str(write("chats.jsonl")), "models/tiny"]) == 0
+    text = Path("sft.yaml").read_text(encoding="utf-8")
+    assert load_config("sft.yaml").optimizer.learning_rate == 1e-4
+    assert "with lora, 1.0e-3\n" in text
+    for steps in (1, 3):
+        short = load_config("sft.yaml", [f"--tokens.train_steps={steps}"])
+        assert (short.tokens.train_steps, short.optimizer.warmup_steps) == (steps, 0.05)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sftron.errors import exit_with, refuse
+from sftron.errors import exit_with, refuse, show
 from tests.conftest import ROOT
 
 SECRET = "a-token-of-somebody"
@@ -65,6 +65,33 @@ def test_an_unexpected_error_is_shown_without_secrets_and_exits_with_1(
     assert ended.value.code == 1
     assert "RuntimeError: GET https://host/?token=***" in printed
     assert SECRET not in printed
+
+
+def test_an_error_of_the_machine_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error is a real one: /dev/full is a full disk."""
+    (tmp_path / "part-0").symlink_to("/dev/full")
+
+    def write() -> int:
+        with (tmp_path / "part-0").open("w") as file:
+            file.write("x")
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(write)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "OSError: [Errno 28] No space left on device\n"
+
+
+def test_a_command_with_closed_streams_ends_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: show("a line") or show("another", to=sys.stderr) or len(sys.stdin.read()))
+    streams = sys.stdin, sys.stdout, sys.stderr
+    monkeypatch.undo()
+    assert ended.value.code == 0
+    for stream in streams:
+        stream.close()
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,14 +152,23 @@ class _WithoutSecrets(io.TextIOWrapper):
 
 
 def print_any_text() -> None:
-    """Makes the standard streams escape characters that they cannot encode, which are common in data."""
+    """Makes the standard streams escape characters that they cannot encode, which are common in data.
+
+    A closed stream (`>&-`) becomes /dev/null. Otherwise the next file that is opened would get its descriptor.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the exit status that `main` returns, or with 1 and a traceback if `main` fails."""
+    """Ends the process with the exit status that `main` returns, or with 1 and a traceback if `main` fails.
+
+    An OSError, such as a full disk, is one line, because a traceback says nothing about the machine.
+    """
     print_any_text()
     if isinstance(stream := sys.stderr, io.TextIOWrapper) and stream is sys.__stderr__:
         sys.stderr = _WithoutSecrets(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
@@ -170,6 +179,9 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         show("stopped", to=sys.stderr)
         status = 128 + signal.SIGINT
+    except OSError as error:
+        show(f"{type(error).__name__}: {error}", to=sys.stderr)
+        status = 1
     except Exception as error:
         show_traceback(error)
         status = 1

@@ -155,6 +155,7 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
         ("a_new_key", "x", "a_new_key: 'x', implemented is null or false"),
         ("r", 4.0, "r: 4.0 is not a whole number"),
         ("r", 10**30, "is not a whole number from 1 to"),
+        ("lora_alpha", 0, "lora_alpha: 0 is not a finite number other than 0"),
         ("lora_alpha", float("nan"), "lora_alpha: nan is not a finite number"),
         ("rank_pattern", {"(": 4}, "rank_pattern: {'(': 4} is not whole numbers"),
         ("target_modules", "(", "target_modules: '(' is not names or a regular expression"),

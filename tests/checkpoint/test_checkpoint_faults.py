@@ -210,6 +210,7 @@ def test_where_the_disk_is_full_at_any_byte_all_ranks_raise_and_nothing_is_left(
         monkeypatch.setattr(os, "write", disk_with(room, write))
         ended = save_sharded(tmp_path, 30, num_ranks=num_ranks)
         assert all(isinstance(each, OSError) and "No space left" in str(each) for each in ended), ended
+        assert all(f"{tmp_path}/step-30.tmp-" in str(each) for each in ended), ended
         assert names_in(tmp_path) == ["step-10"]
     monkeypatch.setattr(os, "write", disk_with(sum(sizes), write))
     save_sharded(tmp_path, 30, num_ranks=num_ranks)

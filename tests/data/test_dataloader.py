@@ -1,5 +1,6 @@
 """What was handed out, and nothing else, is in the loader's state; a worker changes neither packs nor messages."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
+from multiprocessing import synchronize
 from typing import Any
 
 import numpy as np
@@ -276,3 +278,24 @@ def test_a_state_that_is_no_position_is_refused(make: Make, change: dict[str, An
     with pytest.raises(ValueError, match=r"is not a position in|the lane state is"):
         loader.load_state_dict({"next_pack": 0, "lanes": {}, "first_epoch": 0} | change)
     assert loader.state_dict() == {"next_pack": 0, "lanes": {}, "first_epoch": 0}
+
+
+@pytest.mark.parametrize("num_made", [0, 3, 7])
+def test_without_room_for_the_queues_of_workers_the_remedy_is_named_and_no_worker_is_left(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_made: int
+) -> None:
+    """Semaphores are files in /dev/shm. What torchdata has made by then prints no error of its own (gc.collect)."""
+    left, make_semaphore = iter(range(num_made)), synchronize.SemLock.__init__
+
+    def make_or_fail(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make_semaphore(*arguments, **options)
+
+    before = multiprocessing.active_children()
+    monkeypatch.setattr(synchronize.SemLock, "__init__", make_or_fail)
+    with pytest.raises(WorkerError, match=r"^no loader worker can be started .* need /dev/shm: enlarge it"):
+        iter(load(make(), num_workers=2))
+    monkeypatch.undo()
+    gc.collect()
+    assert [child for child in multiprocessing.active_children() if child not in before] == []

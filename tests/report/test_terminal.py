@@ -98,17 +98,27 @@ def test_no_text_can_pass_for_a_rule_or_for_a_bracket() -> None:
     assert shown_text(text).count("⟦") == 1
 
 
-def test_a_long_pack_shows_its_ends_and_counts_what_is_left_out() -> None:
-    shown = pack([conversation([(Role.USER, "q" * 50), (Role.ASSISTANT, "a" * 50)], row=row)[1] for row in range(20)])
-    text = pack_as_text(shown, decode, color=False, max_tokens=300)
-    assert f"[… {shown.num_tokens - 300:,} tokens not shown …]" in text
-    assert [number for number in range(20) if f"conversation {number} " in text] == [0, 1, 19]
-    whole = shown_text(pack_as_text(shown, decode, color=False, max_tokens=None))
-    first, last = (shown_text(part) for part in text.split("[…"))
-    assert first
-    assert whole.startswith(first.removesuffix("⟧"))
-    assert last
-    assert whole.endswith(last.removeprefix("⟦"))
+@pytest.mark.parametrize("max_tokens", [0, 60, 300, 1000, 10**6])
+def test_a_long_pack_is_cut_between_conversations_and_counts_what_is_left_out(max_tokens: int) -> None:
+    lengths = [(row * 37) % 90 + 1 for row in range(20)]
+    chats = [[(Role.USER, "q" * length), (Role.ASSISTANT, "a" * 50)] for length in lengths]
+    shown = pack([conversation(chat, row=row)[1] for row, chat in enumerate(chats)])
+    text = pack_as_text(shown, decode, color=False, max_tokens=max_tokens)
+    numbers = [number for number in range(20) if f"conversation {number} " in text]
+    assert numbers == [*range(len(numbers))]
+    begin, num_shown = shown.conversation_bounds.tolist(), len(numbers)
+    assert num_shown == 1 or begin[num_shown] <= max_tokens
+    assert num_shown == 20 or begin[num_shown + 1] > max_tokens
+    whole = pack_as_text(shown, decode, color=False, max_tokens=None).splitlines()
+    *head, cut, padding = text.splitlines()
+    if num_shown == 20:
+        assert text.splitlines() == whole
+        return
+    assert head == whole[: len(head)]
+    assert whole[len(head)].startswith(f"── conversation {num_shown} · ")
+    left_out = shown.num_tokens - begin[num_shown]
+    assert cut == f"[… not shown: {20 - num_shown:,} of 20 conversations, {left_out:,} tokens …]"
+    assert padding == "[padding: 5 unused tokens]"
 
 
 def test_conversations_are_ruled_off_with_key_and_counts() -> None:

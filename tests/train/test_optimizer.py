@@ -10,12 +10,37 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
-from sftron.train.progress import DataSetCount, Progress, decay_progress
+from sftron.train.progress import DataSetCount, Progress, schedule_progress
 
 
-def factor(schedule: str, decay_progress: float, **options: float) -> float:
-    options = {"step": 100, "warmup_steps": 10, "min_ratio": 0.1, "decay_share": 0.2} | options
-    return learning_rate_factor(schedule, decay_progress=decay_progress, **options)  # pyright: ignore[reportArgumentType]
+def factor(schedule: str, decay: float, **options: float) -> float:
+    return learning_rate_factor(schedule, decay=decay, **{"warm_up": 1.0, "min_ratio": 0.1, "decay_share": 0.2} | options)
+
+
+def rates(
+    num_steps: int,
+    *,
+    warmup_steps: float,
+    rows_per_step: int = 4,
+    by_rows: bool = False,
+    schedule: str = "cosine",
+    min_ratio: float = 0.0,
+) -> list[float]:
+    """The factors of a run's steps, whose length is given in steps or in rows."""
+    progress, found = Progress([DataSetCount()]), []
+    for step in range(num_steps):
+        progress.step, progress.datasets[0].conversations = step, step * rows_per_step
+        if step == warmup_steps:
+            progress.rows_at_peak = progress.rows
+        warm_up, decay = schedule_progress(
+            progress,
+            warmup_steps=warmup_steps,
+            train_steps=None if by_rows else num_steps,
+            num_rows=num_steps * rows_per_step if by_rows else None,
+            step_rows=rows_per_step,
+        )
+        found.append(factor(schedule, decay, warm_up=warm_up, min_ratio=min_ratio))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -37,30 +62,43 @@ def test_a_schedule_passes_through_its_known_points_and_stays_at_its_end(
     assert factor(schedule, -0.1) == 1.0
 
 
-def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak() -> None:
-    rates = [factor("cosine", 0.0, step=step, warmup_steps=4) for step in range(5)]
-
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert factor("cosine", 0.0, step=0, warmup_steps=0) == 1.0
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("warmup_steps", [4, 4 / 20])
+def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak(warmup_steps: float, by_rows: bool) -> None:
+    assert rates(20, warmup_steps=warmup_steps, by_rows=by_rows)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates(20, warmup_steps=type(warmup_steps)(0), by_rows=by_rows)[0] == 1.0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_a_run_counted_in_steps_never_rises_again_and_nearly_reaches_its_end(schedule: str) -> None:
-    progress, rates = Progress([]), []
-    for step in range(100):
-        progress.step = step
-        share = decay_progress(progress, warmup_steps=10, train_steps=100, num_rows=None)
-        rates.append(factor(schedule, share, step=step, min_ratio=0.0))
+@pytest.mark.parametrize("warmup_steps", [10, 0.1])
+def test_a_run_counted_in_steps_never_rises_again_and_nearly_reaches_its_end(
+    schedule: str, warmup_steps: float
+) -> None:
+    found = rates(100, warmup_steps=warmup_steps, schedule=schedule)
+    assert found[10] == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(found[10:]))
+    assert 0 < found[-1] < 0.06
 
-    assert rates[10] == 1.0
-    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
-    assert 0 < rates[-1] < 0.06
+
+@pytest.mark.parametrize("warmup_steps", [30, 0.3, 0.037, 0.999])
+def test_a_run_counted_in_rows_has_the_rates_of_one_counted_in_steps(warmup_steps: float) -> None:
+    expected = rates(100, warmup_steps=warmup_steps)
+    assert rates(100, warmup_steps=warmup_steps, by_rows=True) == pytest.approx(expected)
+    assert max(expected) > 0.9
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 10])
+def test_a_short_run_warms_up_for_a_share_of_it_and_comes_near_its_peak(num_steps: int) -> None:
+    found = rates(num_steps, warmup_steps=0.05)
+    assert found[0] == pytest.approx(1 / (1 + 0.05 * num_steps))
+    assert max(found) > 0.85
+    assert all(0 < rate <= 1 for rate in found)
 
 
 def test_a_run_counted_in_rows_decays_from_the_row_at_which_the_warm_up_ended() -> None:
     def share(rows: int) -> float:
         progress = Progress([DataSetCount(conversations=rows)], rows_at_peak=20)
-        return decay_progress(progress, warmup_steps=3, train_steps=None, num_rows=120)
+        return schedule_progress(progress, warmup_steps=3, train_steps=None, num_rows=120, step_rows=5)[1]
 
     assert [share(20), share(70), share(120)] == [0.0, 0.5, 1.0]
 

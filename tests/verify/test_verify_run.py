@@ -232,6 +232,19 @@ def test_what_is_broken_turns_its_own_rows_red_and_no_others(
     assert failed(report_of(home, tmp_path, *measured)) == red
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_learned"),
+    [
+        *((0.0, 0.0, False), (1e-6, 4e-4, False), (1e-6, 6e-4, True), (6e-4, 6e-4, False), (0.3, 0.2, False)),
+        *((0.3, 0.31, True), (0.95, 0.93, True), (0.95, 0.89, False), (0.3, float("nan"), False)),
+    ],
+)
+def test_a_stop_token_is_learned_if_it_rises_and_is_not_shown_as_nothing(
+    before: float, after: float, is_learned: bool
+) -> None:
+    assert run_checks._is_learned(before, after) == is_learned
+
+
 def test_a_generation_prompt_that_is_not_the_trained_header_turns_the_prompt_red(home: Path, tmp_path: Path) -> None:
     template = tmp_path / "other.jinja"
     template.write_text(

@@ -37,8 +37,8 @@ def _is_rank(value: Any) -> bool:
     return type(value) is int and 0 < value <= 2**16
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e12
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < abs(value) < 1e12  # 0 would add nothing, and train nothing
 
 
 def _is_expression(value: Any) -> bool:
@@ -60,9 +60,9 @@ _BOOL = (False, lambda value: type(value) is bool, "true or false")
 _NAME = (None, lambda value: value is None or isinstance(value, str), "a name")
 _FORMS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (8, _is_rank, "a whole number from 1 to 65536"),
-    "lora_alpha": (8, _is_number, "a finite number"),
+    "lora_alpha": (8, _is_alpha, "a finite number other than 0"),
     "rank_pattern": ({}, partial(_is_pattern, is_value=_is_rank), "whole numbers above 0 by regular expressions"),
-    "alpha_pattern": ({}, partial(_is_pattern, is_value=_is_number), "finite numbers by regular expressions"),
+    "alpha_pattern": ({}, partial(_is_pattern, is_value=_is_alpha), "finite numbers other than 0 by regular expressions"),
     "use_rslora": _BOOL,
     "use_dora": _BOOL,
     "ensure_weight_tying": _BOOL,

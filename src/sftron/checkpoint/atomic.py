@@ -105,6 +105,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             while rest:
                 rest = rest[os.write(file, rest) :]
         os.fsync(file)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(file)
     return {"size": size, "sha256": digest.hexdigest()}

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=N -m sftron train --config FILE ...
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
-traceback); 3 no finite loss three times in a row, or none of the final weights.
+traceback); 3 diverged, or no finite loss three times in a row or of the final weights.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
 
 
 def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
+    if dry_run and _is_main():
+        show("dry run    checking the data, the template and the model's files")  # before imports that take seconds
     # Imported here, so that --help and configuration errors take no time.
     from sftron.data.types import DataError
     from sftron.train.trainer import Trainer

@@ -9,7 +9,6 @@ from pydantic import Field
 from sftron.config.contradictions import POOL_SIZE
 from sftron.config.values import (
     Accumulation,
-    Count,
     Day,
     HubConfig,
     Name,
@@ -27,6 +26,7 @@ from sftron.config.values import (
     TrainedRoles,
     TwoOrMore,
     Wanted,
+    Workers,
 )
 
 
@@ -122,7 +122,7 @@ class Data(Section):
     """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
     max_row_bytes: Positive = 4 * 2**20
     """The longest row, in bytes as stored: a line of JSON, the values of a Parquet or Arrow row; longer are bad."""
-    num_workers: Count = 1
+    num_workers: Workers = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
     """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""

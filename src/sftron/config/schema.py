@@ -13,7 +13,6 @@ from sftron.config.data_schema import Data, EvaluationDataset, Tokenizer, Tokens
 from sftron.config.values import (
     Betas,
     Checkpoint,
-    Count,
     Dropout,
     ModulesToSave,
     NonNegativeNumber,
@@ -21,6 +20,7 @@ from sftron.config.values import (
     Positive,
     PositiveNumber,
     PositiveShare,
+    Rank,
     Repository,
     Revision,
     RunName,
@@ -33,6 +33,7 @@ from sftron.config.values import (
     Trackers,
     TwoOrMore,
     Wanted,
+    WarmUp,
 )
 
 
@@ -85,7 +86,7 @@ class Lora(Section):
     """Low-rank adapters are trained instead of the model's weights (LoRA, arXiv 2106.09685). `lora: {}` takes the
     defaults; without the section, or with null, all weights are trained."""
 
-    rank: Positive | None = None
+    rank: Rank | None = None
     """The rank of every adapter; null: 16, or that of the adapter to go on from."""
     alpha: PositiveNumber | None = None
     """Adapters are scaled by alpha / rank; null: twice the rank, or that of the adapter to go on from."""
@@ -127,8 +128,8 @@ class Optimizer(Section):
     """The peak, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the rate falls after the warm-up; wsd (warm-up, stable, decay) stays at the peak, then falls linearly."""
-    warmup_steps: Count = 0
-    """Steps of linear rise from zero."""
+    warmup_steps: WarmUp = 0
+    """Steps of linear rise from zero; below 1, their share of the run, as in transformers 5 (TRL's warmup_ratio)."""
     decay_share: PositiveShare = DECAY_SHARE
     """The share of the steps after the warm-up that wsd decays over, at the end."""
     min_learning_rate_ratio: Share = 0.0

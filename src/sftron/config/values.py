@@ -80,9 +80,14 @@ HubConfig = Annotated[
     str, Field(pattern=r"^[^/\\]+$"), AfterValidator(_require_inside), Wanted("the name of a configuration")
 ]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
-Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
 Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
 TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
+Rank = Annotated[int, Field(ge=1, le=2**16), Wanted("a whole number from 1 to 65536")]
+Workers = Annotated[int, Field(ge=0, le=2**8), Wanted("a whole number from 0 to 256")]
+WarmUp = Annotated[
+    Annotated[int, Field(ge=0, lt=2**63)] | Annotated[float, Field(ge=0, lt=1)],
+    Wanted("a whole number of steps, or their share of the run, from 0 and below 1"),
+]
 Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
 PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
 NonNegativeNumber = Annotated[float, Field(ge=0), Wanted("a number, not negative")]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
 
@@ -23,8 +24,8 @@ from sftron.data.lanes.lane import parse_state
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
 
 
-class WorkerError(RuntimeError):
-    """A loader worker has died, or has sent nothing within the time-out."""
+class WorkerError(ChildProcessError):
+    """A loader worker cannot be started, has died, or has sent nothing within the time-out."""
 
 
 def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
@@ -116,12 +117,20 @@ class PackLoader:
             others = multiprocessing.active_children()
             try:
                 packs = self._wait_for(lambda: iter(loader))
-            except WorkerError:
+            except OSError as error:
                 for worker in [child for child in multiprocessing.active_children() if child not in others] * 2:
                     with suppress(RuntimeError):  # torch's SIGCHLD handler raises it once for each
                         worker.kill()
                         worker.join(1)
-                raise
+                if isinstance(error, WorkerError) or not loader.num_workers:
+                    raise
+                for frame, _ in walk_tb(error.__traceback__):  # torch's half-made iterator would print another error
+                    if type(iterator := frame.f_locals.get("self")).__module__.startswith("torchdata."):
+                        iterator._shutdown = True
+                raise WorkerError(
+                    f"no loader worker can be started ({error}); its queues need /dev/shm: enlarge it (docker run "
+                    "--shm-size=1g), or set data.num_workers: 0"
+                ) from None
         _STARTED.add(packs)
         return self._batches(packs)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -23,7 +24,6 @@ from sftron.data.types import Pack, Role
 from sftron.report.tokens import (
     Decode,
     Locate,
-    ShownConversation,
     Span,
     key_text,
     num_attention_documents,
@@ -70,33 +70,26 @@ def pack_as_text(
 
     Args:
         color: Whether to write escape sequences; see `wants_color`.
-        max_tokens: The approximate number of tokens to show, two thirds from the beginning and one third from the end,
-            with a line that counts the omitted ones; None shows all.
+        max_tokens: Only as many conversations from the beginning as have this many tokens, and at least one, are
+            shown, each whole, with a line that counts the others; None shows all.
         locate: Names the rows.
     """
     width = max(width, 40)
-    hidden = range(0)
-    if max_tokens is not None and pack.num_tokens > max_tokens:
-        num_head = max_tokens * 2 // 3
-        hidden = range(num_head, pack.num_tokens - (max_tokens - num_head))
+    bounds = pack.conversation_bounds.tolist()
+    num_shown = num_conversations = len(pack.keys)
+    if max_tokens is not None:
+        num_shown = min(num_conversations, max(1, bisect_right(bounds, max_tokens) - 1))
     lines = [_rule("━", _pack_title(pack), width), _legend(pack, color=color)]
-    gap, num_hidden = 0, 0
-    for conversation in shown_conversations(pack, decode):
-        if not _lies_within(conversation, hidden):
-            counts = f"{conversation.end - conversation.start:,} tokens, {conversation.num_trained:,} trained"
-            title = f"conversation {conversation.number} · {key_text(conversation.key, locate)} · {counts}"
-            lines.append(_rule("─", title, width))
+    for conversation in islice(shown_conversations(pack, decode), num_shown):
+        counts = f"{conversation.end - conversation.start:,} tokens, {conversation.num_trained:,} trained"
+        title = f"conversation {conversation.number} · {key_text(conversation.key, locate)} · {counts}"
+        lines.append(_rule("─", title, width))
         for block in conversation.blocks:
-            for is_hidden, group in groupby(block.spans, lambda span: _lies_within(span, hidden)):
-                spans = list(group)
-                if is_hidden:
-                    gap = gap or len(lines)
-                    num_hidden += spans[-1].end - spans[0].start
-                else:
-                    lines.extend(_block_lines(block.role, spans, width, color=color))
+            lines.extend(_block_lines(block.role, block.spans, width, color=color))
     faint = _FAINT if color else ""
-    if num_hidden:
-        lines.insert(gap, _painted(f"[… {num_hidden:,} tokens not shown …]", faint))
+    if num_shown < num_conversations:
+        rest = f"{num_conversations - num_shown:,} of {num_conversations:,} conversations"
+        lines.append(_painted(f"[… not shown: {rest}, {pack.num_tokens - bounds[num_shown]:,} tokens …]", faint))
     if num_unused := len(pack.input_ids) - pack.num_tokens:
         lines.append(_painted(f"[padding: {num_unused:,} unused tokens]", faint))
     return "\n".join(lines) + "\n"
@@ -119,10 +112,6 @@ def _legend(pack: Pack, *, color: bool) -> str:
 
 def _rule(dash: str, title: str, width: int) -> str:
     return f"{dash * 2} {title} {dash * max(2, width - cell_len(title) - 4)}"
-
-
-def _lies_within(shown: ShownConversation | Span, tokens: range) -> bool:
-    return tokens.start <= shown.start and shown.end <= tokens.stop
 
 
 def _block_lines(role: Role, spans: Sequence[Span], width: int, *, color: bool) -> Iterator[str]:

@@ -50,7 +50,7 @@ class TrainingLoop:
         self._length = length
 
     def run(self, directory: RunDirectory) -> str:
-        """Trains, saves and exports. Returns "completed", "preempted" or NOT_FINITE."""
+        """Trains, saves and exports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
         outputs, progress, loader = self._outputs, self._progress, self._state.loader
         batches = iter(loader)  # forks its workers, so it comes before evaluation, trackers and saves start threads
         evaluated_step = outputs.evaluator.evaluated_step
@@ -76,6 +76,8 @@ class TrainingLoop:
             description.conclude_not_finite(step, outputs.saver.saved_step)
             return status
         problem = exported = None
+        if status == "completed":
+            outputs.judge()
         try:
             outputs.save_last()
         except OSError as error:
@@ -88,12 +90,16 @@ class TrainingLoop:
         if problem is not None:
             raise problem
         facts: dict[str, Any] = {"reason": reason} if (reason := self._reason(status)) else {}
+        if status == "completed" and outputs.divergence:
+            status, facts = "diverged", facts | {"error": outputs.divergence}
         directory.write_result(status, step=step, exported=exported and str(exported), **facts)
-        if status == "completed":
+        if status != "preempted":
             before, after = (self._logs.answers(each) for each in (0, step))
             description.show_answers(self._setup.data.questions, before, after)
         chart = self._draw(directory)
-        description.conclude(status, directory.folder, step, exported=exported, chart=chart)
+        description.conclude(
+            status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
+        )
         return status
 
     def _reason(self, status: str) -> str | None:
@@ -191,12 +197,14 @@ class TrainingLoop:
         progress, interval = self._progress, self._config.logging.untrained_roles_interval
         if progress.step == self._config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
+        is_first = self._started is not None
         if self._started is not None:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
             self._started = None
-        learning_rate = self._length.learning_rate(progress)
+        learning_rate = self._length.learning_rate(progress, fetched.counts.rows)
         set_learning_rate(self._state.optimizer, learning_rate)
         self._ranks.at(f"step {progress.step + 1}")
+        wall, processor = time.perf_counter(), time.process_time()
         result = train_step(
             self._state.model,
             self._state.optimizer,
@@ -209,6 +217,8 @@ class TrainingLoop:
             with_untrained=interval is not None and progress.step % interval == 0,
             sum_over_ranks=self._ranks.sum,
         )
+        if is_first and self._ranks.world_size == 1 and self._ranks.device.type == "cpu":
+            description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
         progress.step += 1
         self._commit(fetched, result.skipped)
         self._outputs.health.note(result, fetched.batches)

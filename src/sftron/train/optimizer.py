@@ -201,17 +201,17 @@ def _sharded_like(parameter: Tensor, local: Tensor, shape: torch.Size) -> Tensor
 
 
 def learning_rate_factor(
-    schedule: str, *, step: int, warmup_steps: int, decay_progress: float, min_ratio: float, decay_share: float
+    schedule: str, *, warm_up: float, decay: float, min_ratio: float, decay_share: float
 ) -> float:
-    """Returns the factor that multiplies the peak learning rate at optimizer step `step` (the first is 0).
+    """Returns the factor that multiplies the peak learning rate; see `RunLength` for the progress of its two phases.
 
-    The warm-up is linear: 1/(warmup_steps+1) at step 0, 1 at step warmup_steps. After it, decay_progress goes from 0
-    (end of the warm-up) to 1 (end of training). `cosine` and `linear` fall to min_ratio, and `constant` stays at 1.
-    `wsd` (warm-up, stable, decay) stays at 1 until the last decay_share of the way, then falls linearly to min_ratio.
+    In the warm-up it is `warm_up`, which rises to 1. Then `decay` goes from 0 to 1, the end of training: `cosine` and
+    `linear` fall to min_ratio, and `constant` stays at 1. `wsd` (warm-up, stable, decay) stays at 1 until the last
+    decay_share of the way, then falls linearly to min_ratio.
     """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, max(0.0, decay_progress))
+    if warm_up < 1:
+        return warm_up
+    progress = min(1.0, max(0.0, decay))
     if schedule == "constant":
         return 1.0
     if schedule == "cosine":

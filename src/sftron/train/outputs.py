@@ -16,6 +16,7 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train.best import Best
+from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.exporter import Exporter, export_checkpoint
 from sftron.train.exports.hub import HubPusher
@@ -24,7 +25,7 @@ from sftron.train.logs.run_logs import RunLogs
 from sftron.train.metrics import Stopwatch
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts, run_state
-from sftron.train.run_directory import RunDirectory
+from sftron.train.run_directory import RunDirectory, intact_records
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.start.lora import adapter_tensors, logits_of, texts_of
@@ -48,7 +49,11 @@ class TrainingState:
 
 
 class RunOutputs:
-    """Evaluates, saves, exports and reports the state of a run. All ranks call the same methods at the same step."""
+    """Evaluates, saves, exports and reports the state of a run. All ranks call the same methods at the same step.
+
+    Attributes:
+        divergence: A sentence on how the losses of the run diverged; None if they did not, and before `judge`.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class RunOutputs:
         self.pusher, self.saver, self.evaluator, self.health = pusher, saver, evaluator, health
         self._setup, self._ranks, self._directory, self._state = setup, setup.ranks, directory, state
         self._logs, self._data_watch = logs, data_watch
+        self.divergence: str | None = None
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 
@@ -148,13 +154,20 @@ class RunOutputs:
             f"are not {what}. Lower optimizer.learning_rate if that happens again"
         )
 
+    def judge(self) -> None:
+        """Sets `divergence` from the losses of the whole run, those before a resume included. Every rank calls this."""
+        vocab_size = len(self._setup.data.chat_tokenizer.tokenizer)
+        self.divergence = main_or_raise(
+            self._ranks, lambda: divergence(intact_records(self._directory.metrics), vocab_size)
+        )
+
     # -- exports -----------------------------------------------------------------------------------------------------
 
     def export(self, *, is_last: bool) -> Path:
         """Exports the weights after the last step and points the link `latest` at them. Raises OSError on all ranks.
 
         With adapters, it writes adapter/step-N and, merged, hf/step-N; otherwise hf/step-N. Exports that hub.every
-        selects are pushed to the Hub.
+        selects are pushed to the Hub, except the last one of a run that has diverged.
         """
         self._ranks.at("the export")
         setup, state, step = self._setup, self._state, self._state.progress.step
@@ -182,7 +195,7 @@ class RunOutputs:
     def _is_push_due(self, *, is_last: bool) -> bool:
         every, step = self._setup.config.hub.every, self._state.progress.step
         is_due = is_last or every == "exports" or (isinstance(every, int) and step % every == 0)
-        return self.pusher is not None and is_due
+        return self.pusher is not None and is_due and self.divergence is None
 
     def _push(self, exported: Path) -> None:
         """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.

@@ -108,6 +108,11 @@ class StepCounts:
         return sum(count.conversations for count in self.datasets)
 
     @property
+    def rows(self) -> int:
+        """The number of rows, including dropped ones."""
+        return sum(count.rows for count in self.datasets)
+
+    @property
     def tokens(self) -> int:
         return sum(count.tokens for count in self.datasets)
 
@@ -124,7 +129,7 @@ class Progress:
     """The counts of each data set, in the order of data.datasets."""
     step: int = 0
     rows_at_peak: int = 0
-    """The number of rows that were consumed when the warm-up ended."""
+    """The number of rows that were consumed when the warm-up ended, if its length is configured in steps."""
     truncated: int = 0
     non_finite_in_a_row: int = 0
     before: DataSetCount = field(default_factory=DataSetCount)
@@ -222,19 +227,31 @@ def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:
     )
 
 
-def decay_progress(progress: Progress, *, warmup_steps: int, train_steps: int | None, num_rows: int | None) -> float:
-    """Returns the progress from the end of the warm-up (0) to the end of training (1), for the next step.
+def schedule_progress(
+    progress: Progress, *, warmup_steps: float, train_steps: int | None, num_rows: int | None, step_rows: int
+) -> tuple[float, float]:
+    """Returns the progress of the warm-up and of the decay after it, for the next step; each ends at 1.
 
-    It is measured in steps if their number is configured, and otherwise in rows, because the number of steps in an
-    epoch is known only at its end.
+    The warm-up of W steps is at (n + 1) / (W + 1) in step n, counted from 0, so the first rate is above zero and step W
+    has the peak. The run is measured in steps if their number is configured, and otherwise in rows, because the number
+    of steps in an epoch is known only at its end. A warm-up that is a share of the run is measured in the same unit,
+    so it is a function of the position alone, and a resume goes on with it.
 
     Args:
+        warmup_steps: The length of the warm-up in steps if it is an int, and as a share of the run if it is a float.
         num_rows: The number of rows in all epochs together.
+        step_rows: The number of rows that the next step consumes.
     """
-    if train_steps is not None:
-        return (progress.step - warmup_steps) / max(1, train_steps - warmup_steps)
-    assert num_rows is not None
-    return (progress.rows - progress.rows_at_peak) / max(1, num_rows - progress.rows_at_peak)
+    total = num_rows if train_steps is None else train_steps
+    assert total is not None
+    done, size = (progress.rows, step_rows) if train_steps is None else (progress.step, 1)
+    if isinstance(warmup_steps, float):
+        end = warmup_steps * total
+        warm_up = (done + size) / (end + size)
+    else:
+        end = progress.rows_at_peak if train_steps is None else warmup_steps
+        warm_up = (progress.step + 1) / (warmup_steps + 1)
+    return warm_up, (done - end) / max(1, total - end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +289,20 @@ class RunLength:
                 "row had no conversation. Were the data files changed while the run read them?"
             )
 
-    def learning_rate(self, progress: Progress) -> float:
-        """Returns the learning rate of the next step."""
+    def learning_rate(self, progress: Progress, step_rows: int) -> float:
+        """Returns the learning rate of the next step, which consumes `step_rows` rows."""
         options = self.config.optimizer
+        warm_up, decay = schedule_progress(
+            progress,
+            warmup_steps=options.warmup_steps,
+            train_steps=self.config.tokens.train_steps,
+            num_rows=self.rows_of_run(progress),
+            step_rows=step_rows,
+        )
         return options.learning_rate * learning_rate_factor(
             options.schedule,
-            step=progress.step,
-            warmup_steps=options.warmup_steps,
-            decay_progress=decay_progress(
-                progress,
-                warmup_steps=options.warmup_steps,
-                train_steps=self.config.tokens.train_steps,
-                num_rows=self.rows_of_run(progress),
-            ),
+            warm_up=warm_up,
+            decay=decay,
             min_ratio=options.min_learning_rate_ratio,
             decay_share=options.decay_share,
         )

@@ -152,7 +152,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> t
     options, ranks = setup.config.checkpoints, setup.ranks
 
     def is_completed() -> bool:
-        return options.resume != "never" and read_result(directory.folder).get("status") == "completed"
+        return options.resume != "never" and read_result(directory.folder).get("status") in ("completed", "diverged")
 
     if not main_or_raise(ranks, is_completed):
         return None

@@ -264,7 +264,7 @@ class RunDirectory:
             console.write(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """Writes result.json; the status is running (with the process), completed, preempted, failed or killed."""
+        """Writes result.json; docs/resume.md lists the statuses. The status running gets the process."""
         if status == "running":
             facts["process"] = this_process()
         self.write(RESULT, {"status": status, **facts})

@@ -35,7 +35,7 @@ from sftron.train.start.run_data import DataWatch, maximal_batch, measure_rows_o
 from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.step import loss_of
 
-EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
+EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
 
 
 class Trainer:
@@ -71,7 +71,8 @@ class Trainer:
         self._logs = RunLogs(self.setup, self.directory)
         self._evaluator = Evaluator(self.setup, lambda: self.ranks.any(self.stop_request.received))
         self.progress = Progress([DataSetCount() for _ in self.setup.data.preparation.datasets])
-        self._is_finished = self._has_begun = False
+        self._finished: str | None = None
+        self._has_begun = False
 
     def _require_services(self) -> None:
         require_loggers(self.config.logging)
@@ -91,9 +92,9 @@ class Trainer:
         """
         if finished := find_finished(self.setup, self.directory, self._length):
             start, self.progress = finished
-            self._is_finished = True
+            self._finished = str(read_result(self.directory.folder).get("status"))
             unused = [*map(str, changed_settings(self.setup, start)), *start.changes]
-            description.describe_finished(self.config, self.progress.step, unused)
+            description.describe_finished(self.config, self._finished, self.progress.step, unused)
             return
         self.ranks.all_or_raise(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
@@ -172,10 +173,13 @@ class Trainer:
         setup, ranks = self.setup, self.ranks
         description.describe_run(setup, samples=None)
         baseline = resident_memory()
+        console.write("dry run    loading the weights")
         model = ranks.all_or_raise(lambda: load_model(setup))
         require_finite(model, ranks, f"model.path: {setup.model.folder}")
         optimizer, batch = make_optimizer(self.config, model), maximal_batch(self.config)
         set_learning_rate(optimizer, 0.0)
+        tokens = f"{setup.data.dataset.token_budget:,} tokens"
+        console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
         with peak_of_step(model, ranks.device, baseline) as peak:
             loss = loss_of(model, batch, loss_function(setup.model.loss))
             if not torch.isfinite(loss):
@@ -197,8 +201,8 @@ class Trainer:
 
         Returns the exit status.
         """
-        if self._is_finished:
-            return EXIT_COMPLETED
+        if self._finished is not None:
+            return _exit_status(self._finished)
         status = "failed"
         try:
             with self.stop_request.listening():
@@ -219,7 +223,7 @@ class Trainer:
         finally:
             self._outputs.saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
-        return EXIT_NOT_FINITE if status == NOT_FINITE else EXIT_COMPLETED
+        return _exit_status(status)
 
     def _finish_pushes(self, status: str) -> None:
         """Waits for the pushes, and adds their outcome to result.json."""
@@ -238,3 +242,7 @@ class Trainer:
                 self.directory.write_result("failed", step=self.progress.step, error=failure)
 
         return self.ranks.failure_reported(report, refusal=refusal)
+
+
+def _exit_status(status: str) -> int:
+    return EXIT_DIVERGED if status in (NOT_FINITE, "diverged") else EXIT_COMPLETED

@@ -242,7 +242,7 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
     """Yields the count of each epoch and data set; appends repeated rows, and missing ones if due, to `problems`."""
     rows = np.concatenate([np.empty((0, 4), dtype=np.int64), *(pack.rows for pack in version.packs)])
     num_due = 0
-    if version is run.data_versions[-1] and read_result(run.folder).get("status") == "completed":
+    if version is run.data_versions[-1] and read_result(run.folder).get("status") in ("completed", "diverged"):
         num_due = run.config.tokens.train_epochs or 0
     for source, row in np.unique(rows[:, :2], axis=0).tolist():
         if not run.is_row(version, source, row):

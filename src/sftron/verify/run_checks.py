@@ -285,7 +285,7 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
     loss, stop = _measure(subject, batch, stop_ids)
     # Comparisons with NaN are false. A NaN for stop tokens means that the batch has none.
     has_stops = not math.isnan(stop_before)
-    is_right = is_finite and loss < loss_before and (not has_stops or stop >= min(stop_before, _SURE))
+    is_right = is_finite and loss < loss_before and (not has_stops or _is_learned(stop_before, stop))
     stop_change = f", stop {stop_before:.1%} to {stop:.1%}" if has_stops else ""
     detail = (
         f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
@@ -294,6 +294,11 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
         subject.depth,
     )
     return Finding(is_right, f"loss {loss_before:.3f} to {loss:.3f}{stop_change}", "falls; the stop rises", detail)
+
+
+def _is_learned(before: float, after: float) -> bool:
+    """Returns whether a stop token became more likely, and so likely that it is not shown as 0.0%."""
+    return after >= _SURE or (after > before and f"{after:.1%}" != f"{0:.1%}")
 
 
 def _measure(subject: Subject, batch: Batch, stop_ids: list[int]) -> tuple[float, float]:

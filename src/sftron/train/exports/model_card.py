@@ -32,6 +32,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
+from sftron.train.divergence import divergence
 from sftron.train.exports.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
@@ -46,6 +47,8 @@ VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 MAX_CARD_BYTES = 16 * 2**20
 _RATE = "optimizer.learning_rate"
+_MEASURES = ("tokens", "fill", "conversations", "step_seconds")
+"""The numbers of a step that the card adds up; a record that lacks one is left out of the sums."""
 
 
 # --- The adapter and the hardware ---
@@ -86,7 +89,8 @@ def model_card(
     Args:
         config: The run's configuration. The settings in `state`, with which the steps were trained, take precedence.
         state: The state of a checkpoint; see `resume.run_facts`.
-        run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; missing files are skipped.
+        run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; files and records that are
+            missing or damaged are skipped.
         base: The model that training started from.
         chat_tokenizer: Decodes the stop tokens.
         adapter: The adapter that was trained, if any.
@@ -94,12 +98,13 @@ def model_card(
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     config, periods = settings.as_config() or config, settings.periods()
-    steps, evaluations = (
+    records, evaluations = (
         [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
+    steps = [record for record in records if all(type(record.get(key)) in (int, float) for key in _MEASURES)]
     rates = [f"{rate:g} {period_words(first, last)}" for first, last, rate in periods.get(_RATE, [])]
-    losses = [step["loss"] for step in steps if step["loss"] is not None]
+    losses = [loss for record in records if type(loss := record.get("loss")) in (int, float)]
     made_with = [["Revision of the base", base.revision]] if base.revision and adapter is None else []
     made_with += [["Hardware", str(state["hardware"])]] if "hardware" in state else []
     if packing := _packing_rows(steps, token_budget(config)):
@@ -110,6 +115,7 @@ def model_card(
         "token_budget": token_budget(config),
         "data": _data_rows(config, state, progress, run_folder),
         "stop_tokens": [chat_tokenizer.decode([token_id]) for token_id in state.get("stop_token_ids", [])],
+        "divergence": divergence(records, len(chat_tokenizer.tokenizer)),
         "last_loss": _number(losses[-1] if losses else None),
         "learning_rate": ", ".join(rates) or f"{config.optimizer.learning_rate:g}",
         "packing": packing,
@@ -156,11 +162,13 @@ def _change_rows(periods: Mapping[str, Sequence[tuple[int, int | None, Any]]], l
 
 def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Returns a row for each set of the first and of the last evaluation."""
-    return [
-        [name, f"{each['step']:,}", *map(_number, (found["loss"], found["token_accuracy"])), f"{found['tokens']:,}"]
-        for each in (*evaluations[:1], *evaluations[1:][-1:])
-        for name, found in each["sets"].items()
-    ]
+    rows = []
+    for each in (*evaluations[:1], *evaluations[1:][-1:]):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a record that is not what a run writes
+            for name, found in each["sets"].items():
+                numbers = map(_number, (found["loss"], found["token_accuracy"]))
+                rows.append([name, f"{each['step']:,}", *numbers, f"{found['tokens']:,}"])
+    return rows
 
 
 def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | None = None) -> str:

@@ -174,7 +174,7 @@ class RunLogs:
     def answers(self, step: int) -> list[dict[str, Any]] | None:
         """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
         records = intact_records(self._directory.evaluations) if self._evaluations else ()
-        return next((record["answers"] for record in records if record["step"] == step), None)
+        return next((record.get("answers") for record in records if record["step"] == step), None)
 
     def write_rows(self, step: int, batches: Sequence[Batch], skipped: str | None) -> None:
         """Writes the rows of a step to the ledger."""

@@ -30,7 +30,7 @@ PACKAGES = {"trackio": ("trackio",), "tensorboard": ("tensorboard",), "mlflow": 
 _PROJECT = "sftron"
 _MLFLOW_BATCH, _MLFLOW_BATCH_S = 800, 5.0
 """MLflow takes 1,000 numbers at most in one call, and a call for many costs a quarter of what single ones cost."""
-_MLFLOW_STATUS = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+_MLFLOW_STATUS = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED", "diverged": "FAILED"}
 
 
 class TensorBoardLogger:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sftron import __version__
 from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
@@ -37,6 +39,9 @@ from sftron.train.start.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
+_HIGHEST_RATE = 1e-2
+_BUSY = 1.5
+"""A first step that takes so many times its processor time has waited for cores."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -69,6 +74,11 @@ def describe_setup(setup: Setup) -> None:
     _describe_evaluation_sets(setup)
     for line in data.projection.lines(config, data.dataset.token_budget):
         console.write(line)
+    if (rate := config.optimizer.learning_rate) > _HIGHEST_RATE:
+        console.write(
+            f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about the "
+            "rate in a step, and most models break at that. docs/lora.md has usual rates"
+        )
     _describe_model(setup)
 
 
@@ -279,14 +289,15 @@ def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
         console.write(f"             {each}")
 
 
-def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
+def describe_finished(config: Config, status: str, step: int, unused: Sequence[str]) -> None:
     """Prints why a start does nothing.
 
     Args:
+        status: The status in result.json, completed or diverged.
         unused: The differences between the given configuration and data and those of the completed run.
     """
     console.write(
-        f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}"
+        f"{status:<10} before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}"
     )
     if not unused:
         return
@@ -300,6 +311,21 @@ def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
     console.write(
         f"           To train further, raise {more}; for a run with these settings, choose another general.run_name"
     )
+
+
+def warn_of_busy_cores(wall: float, processor: float) -> None:
+    """Warns if the first step waited for processor cores.
+
+    Args:
+        wall, processor: The seconds that the step took, and those of processor time that all threads of the process
+            used. On idle cores the second number is not below the first.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1 and wall > max(_BUSY * processor, processor + 1):
+        console.write(
+            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes use "
+            f"the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
+        )
 
 
 # --- After the steps ---
@@ -343,11 +369,18 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
     )
 
 
-def conclude(status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None) -> None:
-    """Prints the result of the run. `status` is the status in result.json: completed or preempted."""
+def conclude(
+    status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None, divergence: str | None
+) -> None:
+    """Prints the result of the run. `status` is the status in result.json: completed, diverged or preempted."""
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
+    if divergence is not None:
+        console.write(
+            f"WARNING    {divergence}. The weights are worse than those that the run began with: lower "
+            "optimizer.learning_rate, or raise optimizer.warmup_steps, and choose another general.run_name"
+        )
     if chart is not None:
         console.write(f"picture    {chart} has the loss of every step and evaluation")
     if exported is not None:

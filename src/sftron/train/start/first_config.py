@@ -41,9 +41,12 @@ _TOKENS_PER_STEP = 2**17
 _TOKENS_PER_PACK = 2**13
 """The size of a pack on a GPU, whose kernels need some thousands of tokens; on a CPU, a pack is one row."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 500
-_LEARNING_RATES = ((0.5e9, "1.0e-4"), (2e9, "3.0e-5"), (15e9, "1.0e-5"))
+_LEARNING_RATES = ((0.5e9, 1e-4), (2e9, 3e-5), (15e9, 1e-5), (float("inf"), 5e-6))
 """Learning rates of full fine-tuning, each for models with fewer parameters than the number."""
-_LORA_RATE = "2.0e-4"
+_LORA_FACTOR = 10
+"""The learning rate of adapters / that of full fine-tuning, as in docs/lora.md."""
+_WARM_UP = 0.05
+"""The share of the steps, so that a run of a few steps is one too."""
 _UNMEASURED = 2**20
 """A sequence length for which no row is overlong, so that all are measured."""
 
@@ -189,6 +192,7 @@ def _render(
     peaks = {name: each.peak * RESERVE_OF[device.type] for name, each in found.items()}
     fitting = [name for name, peak in peaks.items() if peak <= total_memory(device)]
     num_parameters = found["full"].weights / 4  # float32
+    learning_rate = next(rate for size, rate in _LEARNING_RATES if num_parameters < size)
     steps_per_epoch = setup.data.projection.steps_per_epoch or 0.0
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
@@ -203,7 +207,7 @@ def _render(
         projection=setup.data.projection,
         steps=_EPOCHS * steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=min(100, int(_EPOCHS * steps_per_epoch) // 20),
+        warmup_steps=_WARM_UP,
         lengths=lengths,
         longest=max(lengths),
         fit=_share_that_fits(lengths, config.tokens.sequence_length),
@@ -213,9 +217,13 @@ def _render(
         fitting=fitting,
         suggested=fitting[0] if fitting and "full" not in fitting else None,
         num_parameters=f"{num_parameters / 1e9:.2f} billion" if num_parameters >= 1e8 else f"{num_parameters:,.0f}",
-        learning_rate=next((rate for size, rate in _LEARNING_RATES if num_parameters < size), "5.0e-6"),
-        lora_rate=_LORA_RATE,
+        learning_rate=_shown(learning_rate),
+        lora_rate=_shown(_LORA_FACTOR * learning_rate),
     )
+
+
+def _shown(rate: float) -> str:
+    return f"{rate:.1e}".replace("e-0", "e-")
 
 
 def _scalar(text: str) -> str:
