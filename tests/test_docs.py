@@ -12,7 +12,6 @@ import yaml
 from sftron.config import ConfigError, describe_config, load_config
 from sftron.config.schema import Logging
 from sftron.sweep.grid import read_sweep_file
-from sftron.train.start.first_config import _LEARNING_RATES, _LORA_RATE
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES, blocks
 
@@ -183,13 +182,6 @@ def test_every_logger_has_an_extra_of_its_name() -> None:
         assert name in extras, name
     for name in re.findall(r"--extra ,(.*?)\)", makefile)[0].split():
         assert name in extras, name
-
-
-def test_the_rate_of_adapters_is_the_one_that_init_writes() -> None:
-    page = read(DOCS / "lora.md")
-    assert f"learning_rate: {_LORA_RATE} " in page
-    rates = [rate for _, rate in _LEARNING_RATES]
-    assert f"`sftron init` begins with {_LORA_RATE}; full fine-tuning has {rates[0]} to 5.0e-6" in page
 
 
 def test_every_link_and_every_named_file_exists() -> None:
