@@ -365,7 +365,10 @@ def test_a_layout_is_the_same_whether_or_not_its_frame_is_known(
     assert found[0] == found[1]
 
 
-EACH = "{% for m in messages %}BODY<|im_end|>{% endfor %}"
+EACH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nBODY<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 WRITES = {
     "plus": "{{ '<' + m['content'] + '>' }}",
     "tilde": "{{ '<' ~ m.content ~ 1 }}",

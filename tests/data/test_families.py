@@ -59,7 +59,7 @@ class Family:
 FOLLOWED = [
     *("chatml_like", "llama2_like", "mistral_like", "gemma_like", "qwen3_like", "deepseek_like", "gpt_oss_like"),
     *("llama31_like", "phi_like", "zephyr_like", "command_r_like", "granite_like", "vicuna_like"),
-    *("qwen3_thinking_like", "qwq_like", "command_a_like", "gemma4_like", "hunyuan_like"),
+    *("qwen3_thinking_like", "qwq_like", "command_a_like", "gemma4_like", "hunyuan_like", "smollm3_like"),
 ]
 
 
@@ -118,18 +118,19 @@ def shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], flags: Sequenc
 
 REFUSED, NOT_WRITTEN, MOVED = "refused", "calls not written", "history moved"
 NOT_COMPARED = {
-    "chatml_like": {NOT_WRITTEN: 21},
-    "llama2_like": {REFUSED: 20, NOT_WRITTEN: 2},
-    "mistral_like": {REFUSED: 2, MOVED: 3},
-    "gemma_like": {REFUSED: 20, NOT_WRITTEN: 3},
+    "chatml_like": {NOT_WRITTEN: 24},
+    "llama2_like": {REFUSED: 23, NOT_WRITTEN: 2},
+    "mistral_like": {REFUSED: 3, MOVED: 3},
+    "gemma_like": {REFUSED: 24, NOT_WRITTEN: 3},
     "llama31_like": {REFUSED: 6},
-    "phi_like": {REFUSED: 7, NOT_WRITTEN: 14},
-    "zephyr_like": {REFUSED: 7, NOT_WRITTEN: 14},
-    "command_r_like": {REFUSED: 19, NOT_WRITTEN: 2},
-    "vicuna_like": {REFUSED: 7, NOT_WRITTEN: 14},
-    "hunyuan_like": {REFUSED: 7},
+    "phi_like": {REFUSED: 8, NOT_WRITTEN: 16},
+    "zephyr_like": {REFUSED: 8, NOT_WRITTEN: 16},
+    "command_r_like": {REFUSED: 22, NOT_WRITTEN: 2},
+    "vicuna_like": {REFUSED: 8, NOT_WRITTEN: 16},
+    "hunyuan_like": {REFUSED: 8},
+    "smollm3_like": {NOT_WRITTEN: 24},
 }
-"""Of the 33 conversations, the number that the oracle cannot compare: those that transformers refuses (and sftron, but
+"""Of the 37 conversations, the number that the oracle cannot compare: those that transformers refuses (and sftron, but
 for absent contents that a template insists on), whose calls the template does not write, or with another history."""
 
 

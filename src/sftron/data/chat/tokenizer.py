@@ -232,7 +232,7 @@ class ChatTokenizer:
             conversation,
             self.template_for(conversation),
             read=lambda text: self._read_layout(text, conversation),
-            prompts=lambda: self._prompts[self.template].of(conversation),
+            prompts=self._prompts[self.template],
         )
 
     def _read_layout(self, text: TrackedStr, conversation: Conversation) -> Layout:
