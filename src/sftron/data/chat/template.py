@@ -42,6 +42,7 @@ _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getat
 
 _NEEDED_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
+    "hermes": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "alpaca": (),
     "vicuna": (),

@@ -125,8 +125,8 @@ class TurnReader:
                 left_out.append((index, f"{role} content in part"))
             if message.fields.get("tool_calls") and "tool_calls" not in names:
                 raise TemplateError(
-                    f"the template does not write the tool calls of {self._name(index)}; give one that does "
-                    "(tokenizer.chat_template: FILE)"
+                    f"the template does not write the tool calls of {self._name(index)}; take one that does "
+                    "(tokenizer.chat_template: hermes, or FILE)"
                 )
             if message.role is Role.ASSISTANT and Role.REASONING not in roles:
                 is_inline = "</think>" in content and "content" in names
