@@ -76,6 +76,7 @@ CONVERSATIONS = [
     given("three rounds", user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), user("Ah"), answer("Yes.")),
     given("system", SYSTEM, user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), needs="system"),
     given("a system that decides", {"role": "system", "content": "/no_think Be kind."}, *ROUNDS, needs="system"),
+    given("a system that only decides", {"role": "system", "content": "/no_think"}, *ROUNDS, needs="system"),
     given("the same words again", user("Pip."), answer("Pip."), user("Pip."), answer("Pip.")),
     given("white space", user("  Who? "), answer("  Pip. \n"), user("\n\nWhy?\n"), answer("\n\nIt grows.\n\n")),
     given("an empty answer", user("Who?"), answer(""), user("Well?"), answer("Pip.")),
