@@ -53,6 +53,7 @@ TOOLS = [
 CODE = "```python\ndef f(x):\n\treturn {'a': \"<b>\"}  # 12345\n```\n"
 SECOND = "b1b2c3d4e"
 ROME = call(city="Rome")
+ROUNDS = [user("Who?"), answer("Pip."), user("Why?"), answer("It grows.")]
 THOUGHTS = [
     *(user("Who?"), answer("Pip.", reasoning_content="They ask.")),
     *(user("Why?"), answer("It grows.", reasoning_content="\nSo.\n")),
@@ -74,6 +75,8 @@ CONVERSATIONS = [
     given("one round", user("Who?"), answer("Pip.")),
     given("three rounds", user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), user("Ah"), answer("Yes.")),
     given("system", SYSTEM, user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), needs="system"),
+    given("a system that decides", {"role": "system", "content": "/no_think Be kind."}, *ROUNDS, needs="system"),
+    given("a system that only decides", {"role": "system", "content": "/no_think"}, *ROUNDS, needs="system"),
     given("the same words again", user("Pip."), answer("Pip."), user("Pip."), answer("Pip.")),
     given("white space", user("  Who? "), answer("  Pip. \n"), user("\n\nWhy?\n"), answer("\n\nIt grows.\n\n")),
     given("an empty answer", user("Who?"), answer(""), user("Well?"), answer("Pip.")),
@@ -94,6 +97,11 @@ CONVERSATIONS = [
         "calls at once",
         *(user("Weather?"), calling(ROME, call(identifier=SECOND, city="Oslo"))),
         *(result("25"), result("8", SECOND), answer("25 and 8.")),
+        needs="tools",
+    ),
+    given(
+        "results without text",
+        *(user("Weather?"), calling(ROME), result("25"), result(""), result(""), answer("25.")),
         needs="tools",
     ),
     given("calls one after another", *LATER_CALLS, needs="tools"),

@@ -1,6 +1,7 @@
 """tiktoken in place of a tokenizer: exactly its ids, or not used."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,6 +22,11 @@ GPT4O_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_SHORT}?|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_SHORT}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35_WORDS = (
+    _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4_WORDS = LLAMA3_WORDS.replace(_SHORT, "'(?i:[sdmt]|ll|ve|re)")
+TEKKEN_WORDS = GPT4O_WORDS.replace(_SHORT + "?", "").replace("{1,3}", "")
 
 
 def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
@@ -122,6 +128,101 @@ def test_a_split_that_the_two_libraries_do_not_read_alike_is_noticed(
     assert pairs_of(backend_like(tokenizer, GPT2)) is not None
     monkeypatch.setattr(byte_pairs, "_GPT2_WORDS", LLAMA3_WORDS)
     assert pairs_of(backend_like(tokenizer, GPT2)) is None
+
+
+REST_OF_SPACES = r"|\s+(?!\S)|\s+"
+WORDS = LLAMA3_WORDS.removesuffix(REST_OF_SPACES)
+NAME_OF = {byte: name for name, byte in byte_pairs._BYTE_OF.items()}
+ALPHABET = " \n\taAs'12!"
+PAIRS = [(NAME_OF[ord(a)], NAME_OF[ord(b)]) for a in ALPHABET for b in ALPHABET]
+"""Merges of any two characters of the alphabet, so that every other split gives other ids."""
+
+parts = st.sampled_from(
+    [
+        r"\p{L}",
+        r"\p{N}",
+        r"\p{Lu}",
+        r"\p{M}",
+        r"\s",
+        r"\S",
+        r"\n",
+        " ",
+        "'",
+        "a",
+        r"[\r\n]",
+        r"[^\s\p{L}]",
+        r"[^\r\n\p{N}]",
+    ]
+)
+quantified = st.tuples(parts, st.sampled_from(["", "?", "*", "+", "{2}", "{1,3}"])).map("".join)
+whole_words = st.lists(quantified | st.sampled_from(["(?i:'s|'t|'ll)", "'(?i:[sdmt]|re)?"]), min_size=1, max_size=4)
+patterns = st.lists(whole_words.map("".join), min_size=1, max_size=4).map("|".join)
+
+
+def test_a_pattern_that_is_taken_over_splits_every_text_as_the_tokenizer_does() -> None:
+    """Before Llama 3's, so that all text is in some word. Those that may match no character are left."""
+    is_taken = Counter[bool]()
+
+    @given(words=patterns, text=st.text(st.sampled_from(ALPHABET + "é\u0301²中S\r\x85"), max_size=40))
+    def check(words: str, text: str) -> None:
+        backend = small_backend(PAIRS)
+        backend.pre_tokenizer = split_by(f"{words}|{LLAMA3_WORDS}")
+        renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+        assert renamed.encode([text]).ids.tolist() == backend.encode(text).ids
+        is_taken[renamed.byte_pairs is not None] += 1
+
+    check()
+    assert is_taken[True] >= 5
+
+
+@pytest.mark.parametrize("words", [LLAMA3_WORDS, GPT4O_WORDS, QWEN35_WORDS, GPT4_WORDS, TEKKEN_WORDS])
+def test_the_patterns_of_published_tokenizers_are_taken_over(tokenizer: PreTrainedTokenizerBase, words: str) -> None:
+    assert pairs_of(backend_like(tokenizer, split_by(words))) is not None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            r"\s+$",
+            r"^\s+",
+            r"\p{L}*",
+            r"\p{L}+?",
+            r"\p{L}++",
+            r"\p{N}{1,3}+",
+            r"\p{N}{1,}+",
+            r"[ -~]",
+            r"[!--]",
+            r"(?i:ss)",
+        ),
+        *(
+            r"\b\p{L}",
+            r"\p{Han}+",
+            r".",
+            r"(?<=a)b",
+            r"(?!a)b",
+            r"a|",
+            r"(?m:a)",
+            r"[[a]]",
+            r"\d+",
+            r"\w+",
+            r"\h",
+            r"a\z",
+        ),
+    ],
+)
+def test_a_pattern_that_may_mean_two_things_is_left_to_the_tokenizer(words: str) -> None:
+    backend = small_backend(PAIRS)
+    backend.pre_tokenizer = split_by(f"{WORDS}|{words}{REST_OF_SPACES}")
+    assert pairs_of(backend) is None
+
+
+def test_the_end_of_a_line_is_not_that_of_the_text() -> None:
+    """With `$` tiktoken gives other ids, although the texts that are hard to split are the same."""
+    backend, text = small_backend(PAIRS), "1\na"
+    backend.pre_tokenizer = split_by(rf"1$|1\n|{LLAMA3_WORDS}")
+    ids = ControlTokens(backend).renamed_tokenizer(0xF0000).encode([text]).ids.tolist()
+    assert ids == backend.encode(text).ids
 
 
 def test_what_tiktoken_cannot_encode_is_encoded_by_the_tokenizer(

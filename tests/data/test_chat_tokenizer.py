@@ -169,7 +169,7 @@ def test_a_tokenizer_without_a_template_or_that_is_slow_is_refused(tokenizer: Pr
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="is not a fast tokenizer"):
         ChatTokenizer(SimpleNamespace(chat_template="x"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"found none; set tokenizer\.chat_template: one of chatml, llama3, alpaca, "):
+    with pytest.raises(ValueError, match=r"found none; set tokenizer\.chat_template: one of chatml, hermes, llama3, "):
         ChatTokenizer(bare)
 
 
@@ -365,7 +365,10 @@ def test_a_layout_is_the_same_whether_or_not_its_frame_is_known(
     assert found[0] == found[1]
 
 
-EACH = "{% for m in messages %}BODY<|im_end|>{% endfor %}"
+EACH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nBODY<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 WRITES = {
     "plus": "{{ '<' + m['content'] + '>' }}",
     "tilde": "{{ '<' ~ m.content ~ 1 }}",

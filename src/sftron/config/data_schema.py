@@ -38,7 +38,7 @@ class Tokenizer(Section):
     revision: Revision | None = None
     """As model.revision, for the tokenizer; null: that of the model or, with path, the branch main."""
     chat_template: PathText | None = None
-    """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
+    """A .jinja file, or chatml, hermes, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own."""
     add_tokens: Texts = ()
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
     date: Day | None = None

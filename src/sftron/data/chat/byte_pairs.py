@@ -30,8 +30,17 @@ _GPT2_WORDS_AND_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{
 """The equivalent of a Digits pre-tokenizer, which makes every digit a word, followed by ByteLevel. Since Digits splits
 the text before each digit, white space before a digit counts as white space at the end of a text."""
 
-_MEANS_TWO_THINGS = re.compile(r"[+*?]\+|\d\}\+|\(\?[^:i!]|\[\[|&&|\\[^prnsS/]")
-"""Matches syntax that the regular expression engines of the two libraries interpret differently, such as `{1,3}+`."""
+_CHARACTER = r"(?:\\p\{[A-Z][a-z]?\}|\\[rnsS/]|[A-Za-z' ])"
+_ONE_OF = rf"(?:{_CHARACTER}|\[\^?(?:{_CHARACTER}|/)+\])"
+_ENGLISH_END = r"'?(?:[sdmt]|\[[sdmt]+\]|ll|ve|re)"
+_ENGLISH_ENDS = rf"\(\?i:{_ENGLISH_END}(?:\|{_ENGLISH_END})*\)"
+_PART = rf"(?:{_ONE_OF}(?:\+|\{{[1-9](?:,[1-9])?\}})?|{_ENGLISH_ENDS})"
+_OPTIONAL_PART = rf"(?:{_ONE_OF}[?*]|{_ENGLISH_ENDS}\?)"
+_WORD = rf"{_OPTIONAL_PART}*{_PART}(?:{_OPTIONAL_PART}|{_PART})*"
+_MEANS_ONE_THING = re.compile(rf"{_WORD}(?:\|{_WORD})*\|\\s\+\(\?!\\S\)\|\\s\+")
+"""Matches the regular expressions that mean the same in both libraries. Others may not: `$` is the end of a line in
+Oniguruma, which tokenizers uses, and that of the text in tiktoken's engine; `{1,3}+` is possessive only in the latter;
+`--`, `&&`, escapes, flags, names of scripts and ignored case differ as well; and tiktoken fails on an empty word."""
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -136,7 +145,7 @@ def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
         case [
             {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ] if pattern.endswith(r"|\s+(?!\S)|\s+") and not _MEANS_TWO_THINGS.search(pattern):
+        ] if _MEANS_ONE_THING.fullmatch(pattern):
             return pattern
     return None
 

@@ -1,14 +1,20 @@
 """Generation prompts: the text that a chat template writes before an answer at inference.
 
-The model generates everything after it. The prompt is found by rendering a short conversation of the same shape: the
-same roles, and the same fields of messages absent, empty or filled. Each shape is rendered once, so further
-conversations of a known shape, of any length, cost no rendering.
+The model generates everything after it. Most templates append the same header to every conversation
+(`ChatTemplate.has_constant_header`). Only the text that closes the message before can then vary, and the prompt is
+found by rendering a short conversation of the same shape: the same roles, and the same fields of messages absent, empty
+or filled. Each shape is rendered once, so further conversations of a known shape, of any length, cost no rendering.
+
+A header that may depend on the texts or the number of messages, and a prompt that is not found in the rendered
+conversation, are rendered from the messages before the answer. This is one more rendering for each answer, so it is
+quadratic in the number of turns.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from sftron.data.chat.control_tokens import ControlTokens
@@ -59,7 +65,8 @@ def _probe_field(name: str, value: Any) -> object:
     return calls
 
 
-_USER, _ANSWER = _shape(Message(Role.USER, "Hi")), _shape(Message(Role.ASSISTANT, "Hi"))
+_USER, _ANSWER = Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Hi")
+_Tools = Sequence[Mapping[str, Any]]
 
 
 class GenerationPrompts:
@@ -68,14 +75,36 @@ class GenerationPrompts:
     def __init__(self, template: ChatTemplate, control: ControlTokens) -> None:
         self.template, self.control = template, control
         self._known: dict[tuple[object, ...], GenerationPrompt | None] = {}
+        self.reads_flag, self._unconditional_header = cache(self._find_flag), cache(self._find_unconditional_header)
 
     def of(self, conversation: Conversation) -> dict[int, GenerationPrompt | None]:
-        """Returns the prompt before each of the assistant's messages, by index; None if the template rejects it."""
+        """Returns the prompt of the shape before each of the assistant's messages, by index.
+
+        It is None if the template rejects the shape.
+        """
         has_tools = bool(conversation.tools)
         return {number: self._of_shapes(shapes, has_tools) for number, shapes in _contexts(conversation.messages)}
 
+    def determines(self, prompt: GenerationPrompt | None, written: str) -> bool:
+        """Returns whether the prompt of a shape shows where the model begins in `written`, the text before an answer.
+
+        This is so if the header is always the same, and `written` has it, or its first words, after the text that
+        closes the message before, and nowhere else.
+        """
+        if prompt is None or not self.template.has_constant_header:
+            return False
+        header = prompt.text[prompt.header_start : self.common_start(prompt.text, written)]
+        return bool(header.strip()) and written.count(header) == 1
+
+    def before(self, conversation: Conversation, message: int) -> GenerationPrompt | None:
+        """Renders the messages before an answer, and returns the prompt; None if the template rejects them."""
+        try:
+            return self._rendered(conversation.messages[:message], conversation.tools)
+        except TemplateError:
+            return None
+
     def after_question(self, has_tools: bool) -> GenerationPrompt | None:
-        return self._of_shapes((_USER,), has_tools)
+        return self._of_shapes((_shape(_USER),), has_tools)
 
     def common_start(self, left: str, right: str) -> int:
         """Returns the length of the common prefix, in characters, of whole words of `left`.
@@ -105,54 +134,58 @@ class GenerationPrompts:
         key = (has_tools, *(name for name, _ in shapes))
         if key not in self._known:
             try:
-                self._known[key] = self._probed(shapes, has_tools)
+                self._known[key] = self._rendered([message for _, message in shapes], _probe_tools(has_tools))
             except TemplateError:
                 self._known[key] = None
         return self._known[key]
 
-    def _probed(self, shapes: tuple[_Shape, ...], has_tools: bool) -> GenerationPrompt:
-        closed = _end(self._render(shapes, has_tools))
-        prompt = _end(self._render(shapes, has_tools, add_generation_prompt=True))
+    def _rendered(self, messages: Sequence[Message], tools: _Tools) -> GenerationPrompt:
+        closed = _end(self._render(messages, tools))
+        prompt = _end(self._render(messages, tools, add_generation_prompt=True))
         if prompt != closed:
             return GenerationPrompt(prompt, self.common_start(closed, prompt))
-        if self._reads_flag(has_tools):
+        if self.reads_flag(bool(tools)):
             return GenerationPrompt(prompt, len(prompt))  # generation continues at the end of the last message
-        header = self._unconditional_header(has_tools)
+        header = self._unconditional_header(bool(tools))
         if header and prompt.endswith(header):
             return GenerationPrompt(prompt, len(prompt) - len(header))
         # What such a template writes before an answer is the header, except that the model generates white space.
-        answered = _before(self._render((*shapes, _ANSWER), has_tools), len(shapes))
+        answered = _before(self._render((*messages, _ANSWER), tools), len(messages))
         shared = self.common_start(prompt, answered)
         if answered[shared:].strip():
             return GenerationPrompt(answered, shared)
-        return GenerationPrompt(prompt, 0 if shapes[-1][1].role is Role.USER else len(prompt))
+        return GenerationPrompt(prompt, 0 if messages[-1].role is Role.USER else len(prompt))
 
-    def _reads_flag(self, has_tools: bool) -> bool:
+    def _find_flag(self, has_tools: bool) -> bool:
         """Returns whether `add_generation_prompt` changes the text after a question."""
+        tools = _probe_tools(has_tools)
         try:
-            closed = self._render((_USER,), has_tools)
-            return closed != self._render((_USER,), has_tools, add_generation_prompt=True)
+            return self._render((_USER,), tools) != self._render((_USER,), tools, add_generation_prompt=True)
         except TemplateError:
             return False
 
-    def _unconditional_header(self, has_tools: bool) -> str:
+    def _find_unconditional_header(self, has_tools: bool) -> str:
         """Returns the header that the template writes after every conversation, whatever `add_generation_prompt` is.
 
         Such a header, "" if there is none, follows the last answer, but not an answer before another question.
         """
+        tools = _probe_tools(has_tools)
         try:
-            end = _end(self._render((_USER, _ANSWER), has_tools))
-            between = _before(self._render((_USER, _ANSWER, _USER), has_tools), 2)
-            prompt = _end(self._render((_USER,), has_tools))
-            answered = _before(self._render((_USER, _ANSWER), has_tools), 1)
+            end = _end(self._render((_USER, _ANSWER), tools))
+            between = _before(self._render((_USER, _ANSWER, _USER), tools), 2)
+            prompt = _end(self._render((_USER,), tools))
+            answered = _before(self._render((_USER, _ANSWER), tools), 1)
         except TemplateError:
             return ""
         header = end[self.common_start(end, between) :]
         return header if answered.startswith(prompt) and prompt.endswith(header) else ""
 
-    def _render(self, shapes: Sequence[_Shape], has_tools: bool, *, add_generation_prompt: bool = False) -> TrackedStr:
-        conversation = probe([message for _, message in shapes], (PROBE_TOOL,) if has_tools else ())
-        return self.template.render_conversation(conversation, add_generation_prompt=add_generation_prompt)
+    def _render(self, messages: Sequence[Message], tools: _Tools, *, add_generation_prompt: bool = False) -> TrackedStr:
+        return self.template.render_conversation(probe(messages, tools), add_generation_prompt=add_generation_prompt)
+
+
+def _probe_tools(has_tools: bool) -> _Tools:
+    return (PROBE_TOOL,) if has_tools else ()
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, ...]]]:
@@ -176,7 +209,7 @@ def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, 
             system = (shape,)
         else:
             if rounds:
-                earlier, questions, rounds = (_USER, _ANSWER), (), ()
+                earlier, questions, rounds = (_shape(_USER), _shape(_ANSWER)), (), ()
             questions = (*questions[-1:], shape)
 
 

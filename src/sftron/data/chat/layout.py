@@ -12,7 +12,7 @@ depends only on the roles of the messages, and a conversation whose roles are kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sftron.data.chat.control_tokens import ControlTokens, Tokens, num_bytes
-from sftron.data.chat.generation_prompt import GenerationPrompt
+from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.spans import MODEL_ROLES, RenderedTurns
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
@@ -174,13 +174,11 @@ def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.nda
     return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
 
 
-_Prompts = Mapping[int, GenerationPrompt | None]
-
-
 class Layouts:
     """A cache of layouts by frame, and, where the template only writes the texts, by the roles of the messages.
 
-    A conversation has no frame if its roles may depend on one of its texts: a text that spells a control token or the
+    A conversation has no frame if its roles may depend on one of its texts: under a template whose header may, and with
+    a text that spells a control token or the
     end of reasoning, is white space, or is written only in part, twice, or out of order. Nor does a conversation with
     tools, tool calls or reasoning have a frame.
     """
@@ -195,7 +193,7 @@ class Layouts:
         conversation: Conversation,
         template: ChatTemplate,
         read: Callable[[TrackedStr], Layout],
-        prompts: Callable[[], _Prompts],
+        prompts: GenerationPrompts,
     ) -> Layout:
         """Returns the layout of a conversation, which is determined only if its frame is new.
 
@@ -205,9 +203,9 @@ class Layouts:
             conversation: The conversation.
             template: Its template.
             read: Determines the layout of the rendered conversation.
-            prompts: Returns the generation prompt before each answer.
+            prompts: The template's generation prompts.
         """
-        contents = self._plain_contents(conversation)
+        contents = self._plain_contents(conversation) if template.has_constant_header else None
         if contents is None:
             return read(template.render_conversation(conversation))
         roles = tuple([each.role_name or each.role.name for each in conversation.messages])
@@ -225,7 +223,7 @@ class Layouts:
             layout = known.with_texts(texts)
         else:
             layout = known = read(rendered)
-            if not _is_decided_by_gaps(layout, gaps, texts, prompts()):
+            if not _is_decided_by_gaps(layout, gaps, texts, conversation, prompts):
                 return layout
             _remember(self._of_frame, frame, layout)
         if is_stripped and roles not in self._of_roles:
@@ -275,11 +273,16 @@ def _divided(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list
     return (gaps, texts) if len(texts) == len(contents) else None
 
 
-def _is_decided_by_gaps(layout: Layout, gaps: Sequence[str], texts: list[str], prompts: _Prompts) -> bool:
+def _is_decided_by_gaps(
+    layout: Layout, gaps: Sequence[str], texts: list[str], conversation: Conversation, prompts: GenerationPrompts
+) -> bool:
     """Returns whether the roles of the spans depend only on the template's text around the conversation's texts.
 
-    This is so if every text is one span, and the gap before each answer begins with the generation prompt.
+    This is so if every text is one span, and the gap before each answer begins with the generation prompt and shows
+    its header once.
     """
     is_whole = [layout.texts[span] for span in layout.outline.texts] == texts
-    before = ((gaps[number], prompt) for number, prompt in prompts.items())
-    return is_whole and all(prompt is not None and gap.startswith(prompt.text) for gap, prompt in before)
+    before = ((gaps[number], prompt) for number, prompt in prompts.of(conversation).items())
+    return is_whole and all(
+        prompt is not None and gap.startswith(prompt.text) and prompts.determines(prompt, gap) for gap, prompt in before
+    )

@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from sftron.data.chat.generation_prompt import GenerationPrompts
@@ -124,8 +125,8 @@ class TurnReader:
                 left_out.append((index, f"{role} content in part"))
             if message.fields.get("tool_calls") and "tool_calls" not in names:
                 raise TemplateError(
-                    f"the template does not write the tool calls of {self._name(index)}; give one that does "
-                    "(tokenizer.chat_template: FILE)"
+                    f"the template does not write the tool calls of {self._name(index)}; take one that does "
+                    "(tokenizer.chat_template: hermes, or FILE)"
                 )
             if message.role is Role.ASSISTANT and Role.REASONING not in roles:
                 is_inline = "</think>" in content and "content" in names
@@ -280,10 +281,14 @@ class TurnReader:
         It is the end of the generation prompt, or the first whole word at which the rendering differs from it. The
         result is None if they differ before the answer's header.
         """
-        prompt = self._prompt_before[message]
+        start = next((self._spans[n].end for n in range(number - 1, -1, -1) if self._spans[n].is_text), 0)
+        first, prompt = self._next_text(number), self._prompt_before[message]
+        if not self._prompts.determines(prompt, self._text[start:first]):
+            if (end := self._end_of_whole_prompt(message, first)) is not None:
+                return max(end, self._turn_end)
+            prompt = self._prompts.before(self._conversation, message)
         if prompt is None:
             return None
-        start = next((self._spans[n].end for n in range(number - 1, -1, -1) if self._spans[n].is_text), 0)
         rendered = self._text[start : start + len(prompt.text) + 1]
         shared = self._prompts.common_start(prompt.text, rendered)
         if shared < len(prompt.text) and shared <= prompt.header_start:
@@ -291,6 +296,24 @@ class TurnReader:
             found = self._text.find(prompt.header, max(start, self._turn_end), self._next_text(number))
             return found + len(prompt.header) if found >= 0 and prompt.header.strip() else None
         return max(start + shared, self._turn_end)
+
+    def _end_of_whole_prompt(self, message: int, first: int) -> int | None:
+        """Returns the end of the generation prompt of an answer if the rendering begins with all of it, or None.
+
+        If the template does not distinguish prompts, text that it writes from there to `first`, the start of the
+        answer's first text, may be a header. The result is then None as well.
+        """
+        try:
+            prompt = self._render_prompt(message)
+        except TemplateError:
+            return None
+        is_prompt = self._prompts.reads_flag(bool(self._conversation.tools))
+        is_whole = self._text.startswith(prompt) and (is_prompt or not self._text[len(prompt) : first].strip())
+        return len(prompt) if is_whole else None
+
+    @cached_property
+    def _render_prompt(self) -> Callable[[int], str]:
+        return self._prompts.template.prompt_renderer(self._conversation)
 
     def _find_stop(self, end: int, until: int, role: Role) -> tuple[str | None, int]:
         """Returns the stop token between the end of a turn's texts and the next text, and the end of the token."""

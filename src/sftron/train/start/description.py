@@ -106,6 +106,10 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         control = f"; the other {others:,} spell control tokens, taken as plain text" if others else ""
         equal = f"{sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids"
         console.write(f"template   {equal} of apply_chat_template{control}")
+        masks = sample.masks
+        other = f"; {masks.not_compared.total():,} could not be compared: {masks.reasons}" if masks.not_compared else ""
+        compared = f"{masks.num_equal:,} of {masks.num_compared:,} compared masks train exactly"
+        console.write(f"           {compared} what follows the generation prompt{other}")
         stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
         console.write(f"           {stopping}, {stops}")
     if sample.num_pretokenized:
