@@ -110,7 +110,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_damaged_counts_weigh_as_on
         record["trained_tokens"] = tokens
     assert divergence(records, 49152) == verdict(SMOLLM2)
     # Steps weigh as much as they have trained tokens.
-    losses = [1.4] * 180 + [12.0] * 10 + [1.4] * 10
+    losses = [1.5] + [1.4] * 179 + [12.0] * 10 + [1.4] * 10
     assert verdict(losses) is not None
     assert verdict(losses, tokens=[100] * 180 + [1] * 10 + [100] * 10) is None
 
