@@ -76,8 +76,8 @@ def describe_setup(setup: Setup) -> None:
         console.write(line)
     if (rate := config.optimizer.learning_rate) > _HIGHEST_RATE:
         console.write(
-            f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about the "
-            "rate in a step, and most models break at that. docs/lora.md has usual rates"
+            f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about "
+            "the rate in a step, and most models break at that. docs/lora.md has usual rates"
         )
     _describe_model(setup)
 
@@ -327,8 +327,8 @@ def warn_of_busy_cores(wall: float, processor: float) -> None:
     threads = torch.get_num_threads()
     if threads > 1 and wall > max(_BUSY * processor, processor + 1):
         console.write(
-            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes use "
-            f"the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
+            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes "
+            f"use the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
         )
 
 
