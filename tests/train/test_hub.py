@@ -159,6 +159,21 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
     assert ended["hub"] == {"repository": "me/tiny", "pushed": [], "failed": failed}
 
 
+def test_the_last_export_of_a_diverged_run_is_not_pushed(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(HubServer()) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        rate = {"optimizer__learning_rate": 5.0, "optimizer__schedule": "constant"}
+        trainer = Trainer(config_for(tmp_path, model_folder, tokens__train_steps=12, **rate))
+        trainer.build()
+        assert trainer.train() == 3
+    ended = result(trainer)
+    assert (ended["status"], ended["hub"]["pushed"], ended["hub"]["failed"]) == ("diverged", [], {})
+    assert Path(ended["exported"]).is_dir()
+    assert server.files == {}
+
+
 def test_no_process_is_started_after_the_end_though_a_second_push_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
