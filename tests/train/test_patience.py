@@ -69,7 +69,7 @@ def test_a_run_ends_at_the_evaluation_that_is_worse_for_the_last_time_and_is_com
 
     again = Trainer(make_config(tmp_path, model_folder, **options))
     again.build()
-    assert again._is_finished
+    assert again._finished == "completed"
     longer = run(make_config(tmp_path, model_folder, **options | {"evaluation__patience": 4}))
     assert result(longer)["step"] == expected_end(losses, 4)[1] == end + 1
 
