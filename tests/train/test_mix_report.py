@@ -126,7 +126,7 @@ def test_a_pool_that_holds_less_than_a_pack_is_reported(
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
     plan = project(small.config, small.setup.data.dataset, small.setup.data.sample, dp_world_size=1)
-    describe_run(small.setup, samples=None)
+    describe_run(small.setup, None)
 
     pack = next(iter(small.setup.data.dataset))
     assert plan.conversations_per_pack == len(pack.keys) == 8

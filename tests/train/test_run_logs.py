@@ -154,7 +154,7 @@ def write(
     """Writes a start, with a step for each batch."""
     file = LineFile(ledger_file(folder, rank))
     state = state or {"next_pack": step, "lanes": {}, "first_epoch": 0}
-    file.append(start_line(start, step=step, state=state, data={"fingerprint": "f"}))
+    file.append(start_line(start, step=step, state=state, data={"fingerprint": "f", "datasets": [], "num_epochs": 1}))
     for batch in batches:
         file.append(step_line(start, batch.pack.index + 1, [batch]))
     file.close()

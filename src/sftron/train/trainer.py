@@ -162,7 +162,7 @@ class Trainer:
         self._has_begun = True
         directory.write_result("running")
         description.describe_settings(changed_settings(setup, start), is_done=is_done)
-        description.describe_run(setup, samples=directory.samples)
+        description.describe_run(setup, directory)
         return settings
 
     def dry_run(self) -> int:
@@ -171,7 +171,7 @@ class Trainer:
         No weight changes, and no run directory is written. Raises ValueError if the weights give no finite loss.
         """
         setup, ranks = self.setup, self.ranks
-        description.describe_run(setup, samples=None)
+        description.describe_run(setup, None)
         baseline = resident_memory()
         console.write("dry run    loading the weights")
         model = ranks.all_or_raise(lambda: load_model(setup))

@@ -191,7 +191,8 @@ def _packs_come_once(run: OpenedRun) -> Check:
     saved = [int(state["data"]["next_pack"]) for state in run.saved_states]
     end = max(first, run.ledger.spans()[-1][0].next_pack, max(found, default=-1) + 1, *saved)
     problems = [f"packs 0 to {first - 1} were trained before the ledger began"] if first else []
-    problems += [f"pack {index} is missing" for index in range(first, end) if index not in found]
+    missing = (index for index in range(first, end) if index not in found)
+    problems += [f"pack {index} is missing" for index in islice(missing, _MOST_NAMED + 1)]
     return _check("each pack once", problems, f"{end - first} packs, from number {first} on")
 
 
@@ -247,14 +248,16 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
     for source, row in np.unique(rows[:, :2], axis=0).tolist():
         if not run.is_row(version, source, row):
             problems.append(run.location(version, source, row))
-    for epoch in range(version.start.state["first_epoch"], max(num_due, 1 + int(rows[:, 2].max(initial=-1)))):
+    for epoch in sorted({*rows[:, 2].tolist(), *range(version.start.state["first_epoch"], num_due)}):
         for source, dataset in enumerate(version.datasets):
             own = rows[(rows[:, 0] == source) & (rows[:, 2] == epoch)]
             found, times = np.unique(own[:, 1], return_counts=True)
+            known = set(found.tolist())
             size = run.num_rows(version, source)
-            missing = np.setdiff1d(np.arange(size or 0), found)
+            num_missing = (size or 0) - int(((found >= 0) & (found < (size or 0))).sum())
+            missing = (row for row in range(size or 0) if row not in known) if epoch < num_due and num_missing else ()
             named = [(row, "twice") for row in found[times > 1]]
-            named += [(row, "is missing") for row in missing if epoch < num_due]
+            named += [(row, "is missing") for row in islice(missing, _MOST_NAMED + 1)]
             for row, problem in named[: _MOST_NAMED + 1]:
                 problems.append(f"{run.location(version, source, int(row))} in epoch {epoch}: {problem}")
             yield EpochCount(
@@ -263,7 +266,7 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
                 rows=size,
                 trained=int((own[:, 3] == 0).sum()),
                 dropped=dict(Counter(run.ledger.reasons[reason] for reason in own[own[:, 3] > 0, 3].tolist())),
-                missing=None if size is None else len(missing),
+                missing=None if size is None else num_missing,
                 twice=len(own) - len(found),
                 is_due=epoch < num_due,
             )

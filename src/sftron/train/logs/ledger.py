@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -42,21 +43,14 @@ def _ledger_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("ledger-rank-*.jsonl"))
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a ledger. Raises ValueError if it cannot be read."""
-    try:
-        yield from read_lines(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); move it away") from error
-
-
 def next_start(folder: Path) -> int:
     """Returns the number of the start that is beginning; one rank has to determine it for all ranks."""
     number = 0
     for path in _ledger_files(folder):
-        for line in _lines(path):
-            if line.startswith(_BEGINS) and line.endswith(b"\n"):
-                number = max(number, int(line[len(_BEGINS) :].split(b",")[0]))
+        with suppress(ValueError):  # a line that no run has written
+            for line in read_lines(path):
+                if line.startswith(_BEGINS) and line.endswith(b"\n"):
+                    number = max(number, int(line[len(_BEGINS) :].split(b",")[0]))
     return number + 1
 
 
@@ -177,13 +171,14 @@ def read_ledger(folder: Path) -> Ledger:
             try:
                 record = json.loads(line)
                 if "begins" in record:
-                    begins.setdefault(int(record["begins"]), []).append(record)
+                    _require_start(record)
+                    begins.setdefault(record["begins"], []).append(record)
                     continue
                 start = int(record["start"])
                 packs.setdefault(start, []).extend(_packs(record, start, reasons))
                 if "skipped" in record:
                     skipped[start, int(record["step"])] = record["skipped"]
-            except (ValueError, KeyError, TypeError, OverflowError):
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
                 problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
     if not begins:
         raise ValueError(f"{folder}: the ledger holds no start of the run, so it proves nothing")
@@ -208,6 +203,25 @@ def read_ledger(folder: Path) -> Ledger:
         torn=tuple(torn),
         problems=tuple(problems),
     )
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a ledger. Raises ValueError if it cannot be read."""
+    try:
+        yield from read_lines(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); move it away") from error
+
+
+def _require_start(record: Mapping[str, Any]) -> None:
+    """Raises an error if a line does not have what `start_line` writes."""
+    state, data = record["state"], record["data"]
+    numbers = [record["begins"], state["next_pack"], state["first_epoch"], *map(int, state["lanes"].keys())]
+    optional = [data["num_epochs"], *(each["rows"] for each in data["datasets"])]
+    numbers += [number for number in optional if number is not None]
+    names = [data["fingerprint"], *(each["name"] for each in data["datasets"])]
+    if not all(type(n) is int and 0 <= n < 2**31 for n in numbers) or not all(isinstance(name, str) for name in names):
+        raise ValueError("not the start of a run")
 
 
 def _packs(record: Mapping[str, Any], start: int, reasons: dict[str, int]) -> Iterator[LedgerPack]:

@@ -24,6 +24,7 @@ from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.best import watched_metric
 from sftron.train.evaluation import Question
 from sftron.train.logs import console
+from sftron.train.run_directory import RunDirectory
 from sftron.train.settings import Change
 from sftron.train.start.measured_memory import MeasuredPeak, total_memory
 from sftron.train.start.memory import (
@@ -48,8 +49,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 # --- Before the steps ---
 
 
-def describe_run(setup: Setup, *, samples: Path | None) -> None:
-    """Prints the data, the projection, the model and the first pack, and writes the page with the pack to `samples`."""
+def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
+    """Prints the data, the projection, the model and the first pack, and writes the page with the pack."""
     if not setup.ranks.is_main:
         return
     config, data = setup.config, setup.data
@@ -62,9 +63,9 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
         title=f"{config.general.run_name}: what is trained",
     )
     _show_pack(inspection)
-    if samples is not None:
-        inspection.write_html(samples)
-        console.write(f"samples    {samples} shows this pack, and the audit of the sampled rows")
+    if directory is not None:
+        directory.write(directory.samples.name, inspection.as_html())
+        console.write(f"samples    {directory.samples} shows this pack, and the audit of the sampled rows")
 
 
 def describe_setup(setup: Setup) -> None:
