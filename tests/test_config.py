@@ -138,7 +138,11 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     ),
     (STEPS, f"{STEPS}\n  train_epochs: 2", ":10: tokens.train_steps ... keep one of them"),
     (f"  {STEPS}\n", "", ":8: tokens.train_steps ... set one of them"),
-    (LR, f"{LR}\n  warmup_steps: 1.5", ":13: optimizer.warmup_steps ... found 1.5 (a number); wanted a whole number of steps, or their share of the run"),
+    (
+        LR,
+        f"{LR}\n  warmup_steps: 1.5",
+        ":13: optimizer.warmup_steps ... found 1.5 (a number); wanted a whole number of",
+    ),
     ("model:", "lora: {rank: 99999999}\nmodel:", ":3: lora.rank ... wanted a whole number from 1 to 65536 or null"),
     (ROWS, f"{ROWS}\n  num_workers: 1000000", ":8: data.num_workers ... wanted a whole number from 0 to 256"),
     (LR, f"{LR}\n  warmup_steps: 100", ":13: optimizer.warmup_steps ... 100 is not below tokens.train_steps 100"),

@@ -126,8 +126,8 @@ REFUSED, NOT_WRITTEN, MOVED = "refused", "calls not written", "history moved"
 NOT_COMPARED = {
     "chatml_like": {NOT_WRITTEN: 24},
     "llama2_like": {REFUSED: 23, NOT_WRITTEN: 2},
-    "mistral_like": {REFUSED: 3, MOVED: 3},
-    "gemma_like": {REFUSED: 24, NOT_WRITTEN: 3},
+    "mistral_like": {REFUSED: 4, MOVED: 3},
+    "gemma_like": {REFUSED: 25, NOT_WRITTEN: 3},
     "llama31_like": {REFUSED: 6},
     "phi_like": {REFUSED: 8, NOT_WRITTEN: 16},
     "zephyr_like": {REFUSED: 8, NOT_WRITTEN: 16},
@@ -136,7 +136,7 @@ NOT_COMPARED = {
     "hunyuan_like": {REFUSED: 8},
     "smollm3_like": {NOT_WRITTEN: 24},
 }
-"""Of the 37 conversations, the number that the oracle cannot compare: those that transformers refuses (and sftron, but
+"""Of the 38 conversations, the number that the oracle cannot compare: those that transformers refuses (and sftron, but
 for absent contents that a template insists on), whose calls the template does not write, or with another history."""
 
 

@@ -1,16 +1,26 @@
 """What is trained, compared with transformers' prompts on a user's rows: equal, different, or not comparable."""
 
+import re
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
-from sftron.data.chat.check import MaskCount
+from sftron.data.chat.check import CannotCompareError, MaskCount, generated_tokens
+from sftron.data.chat.spans import MODEL_ROLES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets
 from sftron.data.prepare import DataOptions, Preparation
-from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Role, Row, TokenizedConversation
+from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, DataError, Role, Row, TokenizedConversation
+from tests.conftest import ASSETS, rest_nightly
+from tests.data.family_conversations import SPELLED_CONVERSATIONS
 from tests.data.streams import Rows, as_dataset, chat
+from tests.data.test_families import conversation, shown
 
 WEIGHTED: Row = {
     "messages": [*chat("Hi", "Yo", "And?")["messages"], {"role": "assistant", "content": "No", "weight": 0}]
@@ -88,3 +98,52 @@ def test_rows_that_cannot_be_compared_are_counted_by_reason_and_more_than_a_twen
     many.num_equal, many.not_compared = 18, few.not_compared + one_more.not_compared
     (problem,) = many.problems
     assert problem.startswith("2 of 20 masks could not be compared with transformers' renderings")
+
+
+def test_a_template_that_writes_headers_and_no_prompts_cannot_be_compared(chat_tokenizer: ChatTokenizer) -> None:
+    """What the model is trained after is not what transformers would prompt it with; the start warns of that."""
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    masks = counted(prepare(ChatTokenizer(chat_tokenizer.tokenizer, source), ROWS[0]))
+    assert (masks.wrong, masks.reasons) == ([], "1 as the template writes headers, but no generation prompts")
+
+
+TRL_TEMPLATES = Path(*find_spec("trl").submodule_search_locations) / "chat_templates"  # type: ignore[union-attr]
+TEXTLESS = ("idefics3", "smolvlm", "llava_next")  # they write no content that is a text
+PUBLISHED = sorted(path.stem for path in TRL_TEMPLATES.glob("*.jinja") if not path.stem.startswith(TEXTLESS))
+CONTROL = re.compile(
+    r"<\|[^|<>\s{}]+\|>|<｜[^<>｜{}]+｜>|\[/?[A-Z_]+\]|</?s>|<(?:start|end)_of_turn>|</?think>|<\|?\w+\|?>(?<=\|>)|<\|\w+>"
+)
+STOPS = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<turn|>"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    # A stop token after the last answer, marks that end within a character, line breaks that part, and turns in turns.
+    rest_nightly(PUBLISHED, ["phi3", "diffusion_gemma_training", "qwen3_5_nothink", "gptoss"]),
+)
+def test_the_right_masks_of_published_templates_are_found_equal(name: str) -> None:
+    """The templates that TRL holds; the eos token is one that ends answers, or the end of the whole text."""
+    source = (TRL_TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    eos = next((stop for stop in STOPS if stop in source), "</s>")
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tokenizer", bos_token="<s>", eos_token=eos)
+    control = [
+        AddedToken(each, normalized=False, special=True) for each in sorted({"<s>", eos, *CONTROL.findall(source)})
+    ]
+    tokenizer.backend_tokenizer.add_special_tokens(control)
+    chat_tokenizer, num_equal, num_left = ChatTokenizer(tokenizer, source), 0, 0
+    for each in SPELLED_CONVERSATIONS:
+        given = conversation(each)
+        (encoded,) = chat_tokenizer.encode_batch([given])
+        if isinstance(encoded, DataError):
+            num_left += 1
+            continue
+        ids, is_trained = encoded.input_ids.tolist(), np.isin(encoded.role_ids, list(MODEL_ROLES))
+        try:
+            expected = generated_tokens(chat_tokenizer, given, encoded, {tokenizer.eos_token_id, *encoded.stop_ids})
+        except CannotCompareError:
+            num_left += 1
+            continue
+        assert shown(tokenizer, ids, is_trained.tolist()) == shown(tokenizer, ids, expected.tolist()), each.name
+        num_equal += 1
+    assert num_equal >= 10 or name == "glm4moe"  # without a stop token
+    assert num_equal + num_left == len(SPELLED_CONVERSATIONS)

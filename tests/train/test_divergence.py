@@ -75,6 +75,7 @@ def test_of_healthy_runs_none_in_a_thousand_is_called_diverged_and_of_broken_one
     [
         (SMOLLM2, 1.4, 4.74),
         ([10.97, 2205, 1830, 1502, 1201, 1100, 980, 900, 850, 802, 780, 765], 10.97, 819.4),
+        ([10.97, *[400.0, 1000.0] * 50], 10.97, 700),  # one step before the break, and more noise than that rise
         ([2.0] * 30 + [12.0 + 0.1 * (step % 3) for step in range(30)], 2.0, 12.1),
     ],
 )
@@ -108,8 +109,10 @@ def test_steps_without_a_finite_loss_are_left_out_and_damaged_counts_weigh_as_on
     for record, tokens in zip(records, [None, -3, "x", 0, 1.5] * 6, strict=True):
         record["trained_tokens"] = tokens
     assert divergence(records, 49152) == verdict(SMOLLM2)
-    # The last steps are compared by their tokens: a single row of one token does not decide.
-    assert verdict([1.4] * 20 + [12.0] * 4 + [1.4], tokens=[100] * 20 + [1] * 4 + [400]) is None
+    # Steps weigh as much as they have trained tokens.
+    losses = [1.5] + [1.4] * 179 + [12.0] * 10 + [1.4] * 10
+    assert verdict(losses) is not None
+    assert verdict(losses, tokens=[100] * 180 + [1] * 10 + [100] * 10) is None
 
 
 # --- Runs ---

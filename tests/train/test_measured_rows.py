@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sftron.commands.audit import main as audit
 from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
 from sftron.train.start import run_data
@@ -103,15 +104,15 @@ def test_a_planned_run_takes_any_number_of_workers_and_names_a_bad_row_before_we
 
 
 def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_folder: Path) -> None:
-    """Each measures a part of the rows."""
-    lines = [chat_line(f"Hi {n}", "Yo " * (20 if n < 8 else 1)) for n in range(61)]
+    """Each measures a part of the rows. Many are near half the budget, so packs are those of best-fit decreasing."""
+    lines = [chat_line(f"Hi {n}", "Yo " * (3 + n * 37 % 16)) for n in range(61)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def configure(name: str, num_ranks: int) -> Any:
         options = {"tokens__batch_accumulation_per_replica": 2 // num_ranks, "parallelism__timeout_seconds": 60}
         return make_config(tmp_path, model_folder, **EPOCH, **options, general__run_name=name, logging__ledger=True)
 
-    run(configure("on-1", 1))
+    assert run(configure("on-1", 1)).setup.data.dataset.is_best_fit
     configure("on-2", 2)
     for ended in launch(2, train, tmp_path / "config.yaml", folder=tmp_path):
         assert ended.exit_code == 0, ended.err
@@ -124,3 +125,4 @@ def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_
     assert sum(each["conversations"] for each in ours) == 61
     kept = [json.loads((tmp_path / "runs" / name / "row_lengths.json").read_text()) for name in ("on-1", "on-2")]
     assert kept[0] == kept[1]
+    assert [audit([str(tmp_path / "runs" / name)]) for name in ("on-1", "on-2")] == [0, 0]

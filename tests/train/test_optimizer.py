@@ -14,7 +14,9 @@ from sftron.train.progress import DataSetCount, Progress, schedule_progress
 
 
 def factor(schedule: str, decay: float, **options: float) -> float:
-    return learning_rate_factor(schedule, decay=decay, **{"warm_up": 1.0, "min_ratio": 0.1, "decay_share": 0.2} | options)
+    return learning_rate_factor(
+        schedule, decay=decay, **{"warm_up": 1.0, "min_ratio": 0.1, "decay_share": 0.2} | options
+    )
 
 
 def rates(

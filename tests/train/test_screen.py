@@ -228,7 +228,10 @@ def test_a_first_step_that_waited_for_cores_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    clocks = {"perf_counter": itertools.count(0.0, wall).__next__, "process_time": itertools.count(0.0, processor).__next__}
+    clocks = {
+        "perf_counter": itertools.count(0.0, wall).__next__,
+        "process_time": itertools.count(0.0, processor).__next__,
+    }
     monkeypatch.setattr(loop, "time", SimpleNamespace(**clocks))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     run(make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__export_hf=False))

@@ -208,7 +208,7 @@ def climb(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "measured", "red"),
     [
-        (train_the_header, DATA, {"masks"}),
+        (train_the_header, DATA, {"masks", "start-up"}),
         (forget_the_stop_token, DATA, {"stop tokens", "masks", "start-up"}),
         (do_not_shift, DATA, {"stop tokens", "masks", "start-up"}),
         (change_an_id, DATA, {"template", "prompt", "start-up"}),

@@ -62,7 +62,11 @@ _FORMS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (8, _is_rank, "a whole number from 1 to 65536"),
     "lora_alpha": (8, _is_alpha, "a finite number other than 0"),
     "rank_pattern": ({}, partial(_is_pattern, is_value=_is_rank), "whole numbers above 0 by regular expressions"),
-    "alpha_pattern": ({}, partial(_is_pattern, is_value=_is_alpha), "finite numbers other than 0 by regular expressions"),
+    "alpha_pattern": (
+        {},
+        partial(_is_pattern, is_value=_is_alpha),
+        "finite numbers but 0 by regular expressions",
+    ),
     "use_rslora": _BOOL,
     "use_dora": _BOOL,
     "ensure_weight_tying": _BOOL,

@@ -125,7 +125,8 @@ class PackLoader:
                 if isinstance(error, WorkerError) or not loader.num_workers:
                     raise
                 for frame, _ in walk_tb(error.__traceback__):  # torch's half-made iterator would print another error
-                    if type(iterator := frame.f_locals.get("self")).__module__.startswith("torchdata."):
+                    iterator: Any = frame.f_locals.get("self")
+                    if type(iterator).__module__.startswith("torchdata."):
                         iterator._shutdown = True
                 raise WorkerError(
                     f"no loader worker can be started ({error}); its queues need /dev/shm: enlarge it (docker run "

@@ -200,9 +200,7 @@ def _sharded_like(parameter: Tensor, local: Tensor, shape: torch.Size) -> Tensor
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def learning_rate_factor(
-    schedule: str, *, warm_up: float, decay: float, min_ratio: float, decay_share: float
-) -> float:
+def learning_rate_factor(schedule: str, *, warm_up: float, decay: float, min_ratio: float, decay_share: float) -> float:
     """Returns the factor that multiplies the peak learning rate; see `RunLength` for the progress of its two phases.
 
     In the warm-up it is `warm_up`, which rises to 1. Then `decay` goes from 0 to 1, the end of training: `cosine` and

@@ -8,8 +8,11 @@ comparison does not use the recorded roles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -137,11 +140,20 @@ class MaskCount:
         return {"num_equal": self.num_equal, "wrong": self.wrong, "not_compared": dict(self.not_compared)}
 
     @property
+    def mistakes(self) -> list[str]:
+        """A sentence about the masks that differ, if there are any."""
+        if not self.wrong:
+            return []
+        return [
+            f"{len(self.wrong):,} of {self.num_compared:,} masks differ; the first: {self.wrong[0]}. Give a template "
+            "that marks what the model generates with {% generation %}, or another one (tokenizer.chat_template: "
+            "FILE), and please report this one with this message."
+        ]
+
+    @property
     def problems(self) -> list[str]:
         """One sentence for each reason why the data cannot be trained on, or could not be checked well enough."""
-        problems = []
-        if self.wrong:
-            problems.append(f"{len(self.wrong):,} of {self.num_compared:,} masks differ; the first: {self.wrong[0]}.")
+        problems = self.mistakes
         if self.not_compared.total() > MOST_NOT_COMPARED * self.num_rows:
             problems.append(
                 f"{self.not_compared.total():,} of {self.num_rows:,} masks could not be compared with transformers' "
@@ -185,7 +197,20 @@ def _difference(
     at = int(differing[0])
     text = chat_tokenizer.decode(tokenized.input_ids[at : at + 6].tolist())
     what = "is trained, but is part of the prompt" if trained[at] else "is not trained, but the model must generate it"
-    return f"{conversation.location}: token {at}, {text!r}, {what}"
+    ids, shown = tokenized.input_ids.tolist(), slice(max(0, at - _NUM_SHOWN), at + _NUM_SHOWN)
+    ours, theirs = (_with_marks(chat_tokenizer, ids[shown], mask[shown].tolist()) for mask in (trained, expected))
+    return f"{conversation.location}: token {at}, {text!r}, {what}: trained {ours!r}, generated {theirs!r}"
+
+
+_NUM_SHOWN = 16
+"""The number of tokens before and after a difference that are shown."""
+
+
+def _with_marks(chat_tokenizer: ChatTokenizer, ids: Sequence[int], is_marked: Sequence[bool]) -> str:
+    """Returns the text of ids, with the marked ones between ⟦ and ⟧."""
+    runs = groupby(zip(ids, is_marked, strict=True), key=itemgetter(1))
+    texts = ((mark, chat_tokenizer.decode([token_id for token_id, _ in run])) for mark, run in runs)
+    return "".join(f"⟦{text}⟧" if mark else text for mark, text in texts)
 
 
 def generated_tokens(
@@ -202,30 +227,55 @@ def generated_tokens(
     if chat_tokenizer.template_for(conversation).has_marks:
         if last_turn_only:
             raise CannotCompareError("the template's marks do not show which turn is the last")
-        marked = _apply_chat_template(chat_tokenizer, conversation, return_assistant_tokens_mask=True)
-        return np.array(marked["assistant_masks"], dtype=bool) & _has_weight(tokenized)
+        return _marked_tokens(chat_tokenizer, conversation) & _has_weight(tokenized)
     messages, ids, is_generated = conversation.messages, tokenized.input_ids.tolist(), np.zeros(len(tokenized), bool)
     numbers = [n for n, message in enumerate(messages) if message.role is Role.ASSISTANT]
     if last_turn_only:
         numbers = [n for n in numbers if messages[n].weight > 0][-1:]
 
     def rendered(num_messages: int, **options: bool) -> list[int]:
-        return reference_ids(chat_tokenizer, replace(conversation, messages=messages[:num_messages]), **options)
-
-    end = 0
-    for number in numbers:
         try:
-            prompt, closed, until = rendered(number, add_generation_prompt=True), rendered(number), rendered(number + 1)
+            return reference_ids(chat_tokenizer, replace(conversation, messages=messages[:num_messages]), **options)
         except Exception:  # templates raise exceptions of any kind
             raise CannotCompareError("the template refuses the conversation before an answer") from None
-        start = _end_of_prompt(chat_tokenizer, prompt, closed, ids, end)
+
+    end, has_prompts = 0, "add_generation_prompt" in chat_tokenizer.template_for(conversation).source
+    for number in numbers:
+        prompt = rendered(number, add_generation_prompt=True)
+        until = ids if number + 1 == len(messages) else rendered(number + 1)
+        start = _end_of_prompt(chat_tokenizer, prompt, partial(rendered, number), ids, end)
+        is_plain = not messages[number].fields  # beside a call, some templates leave out the content
+        first_word = "".join((messages[number].content or "").split()[:1]) if is_plain else ""
+        if not has_prompts and not chat_tokenizer.decode(ids[start:]).lstrip().startswith(first_word):
+            raise CannotCompareError("the template writes headers, but no generation prompts")
         stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
         ends = [stop for stop in stops if stop <= len(until)] if ids[: len(until)] == until else stops[:1]
         if not ends:
             raise CannotCompareError("none of the model's own stop tokens follows an answer")
-        end = ends[-1]
+        end = ends.pop()
+        # A stop token right after another one ends the whole text, as in Phi 3: the model has stopped before it.
+        while ends and not chat_tokenizer.decode(ids[ends[-1] : end - 1]).strip():
+            end = ends.pop()
         is_generated[start:end] = messages[number].weight > 0
     return is_generated
+
+
+def _marked_tokens(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> np.ndarray:
+    """Returns, as bool [n], whether each token is between the template's marks.
+
+    Of several tokens of one character at the end of a marked text, transformers marks only the first.
+    """
+    with_offsets = {"return_offsets_mapping": True}
+    marked = _apply_chat_template(
+        chat_tokenizer, conversation, return_assistant_tokens_mask=True, tokenizer_kwargs=with_offsets
+    )
+    is_marked, starts = (
+        np.array(marked["assistant_masks"], dtype=bool),
+        [start for start, _ in marked["offset_mapping"]],
+    )
+    for number, (before, start) in enumerate(pairwise(starts), start=1):
+        is_marked[number] |= is_marked[number - 1] and start == before
+    return is_marked
 
 
 def _has_weight(tokenized: TokenizedConversation) -> np.ndarray:
@@ -234,9 +284,11 @@ def _has_weight(tokenized: TokenizedConversation) -> np.ndarray:
 
 
 def _end_of_prompt(
-    chat_tokenizer: ChatTokenizer, prompt: list[int], closed: list[int], ids: list[int], after: int
+    chat_tokenizer: ChatTokenizer, prompt: list[int], render_closed: Callable[[], list[int]], ids: list[int], after: int
 ) -> int:
-    """Returns the index in `ids` of the first token of an answer; `closed` is the prompt without an answer's header.
+    """Returns the index in `ids` of the first token of an answer.
+
+    `render_closed` returns the prompt without an answer's header.
 
     `after` is the end of the last answer. Raises CannotCompareError.
     """
@@ -247,11 +299,16 @@ def _end_of_prompt(
     if decode(ids).startswith(text):  # a token that begins in the prompt is not generated
         start = next(n for n in range(start, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
     else:  # not within a word or a tag: "<" begins both "<think>" and "<tool_call>"
-        while start and text[(at := len(decode(prompt[:start]))) - 1] not in "\n >]" and text[at] not in "\n <[":
+        while start and _is_within_word(text, len(decode(prompt[:start]))):
             start -= 1
-    if start <= (num_closed := _num_shared(prompt, closed)):
+    if start <= (num_closed := _num_shared(prompt, render_closed())):
         return _end_of_longest_suffix(prompt, ids, after, len(prompt) - num_closed)
     return start
+
+
+def _is_within_word(text: str, at: int) -> bool:
+    """Returns whether a position is within a word, a tag or the line breaks between two of them."""
+    return text[at - 1 : at + 1] == "\n\n" or (text[at - 1] not in "\n >]" and text[at] not in "\n <[")
 
 
 def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_header: int) -> int:

@@ -76,8 +76,8 @@ def describe_setup(setup: Setup) -> None:
         console.write(line)
     if (rate := config.optimizer.learning_rate) > _HIGHEST_RATE:
         console.write(
-            f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about the "
-            "rate in a step, and most models break at that. docs/lora.md has usual rates"
+            f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about "
+            "the rate in a step, and most models break at that. docs/lora.md has usual rates"
         )
     _describe_model(setup)
 
@@ -106,6 +106,10 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         control = f"; the other {others:,} spell control tokens, taken as plain text" if others else ""
         equal = f"{sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids"
         console.write(f"template   {equal} of apply_chat_template{control}")
+        masks = sample.masks
+        other = f"; {masks.not_compared.total():,} could not be compared: {masks.reasons}" if masks.not_compared else ""
+        compared = f"{masks.num_equal:,} of {masks.num_compared:,} compared masks train exactly"
+        console.write(f"           {compared} what follows the generation prompt{other}")
         stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
         console.write(f"           {stopping}, {stops}")
     if sample.num_pretokenized:
@@ -323,8 +327,8 @@ def warn_of_busy_cores(wall: float, processor: float) -> None:
     threads = torch.get_num_threads()
     if threads > 1 and wall > max(_BUSY * processor, processor + 1):
         console.write(
-            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes use "
-            f"the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
+            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes "
+            f"use the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
         )
 
 

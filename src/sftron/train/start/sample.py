@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sftron.config import Config
-from sftron.data.chat.check import require_reference_ids
+from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
@@ -20,6 +20,7 @@ from sftron.data.types import (
     ConversationKey,
     DataError,
     Dropped,
+    LabeledConversation,
     Message,
     Role,
     TokenizedConversation,
@@ -29,6 +30,9 @@ from sftron.report.counts import SourceCount
 from sftron.train.progress import Progress, too_many_dropped
 
 _NUM_SAMPLED_ROWS, _FEWEST_SAMPLED_ROWS = 400, 50
+_MOST_TOKENS_COMPARED = 1_000_000
+"""The tokens of the conversations whose masks are compared, each conversation's times its answers, as each is tokenized
+up to each of its answers. They take about two seconds on one core."""
 _MOST_EPOCHS = 4
 """The number of epochs up to which repeated data is nearly as good as new data (Muennighoff et al., arXiv
 2305.16264)."""
@@ -49,6 +53,8 @@ class Sample:
     """The control tokens that end assistant turns or trained spans of pretokenized rows, most frequent first."""
     control_ids: frozenset[int]
     """The control tokens that occur in the rows; the template writes them."""
+    masks: MaskCount
+    """The comparison of as many masks of the rows as take about two seconds."""
     other_prompt: tuple[str, str] | None
     """The end of the assistant header in training and the end of the generation prompt; None if they are equal."""
 
@@ -59,13 +65,14 @@ class Sample:
 
 
 def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
-    """Prepares a few hundred evenly spaced rows, audits them, and compares their ids with apply_chat_template.
+    """Prepares a few hundred evenly spaced rows, audits them, and compares ids and masks with apply_chat_template.
 
-    Raises DataError for a bad row, for ids that differ, for a problem that the audit finds, and if more than
+    Raises DataError for a bad row, for ids or a mask that differs, for a problem that the audit finds, and if more than
     `max_dropped_share` of the rows are dropped.
     """
     chat_tokenizer = preparation.chat_tokenizer
     rows: list[AuditedRow] = []
+    chats: list[_Chat] = []
     audit = Audit(preparation.source_names, preparation.targets, locate=preparation.location)
     stops: Counter[int] = Counter()
     control_ids: set[int] = set()
@@ -75,19 +82,22 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
         if isinstance(tokenized, Dropped):
             rows.append(tokenized)
         else:
+            labeled = preparation.label(tokenized)
             control_ids |= set(tokenized.input_ids.tolist()) & chat_tokenizer.control_ids
             parsed = preparation.parse(key)
             if isinstance(parsed, Conversation):
                 if not tokenized.num_truncated_turns:
                     require_reference_ids(chat_tokenizer, parsed, tokenized)
+                    chats.append((parsed, tokenized, labeled))
                 num_equal += not tokenized.holds_control_text
                 stops.update(tokenized.stop_ids)
             else:
                 num_pretokenized += 1
                 stops.update(_stops_of_pretokenized(tokenized, chat_tokenizer.control_ids))
-            rows.append((tokenized, preparation.label(tokenized)))
+            rows.append((tokenized, labeled))
         audit.add_row(rows[-1])
-    if problems := [*audit.problems, *_problems_of_drops(preparation, audit, max_dropped_share)]:
+    masks = _compare_masks(preparation, chats)
+    if problems := [*audit.problems, *masks.mistakes, *_problems_of_drops(preparation, audit, max_dropped_share)]:
         drops = [f"{count} {reason}; the first: {first}" for reason, count, first in audit.drops()]
         raise DataError("\n".join([f"{len(rows)} rows were sampled:", *problems, *drops]))
     return Sample(
@@ -97,8 +107,28 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
         num_equal=num_equal,
         stop_ids=tuple(token_id for token_id, _ in stops.most_common()),
         control_ids=frozenset(control_ids),
+        masks=masks,
         other_prompt=_other_prompt(chat_tokenizer),
     )
+
+
+_Chat = tuple[Conversation, TokenizedConversation, LabeledConversation]
+
+
+def _compare_masks(preparation: Preparation, chats: Sequence[_Chat]) -> MaskCount:
+    """Compares the masks of all conversations, or of as many random ones as _MOST_TOKENS_COMPARED allows."""
+
+    def cost(chat: _Chat) -> int:
+        return len(chat[1]) * sum(message.role is Role.ASSISTANT for message in chat[0].messages)
+
+    masks, num_left = MaskCount(), max(_MOST_TOKENS_COMPARED, min(map(cost, chats), default=0))
+    for number in np.random.default_rng(0).permutation(len(chats)):
+        conversation, tokenized, labeled = chat = chats[number]
+        if cost(chat) <= num_left:
+            num_left -= cost(chat)
+            eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
+            masks.add(preparation, conversation, tokenized, labeled, {eos_id, *tokenized.stop_ids})
+    return masks
 
 
 def sampled_keys(preparation: Preparation, num_rows: int = _NUM_SAMPLED_ROWS) -> Iterator[ConversationKey]:
