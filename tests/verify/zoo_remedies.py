@@ -223,7 +223,7 @@ APPLIED: dict[str, Applied] = {
     "neat_packing_without_its_patch": Applied("isolation", f"Leave the mask out of the batch, as {_FLAT}", flat),
     "positions_of_the_whole_pack": Applied("isolation", _FLAT, flat),
     # forgery, adapters and generation
-    "forged_turn": Applied("forgery", "Remove the control tokens from the texts", smollm2),
+    "forged_turn": Applied("forgery", "Remove the control tokens from the texts", smollm2, ROWS),
     "new_tokens_never_trained": Applied(
         "adapters", "modules_to_save=['embed_tokens', 'lm_head']",
         lambda: zoo.with_new_tokens(modules_to_save=["embed_tokens", "lm_head"]),
@@ -267,7 +267,9 @@ APPLIED: dict[str, Applied] = {
         "isolation", "DataCollatorForSeq2Seq",
         lambda: plain(everything(encoded(tok())), tok(), kind="falcon"),
     ),
-    "blog_completion_only_as_it_was": Applied("ids", "apply_chat_template(tokenize=True)", lambda: smollm2(INSTRUCTED), INSTRUCTED),
+    "blog_completion_only_as_it_was": Applied(
+        "ids", "apply_chat_template(tokenize=True)", lambda: smollm2(INSTRUCTED), INSTRUCTED
+    ),
     "transformers_language_modeling": Applied("isolation", _FLAT, lambda: flat_texts(tok())),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ _LABELS = (
 _MASKS = {
     "axolotl": "Set train_on_inputs: false with roles_to_train: [assistant] and train_on_eos: turn.",
     "llamafactory": "Set train_on_prompt: false and mask_history: false.",
-    "swift": "Set --loss_scale default.",
+    "swift": "Set --loss_scale default, and --template_backend swift: the other one masks nothing.",
 }
 PROMPTS_TRAINED = "The prompts are trained."
 HEADERS_TRAINED = "The mask begins before what the model writes."
@@ -129,7 +129,7 @@ NO_STOP = Remedy(
 _RENDERED_BY_LIBRARY = {
     "trl": "Give rows of messages, or of prompt and completion, which TRL renders with the tokenizer's template.",
     "llamafactory": "Leave `template:` out, and LLaMA-Factory takes the tokenizer's own.",
-    "swift": "Set --template_backend jinja, and ms-swift takes the tokenizer's own.",
+    "swift": "Take the --template of ms-swift that writes the same as the tokenizer's own.",
 }
 _RENDERED = (
     "Tokenize the messages with apply_chat_template(tokenize=True); or set tokenizer.chat_template to the template in "
