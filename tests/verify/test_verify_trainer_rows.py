@@ -149,6 +149,38 @@ def trained_headers(own: Any, folder: Path) -> Trainer:
     return of_features(own, folder, features)
 
 
+def line_breaks_of_headers(own: Any, folder: Path) -> Trainer:
+    features = features_of(own)
+    for each in features:
+        first = each["labels"].count(-100)
+        assert own.decode(each["input_ids"][first - 1 : first]) == "\n"
+        each["labels"][first - 1] = each["input_ids"][first - 1]
+    return of_features(own, folder, features)
+
+
+def rendered_twice(own: Any, folder: Path) -> Trainer:
+    rows = [messages(number) for number in range(24)]
+    for question, _ in rows:
+        question["content"] = own.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+    return of_features(own, folder, encoded(own, [{"messages": row} for row in rows]))
+
+
+class WithoutShift(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels, logits = inputs["labels"].flatten(), model(**inputs).logits.flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def loss_of_an_untrained_model(own: Any, folder: Path) -> Trainer:
+    """Its loss is the logarithm of the vocabulary, whatever the labels are."""
+    trainer = plain(own, folder, WithoutShift)
+    for each in trainer.model.parameters():
+        each.data.mul_(1e-3)
+    return trainer
+
+
 def half_answers(own: Any, folder: Path) -> Trainer:
     features = features_of(own)
     for each in features:
@@ -218,6 +250,9 @@ def cut_in_the_question(own: Any, folder: Path, limit: int = 36) -> Trainer:
         (another_template_saved, "generation", "documents differ from the saved template's", "processing_class"),
         (rows_without_labels, "truncation", "6 rows have nothing to train", "These rows train nothing"),
         (trained_headers, "trained tokens", "72 tokens of headers trained", "Give labels of -100 to all but"),
+        (line_breaks_of_headers, "trained tokens", "24 tokens of headers trained", "Give labels of -100 to all but"),
+        (rendered_twice, "ids", "0 of 24 documents", "The chat template is applied twice"),
+        (loss_of_an_untrained_model, "loss", "and is over 4 others", "compare logits[:, :-1] with labels[:, 1:]"),
         (half_answers, "trained tokens", "72 of ", "are left out of the loss"),
         (doubled_beginning, "ids", "0 of 24 documents", "add_special_tokens=False"),
         (no_beginning, "ids", "0 of 24 documents", "that the batch lacks"),

@@ -8,6 +8,8 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Trainer, default_data_collator
 
 from sftron import verify_trainer
+from sftron.verify.trainer.subject import TrainerSubject
+from tests.verify.later_set_ups import KeepsLogits
 from tests.verify.small_trainers import (
     Means,
     cache,
@@ -112,6 +114,14 @@ def test_rows_that_workers_collate_are_seen(own: Any, tmp_path: Path) -> None:
     assert row_of(report, "stop tokens").remedy.startswith("The stop token is masked away")
     assert "the same rows one by one" in " ".join(row_of(report, "loss").detail)
     assert (trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor) == (1, 2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_logits_of_the_trained_tokens_alone_change_no_row(num_rows: int, own: Any, tmp_path: Path) -> None:
+    report = verify_trainer(plain(own, tmp_path, KeepsLogits, per_device_train_batch_size=num_rows))
+    assert report.passed, [(row.name, row.status, row.measured) for row in report.rows]
+    assert "logits_to_keep" in TrainerSubject(plain(own, tmp_path, KeepsLogits), own, None, "all").arguments
+    assert all(row_of(report, name).status == "PASS" for name in ("positions", "loss", "adapters"))
 
 
 def test_a_leak_between_conversations_is_not_said_to_be_of_the_future(own: Any, tmp_path: Path) -> None:

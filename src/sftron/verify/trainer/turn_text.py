@@ -68,8 +68,8 @@ class TurnText:
             self._stop = encoder.decode([int(truth.ids[stop])]) if stop is not None else ""
         encoder.refused.clear()
         self._openings, self._starts = self._possible_openings(), self._certain_starts()
-        special = self._encoder.tokenizer.all_special_tokens  # a user may well write "user: "
-        begins = "|".join(re.escape(begin) for begin, _ in self._openings if any(each in begin for each in special))
+        tokens = self._encoder.tokenizer.get_added_vocab()  # a user may well write "user: " without any of them
+        begins = "|".join(re.escape(begin) for begin, _ in self._openings if any(each in begin for each in tokens))
         self._doubled = re.compile(f"(?P<outer>{begins})(?={begins})" if begins else r"(?P<outer>(?!))")
 
     def _possible_openings(self) -> list[tuple[str, Role]]:
