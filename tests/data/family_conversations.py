@@ -75,8 +75,6 @@ CONVERSATIONS = [
     given("one round", user("Who?"), answer("Pip.")),
     given("three rounds", user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), user("Ah"), answer("Yes.")),
     given("system", SYSTEM, user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), needs="system"),
-    given("a system that decides", {"role": "system", "content": "/no_think Be kind."}, *ROUNDS, needs="system"),
-    given("a system that only decides", {"role": "system", "content": "/no_think"}, *ROUNDS, needs="system"),
     given("the same words again", user("Pip."), answer("Pip."), user("Pip."), answer("Pip.")),
     given("white space", user("  Who? "), answer("  Pip. \n"), user("\n\nWhy?\n"), answer("\n\nIt grows.\n\n")),
     given("an empty answer", user("Who?"), answer(""), user("Well?"), answer("Pip.")),
@@ -99,15 +97,20 @@ CONVERSATIONS = [
         *(result("25"), result("8", SECOND), answer("25 and 8.")),
         needs="tools",
     ),
+    given("calls one after another", *LATER_CALLS, needs="tools"),
+    given("thoughts and calls", *THOUGHTS_AND_CALLS, needs="tools reasoning"),
+    given("a chain of calls", *CHAIN, needs="tools"),
+]
+PROMPTED = [
+    given("a system that decides", {"role": "system", "content": "/no_think Be kind."}, *ROUNDS, needs="system"),
+    given("a system that only decides", {"role": "system", "content": "/no_think"}, *ROUNDS, needs="system"),
     given(
         "results without text",
         *(user("Weather?"), calling(ROME), result("25"), result(""), result(""), answer("25.")),
         needs="tools",
     ),
-    given("calls one after another", *LATER_CALLS, needs="tools"),
-    given("thoughts and calls", *THOUGHTS_AND_CALLS, needs="tools reasoning"),
-    given("a chain of calls", *CHAIN, needs="tools"),
 ]
+"""Those whose generation prompt depends on more than the roles and the fields of messages, under some templates."""
 
 
 def _spelled(each: Given) -> Iterator[Given]:
@@ -120,4 +123,4 @@ def _spelled(each: Given) -> Iterator[Given]:
         yield replace(each, name=f"{each.name}, content present", messages=tuple(present))
 
 
-SPELLED_CONVERSATIONS = [spelled for each in CONVERSATIONS for spelled in _spelled(each)]
+SPELLED_CONVERSATIONS = [spelled for each in [*CONVERSATIONS, *PROMPTED] for spelled in _spelled(each)]

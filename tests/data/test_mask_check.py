@@ -100,6 +100,13 @@ def test_rows_that_cannot_be_compared_are_counted_by_reason_and_more_than_a_twen
     assert problem.startswith("2 of 20 masks could not be compared with transformers' renderings")
 
 
+def test_a_template_that_writes_headers_and_no_prompts_cannot_be_compared(chat_tokenizer: ChatTokenizer) -> None:
+    """What the model is trained after is not what transformers would prompt it with; the start warns of that."""
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    masks = counted(prepare(ChatTokenizer(chat_tokenizer.tokenizer, source), ROWS[0]))
+    assert (masks.wrong, masks.reasons) == ([], "1 as the template writes headers, but no generation prompts")
+
+
 TRL_TEMPLATES = Path(*find_spec("trl").submodule_search_locations) / "chat_templates"  # type: ignore[union-attr]
 TEXTLESS = ("idefics3", "smolvlm", "llava_next")  # they write no content that is a text
 PUBLISHED = sorted(path.stem for path in TRL_TEMPLATES.glob("*.jinja") if not path.stem.startswith(TEXTLESS))

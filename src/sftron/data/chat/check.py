@@ -239,11 +239,15 @@ def generated_tokens(
         except Exception:  # templates raise exceptions of any kind
             raise CannotCompareError("the template refuses the conversation before an answer") from None
 
-    end = 0
+    end, has_prompts = 0, "add_generation_prompt" in chat_tokenizer.template_for(conversation).source
     for number in numbers:
         prompt = rendered(number, add_generation_prompt=True)
         until = ids if number + 1 == len(messages) else rendered(number + 1)
         start = _end_of_prompt(chat_tokenizer, prompt, partial(rendered, number), ids, end)
+        is_plain = not messages[number].fields  # beside a call, some templates leave out the content
+        first_word = "".join((messages[number].content or "").split()[:1]) if is_plain else ""
+        if not has_prompts and not chat_tokenizer.decode(ids[start:]).lstrip().startswith(first_word):
+            raise CannotCompareError("the template writes headers, but no generation prompts")
         stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
         ends = [stop for stop in stops if stop <= len(until)] if ids[: len(until)] == until else stops[:1]
         if not ends:
