@@ -287,3 +287,47 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_place(tmp_path: Path)
         list(read_records(path))
     path.write_text('{"step": 1}\n{"st', encoding="utf-8")
     assert list(read_records(path)) == [{"step": 1}]
+
+
+ABSENT = "absent"
+NOT_WRITTEN = [
+    None,
+    "\x1b[31m",
+    -1,
+    10**400,
+    float("nan"),
+    float("inf"),
+    [],
+    {},
+    [[1]],
+    {"a": {"loss": 1}},
+    True,
+    ABSENT,
+]
+"""Values in place of those that a run writes."""
+
+
+def test_values_that_no_run_writes_leave_a_comparison_of_the_others_without_a_traceback(tmp_path: Path) -> None:
+    """A record that a person has changed, or that another version wrote: each of its keys in turn."""
+    folder = recorded(tmp_path, "a", loss=1.0)
+    num_compared = num_refused = 0
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        whole = (folder / name).read_text()
+        first, *others = whole.splitlines()
+        for key in json.loads(first):
+            for value in NOT_WRITTEN:
+                record = json.loads(first) | {key: value}
+                record = {key: value for key, value in record.items() if value is not ABSENT}
+                (folder / name).write_text("\n".join([json.dumps(record), *others]) + "\n")
+                try:
+                    comparison = comparison_of(folder)
+                    comparison.as_text()
+                    json.loads(comparison.as_json(), parse_constant=pytest.fail)
+                    num_compared += 1
+                except ValueError as error:
+                    assert f"{folder / name}:1: is damaged (is not an object with a step)" in str(error)  # noqa: PT017
+                    assert key == "step"
+                    num_refused += 1
+        (folder / name).write_text(whole)
+    assert num_compared > 100
+    assert num_refused > 10

@@ -78,7 +78,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     run(make_config(folder, make_model_folder(folder / "model"), **options))
     directory = folder / "runs/run"
-    for name in ("output.log", "verify.yaml", "merge_report.json", "mlflow.db", *map("{}.json".format, LOGGERS)):
+    by_hand = ["output.log", "verify.yaml", "merge_report.json", "revisions.json", "mlflow.db"]
+    for name in [*by_hand, *map("{}.json".format, LOGGERS)]:
         (directory / name).write_text("{}\n", encoding="utf-8")
     for name in (f"adapter/step-{LAST}", "wandb", "tensorboard"):
         (directory / name).mkdir(parents=True)

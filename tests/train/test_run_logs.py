@@ -1,12 +1,15 @@
 """Files of lines lose none to a full disk or a kill, and the ledger none to a change of the number of ranks."""
 
+import copy
 import errno
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import islice
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,28 @@ def test_a_run_that_is_resumed_has_a_line_for_each_start_and_step(finished: Fini
     assert found == [("start", 1), 1, 2, 3, 4, ("start", 2), 5, 6]
     rows = sum(len(pack.rows) for pack in read_ledger(finished.folder).packs)
     assert rows == sum(data["rows"] for data in finished.steps[-1]["datasets"].values())
+
+
+def test_a_start_with_values_that_no_run_writes_is_named_by_its_line(tmp_path: Path, batches: list[Batch]) -> None:
+    """Each key in turn; without its start, the ledger proves nothing."""
+    write(tmp_path, batches)
+    path, (start, *steps) = ledger_file(tmp_path, 0), lines(tmp_path)
+    start["data"]["datasets"] = [{"name": "a", "rows": 5}]
+    places = [(), ("state",), ("data",), ("data", "datasets", 0)]
+    for place in places:
+        for key in reduce(getitem, place, start):
+            for value in ("x", -1, 2**62, 10**400, float("inf"), 1.5, True, [3], {"y": 1}):
+                damaged = copy.deepcopy(start)
+                reduce(getitem, place, damaged)[key] = value
+                if (key, value) in (("fingerprint", "x"), ("name", "x")) or key == "step":  # a step is not read
+                    continue
+                path.write_text("".join(f"{json.dumps(each)}\n" for each in (damaged, *steps)))
+                with pytest.raises(ValueError, match="the ledger holds no start of the run, so it proves nothing"):
+                    read_ledger(tmp_path)
+                write(tmp_path, [], start=2, step=8)
+                assert any(
+                    each.startswith("ledger-rank-0.jsonl:1: not a line") for each in read_ledger(tmp_path).problems
+                )
 
 
 def test_packs_that_a_later_start_trains_again_do_not_count(tmp_path: Path, batches: list[Batch]) -> None:
