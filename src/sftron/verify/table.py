@@ -84,14 +84,21 @@ class Rule:
         return " ".join((self.measure.__doc__ or "").split())
 
 
-def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
-    """Yields each row as soon as it is measured. A rule that raises an exception has measured nothing."""
+def carry_out(rules: Sequence[Rule], subject: object, *, refusals: tuple[type[Exception], ...] = ()) -> Iterator[Check]:
+    """Yields each row as soon as it is measured. A rule that raises an exception has measured nothing.
+
+    Args:
+        refusals: The exceptions with which the code that is checked refuses what is wrong; these are failures.
+    """
     for rule in rules:
         started = time.perf_counter()
         try:
             found = rule.measure(subject)
         except NotMeasuredError as error:
             found = Finding(None, str(error))
+        except refusals as error:
+            first, *others = str(error).splitlines() or [""]
+            found = Finding(False, f"refused: {first}", "no refusal", (first, *others))
         except Exception as error:
             found = Finding.of_exception(error)
         yield Check(
