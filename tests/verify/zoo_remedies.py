@@ -242,7 +242,7 @@ APPLIED: dict[str, Applied] = {
     "stop_of_the_base_model": Applied(
         "generation", "SFTConfig(eos_token='<|im_end|>')", lambda: zoo.of_a_base_model(eos_token="<|im_end|>")
     ),
-    "saved_without_template": Applied("ids", "set tokenizer.chat_template", chatml),
+    "saved_without_template": Applied("ids", "Set tokenizer.chat_template", chatml),
     # the evaluation
     "evaluation_over_prompts": Applied("trained tokens", _LABELS, lambda: evaluated(encoded(tok("chatml"), ROWS[:8]))),
     "evaluation_of_messages": Applied(
