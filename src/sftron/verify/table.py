@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sftron.errors import place_of
@@ -84,11 +84,12 @@ class Rule:
         return " ".join((self.measure.__doc__ or "").split())
 
 
-def carry_out(rules: Sequence[Rule], subject: object, *, refusals: tuple[type[Exception], ...] = ()) -> Iterator[Check]:
-    """Yields each row as soon as it is measured. A rule that raises an exception has measured nothing.
+def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = False) -> Iterator[Check]:
+    """Yields each row as soon as it is measured.
 
     Args:
-        refusals: The exceptions with which the code that is checked refuses what is wrong; these are failures.
+        is_own_code: Whether the rules run sftron's own code alone, in which an exception is a failure. In a trainer of
+            another library, it may have any cause, so it shows nothing.
     """
     for rule in rules:
         started = time.perf_counter()
@@ -96,11 +97,11 @@ def carry_out(rules: Sequence[Rule], subject: object, *, refusals: tuple[type[Ex
             found = rule.measure(subject)
         except NotMeasuredError as error:
             found = Finding(None, str(error))
-        except refusals as error:
-            first, *others = str(error).splitlines() or [""]
-            found = Finding(False, f"refused: {first}", "no refusal", (first, *others))
         except Exception as error:
             found = Finding.of_exception(error)
+            if is_own_code:
+                measured = found.measured.replace("not measured:", "raised", 1)
+                found = replace(found, passed=False, measured=measured, allowed="no error", raised=False)
         yield Check(
             rule.name,
             found.passed,

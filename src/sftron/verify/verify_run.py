@@ -215,7 +215,7 @@ def report_on(
     title, facts, checks = f"{subject.config.general.run_name}: before it begins", subject.facts, []
     if on_start is not None:
         on_start(title, facts)
-    for check in carry_out(rules, subject, refusals=(ValueError,)):
+    for check in carry_out(rules, subject, is_own_code=True):
         checks.append(check)
         if on_check is not None:
             on_check(check)
