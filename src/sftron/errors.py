@@ -22,7 +22,7 @@ from sftron.visible_text import visible_text
 REFUSED = 2
 """The exit status for input that cannot be used."""
 
-_IN_URL = re.compile(r"(?<=://)[^/\s?#]+(?=@)")
+_IN_URL = re.compile(r"(?<=://)[^/\s?#\"'<>]+(?=@)")
 """Matches `user:password` in https://user:password@host."""
 _HUB_TOKEN = re.compile(r"(?<![A-Za-z0-9])(?:hf_(?:oauth|jwt)_[\w.-]{8,}|(?:hf|api_org)_[A-Za-z0-9]{20,})")
 _SECRET_NAMES = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY")
@@ -180,7 +180,8 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         show("stopped", to=sys.stderr)
         status = 128 + signal.SIGINT
     except OSError as error:
-        show(f"{type(error).__name__}: {error}", to=sys.stderr)
+        place = "" if error.errno is None or error.filename else f" ({place_of(error)})"
+        show(f"{type(error).__name__}: {error}{place}", to=sys.stderr)
         status = 1
     except Exception as error:
         show_traceback(error)

@@ -235,7 +235,14 @@ def test_what_is_broken_turns_its_own_rows_red_and_no_others(
 @pytest.mark.parametrize(
     ("before", "after", "is_learned"),
     [
-        *((0.0, 0.0, False), (1e-6, 4e-4, False), (1e-6, 6e-4, True), (6e-4, 6e-4, False), (0.3, 0.2, False)),
+        *(
+            (0.0, 0.0, False),
+            (1e-6, 1.9e-6, False),
+            (1e-6, 2.1e-6, True),
+            (1e-6, 6e-4, True),
+            (6e-4, 6e-4, False),
+            (0.3, 0.2, False),
+        ),
         *((0.3, 0.31, True), (0.95, 0.93, True), (0.95, 0.89, False), (0.3, float("nan"), False)),
     ],
 )

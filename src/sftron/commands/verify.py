@@ -66,5 +66,8 @@ def main(arguments: list[str]) -> int:
         page = options.html or Path(f"{config.run_dir}-verify.html")
         card = config.run_dir / VERIFY_CARD if options.card == Path() else options.card
         command = shlex.join(["sftron", "verify", *arguments])
-        files = {page: lambda: page_of(report, subject), card: lambda: card_of(report, subject, config, command)}
+        files = {
+            page: lambda: page_of(report, subject),
+            card: lambda: card_of(report, subject, subject.config, command),
+        }
         return shown.finish(report, files, options.json)

@@ -76,8 +76,10 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if isinstance(error, ValueError) and not is_of_user(error):
-            return refuse(error)
+        if not is_of_user(error):
+            if isinstance(error, ValueError):
+                return refuse(error)
+            raise
         words = " ".join(str(error).split())
         return refuse(ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}"))
     return shown.finish(report, {options.html: lambda: page_of(report)}, options.json)

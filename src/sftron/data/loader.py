@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
 import warnings
@@ -122,7 +123,7 @@ class PackLoader:
                     with suppress(RuntimeError):  # torch's SIGCHLD handler raises it once for each
                         worker.kill()
                         worker.join(1)
-                if isinstance(error, WorkerError) or not loader.num_workers:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM) or not loader.num_workers:
                     raise
                 for frame, _ in walk_tb(error.__traceback__):  # torch's half-made iterator would print another error
                     iterator: Any = frame.f_locals.get("self")

@@ -101,7 +101,9 @@ def _ranks_of(process_id: int, command: Sequence[str]) -> list[int]:
 
 def _outcome(run: PlannedRun, exit_status: int, started: float, *, is_stopping: bool) -> Outcome:
     seconds, path = time.time() - started, run.folder / "result.json"
-    result = read_result(run.folder) if path.exists() and path.stat().st_mtime >= started - 1 else {}
+    result = read_result(run.folder)
+    if not path.exists() or (path.stat().st_mtime < started - 1 and result.get("status") != "diverged"):
+        result = {}  # of an earlier start; a run that has diverged is not begun again
     status = result.get("status")
     if status == "completed" and exit_status == 0:
         return Outcome(run, "completed", seconds)

@@ -12,6 +12,8 @@ _LEAST_STEPS, _SHARE = 5, 10
 """The number of steps that are compared: a tenth of the run, and five at least."""
 _ERRORS = 4.0
 """How many standard errors a difference has to exceed."""
+_LARGEST = 1e100
+"""A loss from which on a record is damaged; its square must be finite."""
 _MARGIN = 0.1
 """The share of the loss of a uniform guess that a difference has to exceed."""
 
@@ -58,7 +60,7 @@ def divergence(records: Iterable[Mapping[str, Any]], vocab_size: int) -> str | N
 
 
 def _is_finite(loss: Any) -> bool:
-    return type(loss) in (int, float) and math.isfinite(loss)
+    return type(loss) in (int, float) and abs(loss) < _LARGEST
 
 
 def _weight(record: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
 from sftron.config import Config
-from sftron.errors import redacted, without_secrets
+from sftron.errors import without_secrets
 from sftron.regular_file import read_json_value, read_lines
 from sftron.train.logs import console
 
@@ -39,6 +39,10 @@ def read_result(folder: Path) -> dict[str, Any]:
     return _killed(result) if result.get("status") == "running" and is_gone(result.get("process")) else result
 
 
+_WARNED = set[str]()
+"""The damaged lines that have been reported; the end of a run reads its records several times."""
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSONL file. An incomplete last line, as a kill or a full disk leaves it, is skipped.
 
@@ -53,8 +57,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def intact_records(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a JSONL file without damaged lines, of which the first is reported."""
     records = list(_records(path))
-    if damaged := [each for each in records if isinstance(each, ValueError)]:
+    damaged = [str(each) for each in records if isinstance(each, ValueError)]
+    if damaged and damaged[0] not in _WARNED:
         console.write(f"WARNING    {damaged[0]}. Damaged lines that are left out: {len(damaged)}")
+        _WARNED.add(damaged[0])
     return [each for each in records if not isinstance(each, ValueError)]
 
 
@@ -275,13 +281,16 @@ class RunDirectory:
             self.write_result(**result | facts)
 
     def write(self, name: str, content: str | Mapping[str, Any]) -> None:
-        """Writes text or JSON without secrets by rename; if it cannot, the old file stays and a warning is logged."""
+        """Writes a file by rename; if it cannot, the old file stays and a warning is logged.
+
+        JSON is written without secrets, and text as it is: a configuration with a secret is refused before, and a page
+        has none. A word of a configuration that equals a variable of the environment must stay readable.
+        """
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
         try:
-            is_text = isinstance(content, str)
-            text = redacted(content) if is_text else json.dumps(without_secrets(content), indent=1) + "\n"
+            text = content if isinstance(content, str) else json.dumps(without_secrets(content), indent=1) + "\n"
             aside.unlink(missing_ok=True)  # opening a pipe would block
             aside.write_text(text, encoding="utf-8")
             aside.replace(self.folder / name)

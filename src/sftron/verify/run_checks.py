@@ -259,6 +259,8 @@ def _in_fp32(config: Config) -> Config:
 _NUM_UPDATES, _MOST_TOKENS = 6, 256
 _SURE = 0.9
 """A stop token with at least this probability need not become more likely."""
+_SHOWN = 0.0005
+"""The least probability that is shown with one decimal of a percent."""
 
 
 def learning(subject: Subject) -> Finding:
@@ -286,7 +288,7 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
     # Comparisons with NaN are false. A NaN for stop tokens means that the batch has none.
     has_stops = not math.isnan(stop_before)
     is_right = is_finite and loss < loss_before and (not has_stops or _is_learned(stop_before, stop))
-    stop_change = f", stop {stop_before:.1%} to {stop:.1%}" if has_stops else ""
+    stop_change = f", stop {_shown(stop_before)} to {_shown(stop)}" if has_stops else ""
     detail = (
         f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
         f"{len(documents)} conversations of {len(batch.input_ids)} tokens",
@@ -297,8 +299,12 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
 
 
 def _is_learned(before: float, after: float) -> bool:
-    """Returns whether a stop token became more likely, and so likely that it is not shown as 0.0%."""
-    return after >= _SURE or (after > before and f"{after:.1%}" != f"{0:.1%}")
+    """Returns whether a stop token became more likely: twice as likely at least, if it stays below 0.05%."""
+    return after >= _SURE or after > (before if after >= _SHOWN else 2 * before)
+
+
+def _shown(probability: float) -> str:
+    return f"{probability:.1%}" if probability >= _SHOWN or not probability else f"{probability:.1e}"
 
 
 def _measure(subject: Subject, batch: Batch, stop_ids: list[int]) -> tuple[float, float]:

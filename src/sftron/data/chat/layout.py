@@ -178,9 +178,8 @@ class Layouts:
     """A cache of layouts by frame, and, where the template only writes the texts, by the roles of the messages.
 
     A conversation has no frame if its roles may depend on one of its texts: under a template whose header may, and with
-    a text that spells a control token or the
-    end of reasoning, is white space, or is written only in part, twice, or out of order. Nor does a conversation with
-    tools, tool calls or reasoning have a frame.
+    a text that spells a control token or the end of reasoning, is white space, or is written only in part, twice, or
+    out of order. Nor does a conversation with tools, tool calls or reasoning have a frame.
     """
 
     def __init__(self, control: ControlTokens) -> None:

@@ -52,7 +52,11 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
             f"(vocab_size {num_ids}); they do not belong together: use this model's tokenizer, without added tokens"
         )
     epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
-    if epochs and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0)):
+    if (
+        epochs
+        and isinstance(warmup_steps, int)
+        and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0))
+    ):
         raise ValueError(
             f"optimizer.warmup_steps: {warmup_steps} is not below about {steps:,.0f} steps, which {epochs} epochs take,"
             " so the learning rate would never reach its peak; lower it"

@@ -41,7 +41,8 @@ def pinned(config: Config) -> Config:
 def find_commits(config: Config) -> dict[str, str]:
     """Returns the commits of all that the configuration takes from the Hub, in the form of the file REVISIONS.
 
-    They are those of the run, if it has a checkpoint to resume from, and else what the Hub says now. Raises ValueError.
+    They are those of the run, if it has a checkpoint to resume from, and else what the Hub says now. What the run has
+    recorded stays, also if its own config.yaml, with commits in place of branches, resumes it. Raises ValueError.
     """
     known, commits = _recorded(config), dict[str, str]()
     models = [
@@ -56,7 +57,7 @@ def find_commits(config: Config) -> dict[str, str]:
         key = _key("datasets", each.path, each.revision)
         if find_files(each.path, each.split, each.config) is None and key not in commits:
             commits[key] = known.get(key) or HubSplit(each.path, each.split, each.config, each.revision).commit()
-    return commits
+    return known | commits
 
 
 def _recorded(config: Config) -> dict[str, str]:
