@@ -180,9 +180,9 @@ def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | 
 def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run_folder: Path) -> list[list[str]]:
     """Returns a table row for each data set, and one for all data before it was changed."""
     num_rows: list[int | None] = [None] * len(progress.datasets)
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # it is missing or damaged
         report = read_json_value(run_folder / "mix_report.json")
-        num_rows = [each.get("rows") for each in report["datasets"]]
+        num_rows = [rows if type(rows := each.get("rows")) is int else None for each in report["datasets"]]
 
     def counted(count: DataSetCount) -> list[str]:
         return [f"{n:,}" for n in (count.conversations, count.dropped.total(), count.tokens, count.trained_tokens)]
