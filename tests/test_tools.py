@@ -1,6 +1,7 @@
 """What all tools have in common: how they report that something is wrong."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -79,7 +80,9 @@ def test_an_error_of_the_machine_is_one_line(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         exit_with(write)
     assert ended.value.code == 1
-    assert capsys.readouterr().err == "OSError: [Errno 28] No space left on device\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("OSError: [Errno 28] No space left on device (")
+    assert re.search(r"test_tools\.py:\d+, in write\)$", line)
 
 
 def test_a_command_with_closed_streams_ends_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
