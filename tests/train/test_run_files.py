@@ -119,6 +119,8 @@ def run_commands(folder: Path, results: Path) -> None:
                 status: int | str = command()
             except SystemExit as error:
                 status = f"exit {error.code}"
+            except OSError:
+                status = 1  # the process prints one line and ends with 1: tests/test_tools.py
             except BaseException as error:
                 status = "".join(traceback.format_exception(error)[-3:])
         signal.alarm(0)
