@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -121,6 +122,9 @@ def manifest(data: bytes) -> None:
     (folder / "state.json").write_bytes(state)
     problem = verify_checkpoint(folder)
     assert problem is None or isinstance(problem, str)
+    stated = {"size": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    of_the_state = {"num_ranks": 1, "step": 0, "files": {"state.json": stated}}
+    (folder / "MANIFEST.json").write_text(json.dumps(of_the_state))
     with contextlib.suppress(CheckpointError):
         assert read_state(folder)["step"] >= 0
 

@@ -169,11 +169,9 @@ def verify_checkpoint(folder: Path, ranks: ProcessGroup = ALONE) -> str | None:
 
 def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
     try:
-        manifest = _read_json(folder / MANIFEST)
-        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-        num_writers, step = int(manifest["num_ranks"]), int(manifest["step"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
+        files, num_writers, step = _read_manifest(folder)
+    except ValueError as error:
+        return str(error)
     if (named := _STEP_FOLDER.fullmatch(folder.name)) and step != int(named[1]):
         return f"{MANIFEST} is that of step {step}"
     # Counted before the names are made, because the stated number may be huge.
@@ -187,6 +185,16 @@ def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
         if problem := _wrong_content(folder / name, *files[name]):
             return f"{name} {problem}"
     return None
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], int, int]:
+    """Returns the size and sha256 of each file, the number of ranks and the step. Raises ValueError."""
+    try:
+        manifest = _read_json(folder / MANIFEST)
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        return files, int(manifest["num_ranks"]), int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
 
 
 def _file_names(num_ranks: int) -> set[str]:
@@ -212,10 +220,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Returns the content of state.json.
 
     Raises:
-        CheckpointError: The file cannot be read or has no valid step.
+        CheckpointError: The file cannot be read, is not the one of the manifest, or has no valid step.
     """
     path = folder / STATE
     try:
+        files, _, _ = _read_manifest(folder)
+        if problem := _wrong_content(path, *files.get(STATE, (0, ""))):
+            raise ValueError(f"it {problem}")
         state = _read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
