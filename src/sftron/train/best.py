@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sftron.config import Config
 from sftron.data.types import Role
-from sftron.train.start.run_data import EvaluationSet
-
-if TYPE_CHECKING:
-    from sftron.train.start.setup import (
-        Setup,  # avoids an import cycle: setup imports preflight, which imports this module
-    )
+from sftron.train.run import EvaluationSet, Setup
 
 
 @dataclass(frozen=True, slots=True)

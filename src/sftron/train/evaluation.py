@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.sources import open_source
-from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
+from sftron.data.types import Conversation, ConversationKey, DataError, Role
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
@@ -23,12 +23,8 @@ from sftron.train.best import Best, Watched, is_patience_over, metric_of, watche
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.ranks import Ranks
-from sftron.train.start.run_data import EvaluationSet
-from sftron.train.start.run_data import token_budget as training_token_budget
+from sftron.train.run import EvaluationSet, Question, Setup
 from sftron.train.step import loss_of
-
-if TYPE_CHECKING:
-    from sftron.train.start.setup import Setup  # avoids an import cycle: setup imports this module
 
 _POOL_SIZE = 256
 _ALL_ROLES = frozenset(Role) - {Role.PADDING}
@@ -117,17 +113,6 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
 
 
 # --- Prompts ---
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt: messages that end in a user turn."""
-
-    messages: tuple[Message, ...]
-
-    @property
-    def text(self) -> str:
-        return self.messages[-1].content or ""
 
 
 def read_questions(path: str | None) -> list[Question]:
@@ -249,7 +234,7 @@ class Evaluator:
             parts = [f"{each.name}, {len(each.conversations):,} conversations" for each in data.evaluation_sets]
             parts += [f"prompts to answer: {len(data.questions)}"] * bool(data.questions)
             console.write(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
-        token_budget = self._options.tokens_per_batch or training_token_budget(self._setup.config)
+        token_budget = self._options.tokens_per_batch or data.dataset.token_budget
         options: Any = {"token_budget": token_budget, "ranks": self._setup.ranks, "before_pack": self._raise_if_stopped}
         try:
             with whole_head(model):

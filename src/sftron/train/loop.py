@@ -16,10 +16,10 @@ from sftron.train.logs.run_logs import RunLogs
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.progress import RunLength
+from sftron.train.run import Setup
 from sftron.train.run_directory import NOT_FINITE, RunDirectory
 from sftron.train.signals import StopRequest
 from sftron.train.start import description
-from sftron.train.start.setup import Setup
 from sftron.train.step import StepBatches, StepResult, measure_step, next_step_batches, train_step
 
 _MAX_NON_FINITE_IN_A_ROW = 3

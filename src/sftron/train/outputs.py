@@ -25,6 +25,7 @@ from sftron.train.logs.run_logs import RunLogs
 from sftron.train.metrics import Stopwatch
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts, run_state
+from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory, intact_records
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
@@ -32,7 +33,7 @@ from sftron.train.start.lora import adapter_tensors, logits_of, texts_of
 from sftron.train.start.preflight import Health
 from sftron.train.start.run_data import DataWatch
 from sftron.train.start.sample import mix_report
-from sftron.train.start.setup import Setup, load_whole_model
+from sftron.train.start.setup import load_whole_model
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -28,9 +28,9 @@ from sftron.train.best import Watched, is_patience_over
 from sftron.train.exports.model_card import hardware
 from sftron.train.logs import console
 from sftron.train.progress import Progress, RunLength
+from sftron.train.run import Setup
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
 from sftron.train.settings import Change, Settings
-from sftron.train.start.setup import Setup
 
 _LONGEST_SHOWN = 40
 

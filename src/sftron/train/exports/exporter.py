@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,13 @@ from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
-from sftron.train.exports.base_model import BaseModel, read_base_model
+from sftron.train.exports.base_model import read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
+from sftron.train.run import ExportParts
 from sftron.train.start.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
 from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.run_data import load_chat_tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class ExportParts:
-    """The parts of an export other than the weights and the logs of the run."""
-
-    source: ExportSource
-    base: BaseModel
-    chat_tokenizer: ChatTokenizer
 
 
 def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:

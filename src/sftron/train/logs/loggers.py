@@ -21,7 +21,7 @@ from sftron import __version__
 from sftron.errors import without_secrets
 from sftron.regular_file import read_json_value
 from sftron.train.logs import console
-from sftron.train.start.setup import Setup
+from sftron.train.run import Setup
 
 _TIME_FOR_GIT_S = 5.0
 _TIME_TO_START_S = 10.0

@@ -21,8 +21,8 @@ from sftron.train.logs import console
 from sftron.train.logs.ledger import data_facts, ledger_file, next_start, start_line, step_line
 from sftron.train.logs.loggers import Loggers
 from sftron.train.metrics import StepMetrics
+from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory, intact_records, read_records
-from sftron.train.start.setup import Setup
 
 
 class LineFile:

@@ -22,8 +22,8 @@ from sftron.train.logs import console
 from sftron.train.logs.loggers import Loggers, Numbers, config_and_facts, flat, known_id, new_id, store_id
 from sftron.train.logs.wandb import make_wandb, require_wandb
 from sftron.train.resume import Start
+from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory
-from sftron.train.start.setup import Setup
 
 PACKAGES = {"trackio": ("trackio",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """The packages that each logger imports, besides wandb."""

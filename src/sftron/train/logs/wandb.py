@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from sftron.train.logs import console
 from sftron.train.logs.loggers import Numbers, config_and_facts, in_words, known_id, new_id, store_id
-from sftron.train.start.setup import Setup
+from sftron.train.run import Setup
 
 _NUM_FINAL_STEPS = 50
 # By default, wandb collects host name, user, command line, packages, git remote, code, console output and GPU use.

@@ -23,13 +23,14 @@ from sftron.report.counts import LengthCount
 from sftron.train.exports.base_model import hub_id
 from sftron.train.logs import console
 from sftron.train.ranks import Ranks, start_ranks
+from sftron.train.run import Setup
 from sftron.train.start import run_data
 from sftron.train.start.description import describe_memory, describe_setup, emulates_bf16
 from sftron.train.start.measured_memory import total_memory
 from sftron.train.start.memory import RESERVE_OF, StepMemory
 from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.sample import Sample, check_sample
-from sftron.train.start.setup import Setup, download, open_run
+from sftron.train.start.setup import download, open_run
 from sftron.visible_text import visible_text
 
 _TEMPLATE = Path(__file__).with_name("sft.yaml.jinja")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,52 +22,11 @@ from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.sharding import whole, whole_head
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
-
-if TYPE_CHECKING:
-    from sftron.train.start.setup import RunData  # avoids an import cycle: setup imports this module
+from sftron.train.run import RunAdapters, RunData
 
 _RANK, _ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
 _MOST_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class RunAdapters:
-    """The adapters of a run, before the weights are read."""
-
-    start: AdapterStart
-    trained: TrainedMatrices
-    num_trained: int
-    """The number of trained parameters."""
-    is_quantized: bool
-    """Whether the base is rounded to NF4, and so is another base."""
-    origin: str = ""
-    """Where the first values come from, if not from the initialization."""
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Returns the entries of a checkpoint's fingerprint, one for each key; see `architecture_facts`."""
-        spec = self.start.spec
-        values = {
-            "rank": _one_or_digest(spec.ranks),
-            "alpha": _one_or_digest(spec.alphas),
-            "targets": f"{len(spec.ranks)} layers, {_digest(sorted(spec.ranks))}",
-            "rslora": str(spec.rslora),
-            "dora": str(spec.dora),
-            "modules_to_save": ", ".join(sorted(spec.modules_to_save)) or "none",
-        }
-        base = {"the model's base in NF4": str(self.is_quantized)}
-        return base | {f"the model's lora.{key}": value for key, value in values.items()}
-
-
-def _one_or_digest(values: Mapping[str, float]) -> str:
-    """Returns the value of all projections, or the smallest and the largest with a digest of all of them."""
-    low, high = min(values.values()), max(values.values())
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}, {_digest(sorted(values.items()))}"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters | None:

@@ -23,9 +23,9 @@ from sftron.models.llama import LlamaBlock, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.train.optimizer import state_bytes
+from sftron.train.run import Setup
 from sftron.train.start.lora import frozen_dtype
 from sftron.train.start.run_data import longest_document
-from sftron.train.start.setup import Setup
 
 DEFAULT_RANK = 16
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

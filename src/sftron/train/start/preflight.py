@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +23,9 @@ from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
 from sftron.train.best import require_metric, watched_metric
 from sftron.train.ranks import Ranks
+from sftron.train.run import RunData, RunModel, Setup
 from sftron.train.start import run_data
 from sftron.train.step import StepResult, train_step
-
-if TYPE_CHECKING:
-    from sftron.train.start.setup import RunData, RunModel, Setup  # avoids an import cycle: setup imports this module
 
 _PATIENCE_S = 60
 """The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""

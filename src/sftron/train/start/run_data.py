@@ -7,9 +7,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +34,9 @@ from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, D
 from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
+from sftron.train.run import EvaluationSet, Setup, data_fingerprint
 from sftron.train.start.revisions import tokenizer_folder
 from sftron.train.start.sample import check_sample
-
-if TYPE_CHECKING:
-    from sftron.train.start.setup import Setup  # avoids an import cycle: setup imports this module
 
 HELD_OUT = "held_out"
 """The name of the evaluation set that evaluation.share makes."""
@@ -126,23 +124,6 @@ def data_options(config: Config) -> DataOptions:
 # --- Evaluation sets ---
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EvaluationSet:
-    """A named set of conversations for evaluation, kept in memory at 13 bytes per token."""
-
-    name: str
-    preparation: Preparation
-    conversations: tuple[LabeledConversation, ...]
-    """The conversations, of which only completions have labels, even if data.train_on_completions_only is false. So the
-    runs of an ablation are compared on the same tokens."""
-    dropped: Counter[str]
-    """The number of dropped rows, by reason."""
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.name} {sorted(self.preparation.fingerprint.items())}".encode()).hexdigest()
-
-
 def open_evaluation_sets(config: Config, training: Preparation) -> tuple[EvaluationSet, ...]:
     """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError under the rules of training."""
     held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
@@ -224,20 +205,6 @@ def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_
 def num_workers(config: Config, dataset: PackedDataset) -> int:
     """Returns the configured number of workers, or the next lower one that divides the rank's lanes."""
     return next(number for number in range(config.data.num_workers, -1, -1) if dataset.takes_workers(number))
-
-
-def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
-    """Returns everything that pack n depends on (law 5), by name."""
-    return {
-        **dataset.preparation.fingerprint,
-        "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
-        "data.packing.strategy": config.data.packing.strategy,
-        "data.packing.pool_size": str(dataset.packing.pool_size),
-        "data.num_lanes": str(dataset.num_lanes),
-        "data.max_row_bytes": str(config.data.max_row_bytes),
-        "general.seed": str(dataset.seed),
-        **({"planned packing": "best-fit decreasing"} if dataset.is_best_fit else {}),
-    }
 
 
 def maximal_batch(config: Config) -> Batch:

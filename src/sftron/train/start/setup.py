@@ -5,137 +5,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sftron.checkpoint import hf_weights
-from sftron.checkpoint.convert import BASE_WEIGHTS
 from sftron.checkpoint.model_folder import check_files, read_config, read_json
 from sftron.config import Config
-from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.dataset import PackedDataset
 from sftron.data.loader import PackLoader
-from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files
 from sftron.models.adapters import AdapterStart
-from sftron.models.architecture import LlamaConfig, architecture_facts, family_of
+from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.routing import freeze_routers
 from sftron.models.sharding import shard_model
-from sftron.train.evaluation import Question, read_questions
-from sftron.train.exports.exporter import ExportParts, read_export_parts
-from sftron.train.flops import Peak, TrainedMatrices, find_peak
+from sftron.train.evaluation import read_questions
+from sftron.train.exports.exporter import read_export_parts
+from sftron.train.flops import find_peak
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks
+from sftron.train.run import RunData, RunModel, Setup
 from sftron.train.start import run_data
-from sftron.train.start.lora import RunAdapters, base_digest, frozen_dtype, resolve_adapters
+from sftron.train.start.lora import base_digest, frozen_dtype, resolve_adapters
 from sftron.train.start.new_tokens import ids_to_initialize
 from sftron.train.start.preflight import preflight, require_alike
 from sftron.train.start.revisions import model_folder, tokenizer_folder
-from sftron.train.start.run_data import EvaluationSet
-from sftron.train.start.sample import Projection, Sample, check_sample, project
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunData:
-    """The opened data of a run, and a sample of rows that has been checked in full."""
-
-    chat_tokenizer: ChatTokenizer
-    dataset: PackedDataset
-    sample: Sample
-    projection: Projection
-    evaluation_sets: tuple[EvaluationSet, ...]
-    questions: list[Question]
-
-    @property
-    def preparation(self) -> Preparation:
-        return self.dataset.preparation
-
-    @property
-    def is_evaluated(self) -> bool:
-        return bool(self.evaluation_sets or self.questions)
-
-    @property
-    def fingerprints(self) -> dict[str, Any]:
-        """The hashes of rows, tokenizer and template: {"training": hash, "evaluation": {set name: hash}}.
-
-        They are equal for two runs whose losses are computed over the same tokens, regardless of seed, lanes and model.
-        """
-        training = sha256(json.dumps(self.preparation.fingerprint, sort_keys=True).encode()).hexdigest()
-        return {"training": training, "evaluation": {each.name: each.fingerprint for each in self.evaluation_sets}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunModel:
-    """The model of a run without its weights: its architecture and the implementations that compute it."""
-
-    folder: Path
-    architecture: LlamaConfig
-    compute_dtype: torch.dtype
-    attention: str
-    loss: str
-    peak: Peak
-    initialize_ids: list[int]
-    """The ids of tokens whose embeddings are initialized to the mean of all embeddings."""
-    export_parts: ExportParts | None
-    """None if the run exports nothing."""
-    adapters: RunAdapters | None = None
-    """None for full fine-tuning."""
-    base_digest: str | None = None
-    """The hash of the weight files, which a checkpoint of adapters refers to; None for full fine-tuning."""
-    router_aux_loss_coef: float = 0.0
-    """The factor of the auxiliary loss of routers; 0 for a model without experts."""
-
-    @property
-    def trained(self) -> TrainedMatrices:
-        return TrainedMatrices() if self.adapters is None else self.adapters.trained
-
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        """The part of a checkpoint's fingerprint that describes the model."""
-        facts = architecture_facts(self.architecture)
-        if self.adapters is not None:
-            facts |= self.adapters.facts | {BASE_WEIGHTS: str(self.base_digest)}
-        return facts
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Everything that a run needs except weights and training state."""
-
-    config: Config
-    ranks: Ranks
-    data: RunData
-    model: RunModel
-
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        """The architecture and everything that pack n depends on (law 5), by name.
-
-        A resume with another fingerprint is refused, unless checkpoints.allow_data_change permits it.
-        """
-        return self.model.fingerprint | run_data.data_fingerprint(self.config, self.data.dataset)
-
-    @property
-    def resolved_config(self) -> Config:
-        """The configuration with what the run took from elsewhere: the date, if its template writes one, so that a
-        later day changes nothing; and the factor of the auxiliary loss, if the model has experts."""
-        resolved: dict[str, Any] = {}
-        if (date := self.data.chat_tokenizer.template.date) is not None:
-            resolved["tokenizer"] = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
-        if self.model.architecture.mixture is not None:
-            update = {"router_aux_loss_coef": self.model.router_aux_loss_coef}
-            resolved["model"] = self.config.model.model_copy(update=update)
-        return self.config.model_copy(update=resolved)
+from sftron.train.start.sample import check_sample, project
 
 
 def set_up(config: Config, ranks: Ranks) -> Setup:

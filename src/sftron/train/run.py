@@ -1,0 +1,221 @@
+"""What a run is, before its weights are loaded: its configuration, ranks, data and model, and their fingerprints.
+
+`start/setup.py` makes a Setup; everything else in `train` takes one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftron.checkpoint.convert import BASE_WEIGHTS
+from sftron.checkpoint.hf_export import ExportSource
+from sftron.config import Config
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.dataset import PackedDataset
+from sftron.data.prepare import Preparation
+from sftron.data.types import LabeledConversation, Message
+from sftron.models.adapters import AdapterStart
+from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.train.exports.base_model import BaseModel
+from sftron.train.flops import Peak, TrainedMatrices
+from sftron.train.ranks import Ranks
+from sftron.train.start.sample import Projection, Sample
+
+# --- The data ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluationSet:
+    """A named set of conversations for evaluation, kept in memory at 13 bytes per token."""
+
+    name: str
+    preparation: Preparation
+    conversations: tuple[LabeledConversation, ...]
+    """The conversations, of which only completions have labels, even if data.train_on_completions_only is false. So the
+    runs of an ablation are compared on the same tokens."""
+    dropped: Counter[str]
+    """The number of dropped rows, by reason."""
+
+    @property
+    def fingerprint(self) -> str:
+        return sha256(f"{self.name} {sorted(self.preparation.fingerprint.items())}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt: messages that end in a user turn."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def text(self) -> str:
+        return self.messages[-1].content or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """The opened data of a run, and a sample of rows that has been checked in full."""
+
+    chat_tokenizer: ChatTokenizer
+    dataset: PackedDataset
+    sample: Sample
+    projection: Projection
+    evaluation_sets: tuple[EvaluationSet, ...]
+    questions: list[Question]
+
+    @property
+    def preparation(self) -> Preparation:
+        return self.dataset.preparation
+
+    @property
+    def is_evaluated(self) -> bool:
+        return bool(self.evaluation_sets or self.questions)
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """The hashes of rows, tokenizer and template: {"training": hash, "evaluation": {set name: hash}}.
+
+        They are equal for two runs whose losses are computed over the same tokens, regardless of seed, lanes and model.
+        """
+        training = sha256(json.dumps(self.preparation.fingerprint, sort_keys=True).encode()).hexdigest()
+        return {"training": training, "evaluation": {each.name: each.fingerprint for each in self.evaluation_sets}}
+
+
+# --- The model ---
+
+
+@dataclass(frozen=True, slots=True)
+class ExportParts:
+    """The parts of an export other than the weights and the logs of the run."""
+
+    source: ExportSource
+    base: BaseModel
+    chat_tokenizer: ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RunAdapters:
+    """The adapters of a run, before the weights are read."""
+
+    start: AdapterStart
+    trained: TrainedMatrices
+    num_trained: int
+    """The number of trained parameters."""
+    is_quantized: bool
+    """Whether the base is rounded to NF4, and so is another base."""
+    origin: str = ""
+    """Where the first values come from, if not from the initialization."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Returns the entries of a checkpoint's fingerprint, one for each key; see `architecture_facts`."""
+        spec = self.start.spec
+        values = {
+            "rank": _one_or_digest(spec.ranks),
+            "alpha": _one_or_digest(spec.alphas),
+            "targets": f"{len(spec.ranks)} layers, {_digest(sorted(spec.ranks))}",
+            "rslora": str(spec.rslora),
+            "dora": str(spec.dora),
+            "modules_to_save": ", ".join(sorted(spec.modules_to_save)) or "none",
+        }
+        base = {"the model's base in NF4": str(self.is_quantized)}
+        return base | {f"the model's lora.{key}": value for key, value in values.items()}
+
+
+def _one_or_digest(values: Mapping[str, float]) -> str:
+    """Returns the value of all projections, or the smallest and the largest with a digest of all of them."""
+    low, high = min(values.values()), max(values.values())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}, {_digest(sorted(values.items()))}"
+
+
+def _digest(value: object) -> str:
+    return sha256(repr(value).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunModel:
+    """The model of a run without its weights: its architecture and the implementations that compute it."""
+
+    folder: Path
+    architecture: LlamaConfig
+    compute_dtype: torch.dtype
+    attention: str
+    loss: str
+    peak: Peak
+    initialize_ids: list[int]
+    """The ids of tokens whose embeddings are initialized to the mean of all embeddings."""
+    export_parts: ExportParts | None
+    """None if the run exports nothing."""
+    adapters: RunAdapters | None = None
+    """None for full fine-tuning."""
+    base_digest: str | None = None
+    """The hash of the weight files, which a checkpoint of adapters refers to; None for full fine-tuning."""
+    router_aux_loss_coef: float = 0.0
+    """The factor of the auxiliary loss of routers; 0 for a model without experts."""
+
+    @property
+    def trained(self) -> TrainedMatrices:
+        return TrainedMatrices() if self.adapters is None else self.adapters.trained
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The part of a checkpoint's fingerprint that describes the model."""
+        facts = architecture_facts(self.architecture)
+        if self.adapters is not None:
+            facts |= self.adapters.facts | {BASE_WEIGHTS: str(self.base_digest)}
+        return facts
+
+
+# --- The run ---
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that a run needs except weights and training state."""
+
+    config: Config
+    ranks: Ranks
+    data: RunData
+    model: RunModel
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The architecture and everything that pack n depends on (law 5), by name.
+
+        A resume with another fingerprint is refused, unless checkpoints.allow_data_change permits it.
+        """
+        return self.model.fingerprint | data_fingerprint(self.config, self.data.dataset)
+
+    @property
+    def resolved_config(self) -> Config:
+        """The configuration with what the run took from elsewhere: the date, if its template writes one, so that a
+        later day changes nothing; and the factor of the auxiliary loss, if the model has experts."""
+        resolved: dict[str, Any] = {}
+        if (date := self.data.chat_tokenizer.template.date) is not None:
+            resolved["tokenizer"] = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
+        if self.model.architecture.mixture is not None:
+            update = {"router_aux_loss_coef": self.model.router_aux_loss_coef}
+            resolved["model"] = self.config.model.model_copy(update=update)
+        return self.config.model_copy(update=resolved)
+
+
+def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
+    """Returns everything that pack n depends on (law 5), by name."""
+    return {
+        **dataset.preparation.fingerprint,
+        "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
+        "data.packing.strategy": config.data.packing.strategy,
+        "data.packing.pool_size": str(dataset.packing.pool_size),
+        "data.num_lanes": str(dataset.num_lanes),
+        "data.max_row_bytes": str(config.data.max_row_bytes),
+        "general.seed": str(dataset.seed),
+        **({"planned packing": "best-fit decreasing"} if dataset.is_best_fit else {}),
+    }
