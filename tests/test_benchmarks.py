@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sftron.commands import bench_kernels, bench_step, bench_ways
 from tests.conftest import ASSETS
+from tools import bench_kernels, bench_step, bench_ways
 
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
-    from sftron.commands import bench_data
+    from tools import bench_data
 
 OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -12,22 +12,8 @@ from sftron import __version__
 from sftron.__main__ import COMMANDS, main
 from tests.conftest import ROOT
 
-SCRIPTS = {
-    "run_train": "train",
-    "audit_run": "audit",
-    "bench_data": "bench data",
-    "bench_kernels": "bench kernels",
-    "bench_step": "bench step",
-    "check_sft": "check",
-    "convert_checkpoint": "convert",
-    "generate": "generate",
-    "inspect_data": "inspect",
-    "plot_runs": "compare",
-    "sweep": "sweep",
-    "verify_run": "verify",
-    "verify_trainer": "verify-trainer",
-}
-"""The scripts of the first edition, and the commands that they are now."""
+SCRIPTS = {"run_train.py": "train", "tools/check_sft.py": "check"}
+"""Scripts of a checkout, and the commands that they are."""
 
 
 def test_help_lists_every_command_without_an_import_that_takes_time() -> None:
@@ -40,25 +26,24 @@ def test_help_lists_every_command_without_an_import_that_takes_time() -> None:
     assert not slow & set(ended.stderr.split())
 
 
-def test_help_of_every_command_but_benchmarks_needs_no_import_of_torch() -> None:
-    names = [name for name in COMMANDS if not name.startswith("bench")]
+def test_help_of_every_command_needs_no_import_of_torch() -> None:
     script = f"""
 import contextlib, sys
 from sftron.__main__ import main
-for name in {names}:
+for name in {[*COMMANDS]}:
     with contextlib.suppress(SystemExit):
         main([name, "--help"])
     assert not {{"torch", "transformers", "datasets"}} & set(sys.modules), name
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("usage: sftron ") == len(names)
+    assert ended.stdout.count("usage: sftron ") == len(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_describes_itself_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = main([*name.split(), "--help"])
+        status = main([name, "--help"])
     except SystemExit as ended:
         status = ended.code
     assert status == 0
@@ -68,8 +53,6 @@ def test_every_command_describes_itself_by_its_name(name: str, capsys: pytest.Ca
 def test_words_that_are_no_command_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--config", "x"]) == 2
     assert "'trian' is no command; there are init, train, inspect" in capsys.readouterr().err
-    assert main(["bench"]) == 2
-    assert "'bench' is no command" in capsys.readouterr().err
     assert (main([]), main(["help"])) == (2, 0)
 
 
@@ -85,12 +68,9 @@ def test_the_package_installs_the_command() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> None:
-    path = ROOT / f"{script}.py" if script == "run_train" else ROOT / "tools" / f"{script}.py"
-    text = path.read_text(encoding="utf-8")
-    words = ", ".join(f'"{word}"' for word in SCRIPTS[script].split())
-    assert f"exit_with(lambda: main([{words}, *sys.argv[1:]]))" in text
-    assert not [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert SCRIPTS[script] in COMMANDS
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert f'exit_with(lambda: main(["{SCRIPTS[script]}", *sys.argv[1:]]))' in text
+    assert len(ast.parse(text).body) == 5
 
 
 @pytest.mark.parametrize(
@@ -100,7 +80,6 @@ def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> No
         ("check --model m --device cuda:99", "argument --device: cuda:99: "),
         ("sweep x.yaml --only 1,a", "argument --only: '1,a' is not a list of whole numbers separated by commas"),
         ("convert a b --stop-token-ids 1;2", "argument --stop-token-ids: '1;2' is not a list of whole numbers"),
-        ("bench step --per-step 0", "argument --per-step: invalid positive value: '0'"),
         ("generate --model m --max-new-tokens 0", "argument --max-new-tokens: invalid positive value: '0'"),
     ],
 )

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.data_schema import Dataset
 from sftron.config.help import OTHER_TRAINERS, keys_of, locate, section_in, suggest_key
+from sftron.config.removed import REMOVED
 from sftron.config.schema import General, Lora
 from sftron.config.values import Section
 from sftron.sweep.recorded_run import flat_config
@@ -242,6 +243,14 @@ def test_a_broken_file_is_reported_by_line_key_and_remedy(tmp_path, old, new, ex
         place, reason = wanted.split(" ... ")
         assert problem.startswith(f"run.yaml{place}")
         assert reason in problem
+
+
+def test_a_key_or_a_value_that_was_removed_is_refused_with_what_to_write_instead(tmp_path, monkeypatch):
+    monkeypatch.setitem(REMOVED, "tokens.lenght", "write tokens.sequence_length")
+    monkeypatch.setitem(REMOVED, "model.attention=eager", "write sdpa")
+    found = problems_of(tmp_path, GOOD, "--tokens.lenght=1", "--model.attention=eager")
+    assert found[0].endswith("tokens.lenght: unknown key; it was removed: write tokens.sequence_length")
+    assert found[1].endswith("model.attention: eager was removed: write sdpa")
 
 
 def test_all_problems_of_a_file_and_its_overrides_are_reported_together_in_order(tmp_path):

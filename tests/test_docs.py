@@ -192,6 +192,8 @@ def test_every_link_and_every_named_file_exists() -> None:
             linked = page.parent / target if target else page
             if "://" not in target and not (linked.exists() and (not anchor or anchor in anchors(linked))):
                 missing.append(f"{page.name}: {target}#{anchor}")
+        if page.name == "CHANGELOG.md":  # names what has left, too
+            continue
         text = re.sub(r"--out \S+", "", text)  # is written
         files = re.findall(r"\b(?:tests|tools|docs|examples|configs|src)/[\w/.-]+\.(?:py|md|yaml|jsonl)\b", text)
         missing += [f"{page.name}: {file}" for file in files if not (ROOT / file).exists()]
@@ -224,12 +226,6 @@ def test_the_architecture_page_has_every_room_and_no_other() -> None:
         named.add(parents[-1])
     package = ROOT / "src" / "sftron"
     assert named == {f"{path.parent.relative_to(package)}/" for path in package.glob("*/**/__init__.py")}
-
-
-def test_the_architecture_page_lists_every_module_and_no_other() -> None:
-    listed = read(ARCHITECTURE).partition("<!-- modules -->")[2].partition("\n## ")[0]
-    modules = {path.name for path in (ROOT / "src").rglob("*.py") if path.name != "__init__.py"}
-    assert set(re.findall(r"\b\w+\.py\b", listed)) == modules
 
 
 def test_nightly_commands_are_listed_with_the_day_of_their_last_green_run_and_ci_runs_make_test() -> None:

@@ -24,7 +24,6 @@ from tests.docs_commands import PAGES, Command, blocks, commands_of, make_sandbo
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
     "sftron sweep": "starts a dozen processes; its own tests make small sweeps",
-    "tools/sweep.py": "is the same",
     "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py measures each row",
     "tools/family_card.py": "takes minutes; tests/verify/test_family_card.py measures tiny models",
     "tools/chaos.py": "takes six minutes; tests/train/test_chaos.py kills a few times",
@@ -102,8 +101,6 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
         case ["python", "-c", code]:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
             return done.returncode, done.stdout + done.stderr
-        case ["sftron", "bench", command, *arguments]:
-            return run_python(f"sftron bench {command}", arguments, folder)
         case ["sftron", command, *arguments]:
             return run_python(f"sftron {command}", arguments, folder)
         case ["python", "-m", module]:  # tests/verify/test_zoo_proofs.py runs what this does, by night
@@ -176,9 +173,9 @@ def test_the_picture_of_the_masks_is_what_the_tool_draws(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_option_in_the_running_text_is_one_of_its_tool(page: Path) -> None:
-    pattern = r"`(?:python )?(sftron (?:bench [\w-]+|(?!bench)[\w-]+)|(?:tools|examples)/[\w/]+\.py) ([^`]*)`"
+    pattern = r"`(?:python )?(sftron [\w-]+|(?:tools|examples)/[\w/]+\.py) ([^`]*)`"
     for script, text in re.findall(pattern, page.read_text(encoding="utf-8")):
-        command = script.removeprefix("sftron ").replace(" ", "_").replace("-", "_")
+        command = script.removeprefix("sftron ").replace("-", "_")
         path = script if script.endswith(".py") else f"src/sftron/commands/{command}.py"
         source, words = (ROOT / path).read_text(encoding="utf-8") + '"--config"', text.split()
         options = [word.partition("=")[0] for word in words if word.startswith("-") and "." not in word]

@@ -98,7 +98,7 @@ def test_every_command_of_the_wheel_describes_itself(environment: Environment, t
     assert environment.run("sftron", "--version", cwd=tmp_path) == f"sftron {__version__}\n"
     assert environment.run("python", "-m", "sftron", "--version", cwd=tmp_path) == f"sftron {__version__}\n"
     for name in COMMANDS:
-        assert f"usage: sftron {name}" in environment.run("sftron", *name.split(), "--help", cwd=tmp_path)
+        assert f"usage: sftron {name}" in environment.run("sftron", name, "--help", cwd=tmp_path)
 
 
 def test_a_run_of_ones_own_csv_from_an_empty_folder(environment: Environment, empty: Path) -> None:

@@ -38,7 +38,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.hf_weights import load_model
-from sftron.commands.bench_ways import random_rows
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation, Pack
@@ -50,6 +49,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.train.step import hidden_states, loss_of
 from sftron.verify.parity import FP32_TOLERANCE, check_generation
 from sftron.verify.trainers import POSITIONS_ALONE
+from tools.bench_ways import random_rows
 
 FOLDER = Path(__file__).parents[1] / "docs" / "models"
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 8192}

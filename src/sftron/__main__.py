@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -22,9 +21,6 @@ COMMANDS = {
     "compare": "compare runs: losses, speed, memory",
     "convert": "convert a checkpoint, or merge an adapter into its base",
     "audit": "prove that a run trained every row, and name the rows of a step",
-    "bench data": "time the way from rows to packs, compared with transformers",
-    "bench step": "time training steps, compared with transformers and peft",
-    "bench kernels": "time the kernels on a GPU",
 }
 """What each command does. Its module in sftron.commands has the same name."""
 
@@ -48,9 +44,7 @@ def usage() -> str:
 
 def main(arguments: list[str]) -> int:
     """Runs one command. Returns its exit status."""
-    name, rest = " ".join(arguments[:2]), arguments[2:]
-    if name not in COMMANDS:
-        name, rest = arguments[0] if arguments else "--help", arguments[1:]
+    name, rest = arguments[0] if arguments else "--help", arguments[1:]
     if name in ("-h", "--help", "help"):
         show(usage())
         return 0 if arguments else REFUSED
@@ -61,7 +55,7 @@ def main(arguments: list[str]) -> int:
         show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}", to=sys.stderr)
         return REFUSED
     # Imported here, because the imports of a command take seconds.
-    return import_module(f"sftron.commands.{re.sub('[ -]', '_', name)}").main(rest)
+    return import_module(f"sftron.commands.{name.replace('-', '_')}").main(rest)
 
 
 def entry_point() -> NoReturn:

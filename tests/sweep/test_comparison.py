@@ -248,7 +248,7 @@ def test_the_metric_sorts_the_runs_and_names_the_best(
     assert {effect.reference for effect in comparison.effects} == {1.0}
 
 
-# --- tools/plot_runs.py ---
+# --- sftron compare ---
 
 
 def test_any_runs_can_be_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

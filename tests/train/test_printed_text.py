@@ -117,7 +117,6 @@ def test_a_line_end_in_a_name_makes_no_line_that_passes_for_the_runs_own(capsys:
 
 
 def test_all_that_is_printed_goes_through_show_or_the_console() -> None:
-    """`tools/bench*`, `tools/chaos.py` and `tools/isolation_table.py` are for one's own files."""
     allowed = {"errors.py: show", "console.py: write", "generate.py: show_answer"}
     found = set()
     own = [path for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith(("bench", "chaos", "isolation"))]

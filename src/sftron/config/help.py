@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 from pydantic.fields import FieldInfo
 
+from sftron.config.removed import REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section, Wanted
 
@@ -138,6 +139,8 @@ def suggest_key(path: KeyPath) -> str:
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
     qualified = dotted([part for part in path if isinstance(part, str)][-2:])
+    if dotted(path) in REMOVED:
+        return f"it was removed: {REMOVED[dotted(path)]}"
     if replacement := OTHER_TRAINERS.get(qualified, OTHER_TRAINERS.get(name)):
         return replacement
     nearest = [key for key in here if _is_slip(name, key)]

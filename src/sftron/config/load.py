@@ -28,6 +28,7 @@ from sftron.config.help import (
     words_of,
 )
 from sftron.config.plain_yaml import PLAIN_VALUES, Loader, is_valid_without_quotes
+from sftron.config.removed import REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section
 from sftron.errors import redacted
@@ -306,6 +307,8 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
         return f"unknown key; {suggest_key(path)}"
     if kind == "refused":
         return message
+    if isinstance(value, str) and (replacement := REMOVED.get(f"{dotted(path)}={value}")):
+        return f"{value} was removed: {replacement}"
     section = None if field is None else section_in(field.annotation)
     if kind == "model_type" and field is not None and section is not None:
         remedy = OTHER_TRAINERS.get(str(path[-1]), "")

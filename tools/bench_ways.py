@@ -1,4 +1,4 @@
-"""The ways to train that `sftron bench step` times: transformers' and sftron's, each with and without adapters."""
+"""The ways to train that `tools/bench_step.py` times: transformers' and sftron's, each with and without adapters."""
 
 from __future__ import annotations
 

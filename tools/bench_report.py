@@ -1,5 +1,6 @@
-"""What the benchmarks share: results that are not timed, and the head, the tables and the files of a report."""
+"""What the benchmarks share: their arguments, results that are not timed, and the parts of a report."""
 
+import argparse
 import datetime
 import json
 import shlex
@@ -16,11 +17,18 @@ class WrongResultError(Exception):
     """Something that is to be timed computes another result than its reference, by more than rounding."""
 
 
-def report_head(words: Sequence[str], device: str, *packages: str) -> str:
-    """Returns the date, the device, the versions of the packages that are installed, and `sftron` with the words."""
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that accepts no abbreviated options, and prints the description as it is written."""
+    return argparse.ArgumentParser(
+        allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def report_head(command: Sequence[str], device: str, *packages: str) -> str:
+    """Returns the date, the device, the versions of the packages that are installed, and the command."""
     versions = [f"{name} {version(name)}" for name in packages if find_spec(name)]
     facts = ", ".join([str(datetime.date.today()), device, *versions])
-    return f"{facts}\n\n```\n{shlex.join(['sftron', *words])}\n```"
+    return f"{facts}\n\n```\n{shlex.join(command)}\n```"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_names: int = 1) -> str:
