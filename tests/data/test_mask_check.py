@@ -38,7 +38,8 @@ def counted(
         assert isinstance(parsed, Conversation)
         assert isinstance(tokenized, TokenizedConversation)
         ends = set(tokenized.stop_ids) if stop_ids is None else stop_ids
-        masks.add(preparation, parsed, tokenized, change(preparation.label(tokenized)), ends)
+        labeled = change(preparation.label(tokenized))
+        masks.add(preparation.chat_tokenizer, preparation.trained, parsed, tokenized, labeled, ends)
     return masks
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
-from sftron.data.chat.template import TEMPLATE_NAMES, named_template
+from sftron.data.chat.pretrained import TEMPLATE_NAMES, named_template
 from sftron.data.types import Role
 from sftron.train.start.new_tokens import untrained_ids
 from sftron.train.start.run_data import load_chat_tokenizer

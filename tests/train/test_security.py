@@ -4,17 +4,14 @@ import ast
 import html
 import io
 import json
-import multiprocessing
 import os
 import random
-import resource
 import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -23,10 +20,7 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, read_json
 from sftron.commands import audit, compare, inspect, train
 from sftron.config import ConfigError, load_config
-from sftron.data.chat import pretrained
-from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.template import ChatTemplate, TemplateError
-from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
 from sftron.sweep.grid import read_sweep_file
@@ -109,53 +103,6 @@ def test_code_in_a_model_folder_never_runs_not_even_when_somebody_would_say_yes(
 
 # --- Chat templates ---
 
-
-def _chat_tokenizer(model_folder: Path, folder: Path, source: str) -> ChatTokenizer:
-    """Of a model with this chat template."""
-    template = write(folder / "template.jinja", source)
-    return load_chat_tokenizer(model_folder, chat_template=str(template))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 10 ** (10 ** 9) }}",
-    ],
-)
-def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
-    source: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In Jinja's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
-    monkeypatch.setattr(pretrained, "SECONDS", 2.0)
-    with pytest.raises(ValueError, match=r"the chat template takes more than 2 s of processor time for"):
-        _chat_tokenizer(model_folder, tmp_path, source)
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'x' * 10 ** 10 }}",
-        "{{ messages[0]['content'] * 10 ** 10 }}",
-        "{{ ('x' * 10 ** 6).join(range(1000) | map('string')) }}",
-        "{{ '%9999999999d' % 1 }}{{ '{:>9999999999}'.format(1) }}",
-        "{% set n = namespace(x='x') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% for i in range(999) %}{{ messages[0]['content'] * 2 ** 16 }}{% endfor %}",
-    ],
-)
-@pytest.mark.skipif(sys.platform != "linux", reason="the system's own bound")
-def test_a_template_that_takes_more_memory_than_any_conversation_needs_is_refused_before_any_row_is_read(
-    source: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained, "BYTES", 2**28)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ValueError, match=r"the chat template (takes more than 256 MiB|writes [\d,]+ characters)"):
-        _chat_tokenizer(model_folder, tmp_path, source)
-    assert resource.getrlimit(resource.RLIMIT_AS) == limits
-
-
 NESTED_LOOPS = "{% for a in messages %}" * 120 + "{% endfor %}" * 120
 """Python compiles no function of more than 20 blocks."""
 
@@ -181,56 +128,6 @@ def test_a_template_that_cannot_be_compiled_is_refused(source: str) -> None:
 def test_a_template_reaches_nothing_but_the_conversation(source: str) -> None:
     with pytest.raises((TemplateError, TypeError)):
         ChatTemplate(source, {}).render([{"role": "user", "content": "q"}])
-
-
-# --- Tokenizers ---
-
-
-def _with_expression(model_folder: Path, folder: Path, expression: str) -> Path:
-    """A model whose tokenizer splits by this expression first."""
-    shutil.copytree(model_folder, folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("expression", "seconds", "reason"),
-    [
-        ("(x+x+)+y", 60, "fails .*"),  # the library gives up after so many steps
-        ("[a-z]*[a-z]*[a-z]*[a-z]*[0-9]", 0.01, "takes more than 0 s of processor time"),
-    ],
-)
-def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_read(
-    tmp_path: Path, model_folder: Path, expression: str, seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process goes on, and nothing of the trial is left."""
-    monkeypatch.setattr(pretrained, "SECONDS", seconds)
-    others = set(multiprocessing.active_children())
-    config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
-    with pytest.raises(ValueError, match=rf"the tokenizer {reason} for texts.*published"):
-        open_run(config, start_ranks())
-    assert set(multiprocessing.active_children()) <= others
-
-
-def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_once(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", "[0-9]"))
-
-    def panic() -> Iterator[NoReturn]:
-        raise BaseException("retry-limit-in-match over")
-        yield
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "_TEXTS", panic())
-        with pytest.raises(ValueError, match=r"the tokenizer fails \(retry-limit-in-match over\) for texts"):
-            open_run(config, start_ranks())
-    open_run(config, start_ranks())
-    monkeypatch.setattr(pretrained, "SECONDS", -1.0)
-    open_run(config, start_ranks())
 
 
 # --- Files and names ---

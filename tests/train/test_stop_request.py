@@ -120,7 +120,7 @@ def test_workers_are_forked_before_a_run_has_threads_that_could_hold_what_they_n
 
     assert [each.exit_code for each in ended] == [0] * num_ranks, ended
     at_forks = [json.loads(line) for line in (tmp_path / "forks").read_text().splitlines()]
-    assert len(at_forks) == 3 * num_ranks  # of each the trial of its tokenizer, and two loader workers
+    assert len(at_forks) == 2 * num_ranks  # two loader workers of each
     assert all(names == ["MainThread"] for names in at_forks), at_forks
 
 

@@ -154,6 +154,11 @@ class Preparation:
             "trained roles": str(self.targets),
         }
 
+    @property
+    def trained(self) -> Targets | None:
+        """The tokens that are trained; None if all of them are, without train_on_completions_only."""
+        return self.targets if self.train_on_completions_only else None
+
     def location(self, key: ConversationKey) -> str:
         """Returns the location of a conversation for error messages (file:line)."""
         return self.datasets[key.source].source.locate(key.row)

@@ -289,5 +289,6 @@ def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[Audited
             require_reference_ids(preparation.chat_tokenizer, parsed, tokenized)
             if masks.num_rows < _NUM_MASKS_COMPARED:
                 stop_ids = {eos_id, *tokenized.stop_ids}
-                masks.add(preparation, parsed, tokenized, preparation.label(tokenized), stop_ids)
+                labeled = preparation.label(tokenized)
+                masks.add(preparation.chat_tokenizer, preparation.trained, parsed, tokenized, labeled, stop_ids)
         yield tokenized, preparation.label(tokenized)

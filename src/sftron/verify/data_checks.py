@@ -130,7 +130,8 @@ def masks(subject: Subject) -> Finding:
     for pack in subject.packs:
         audit.add_pack(pack)
     for conversation, row in subject.chats:
-        count.add(subject.preparation, conversation, row.tokenized, row.labeled, subject.own_stop_ids)
+        trained, stop_ids = subject.preparation.trained, subject.own_stop_ids
+        count.add(subject.chat_tokenizer, trained, conversation, row.tokenized, row.labeled, stop_ids)
     problems = [problem for problem in audit.problems if "stop token" not in problem] + count.problems
     num_trained = sum(int((row.labeled.labels != IGNORE_INDEX).sum()) for row in subject.rows)
     num_tokens = sum(len(row.labeled) for row in subject.rows)

@@ -17,7 +17,6 @@ import torch
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_config, read_json
-from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
 from sftron.models.attention import resolve_attention
@@ -89,7 +88,7 @@ def check_served(
     """
     device = require_device(device)
     architecture = read_config(folder)
-    chat = load_chat_tokenizer(folder)
+    chat = ChatTokenizer.from_pretrained(folder)
     prompt_ids = [chat.encode_prompt([_message(each) for each in prompt]) for prompt in prompts]
     num_positions = max(map(len, prompt_ids)) + max_new_tokens
     # The server comes first: one that does not answer ends this before the weights are read, and one that was started

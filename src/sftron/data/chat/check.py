@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.labels import DEFAULT_TRAINED_ROLES
-from sftron.data.prepare import Preparation
+from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets, label_conversations
 from sftron.data.types import IGNORE_INDEX, Conversation, DataError, LabeledConversation, Role, TokenizedConversation
 
 MOST_NOT_COMPARED = 0.05
@@ -113,15 +112,21 @@ class MaskCount:
 
     def add(
         self,
-        preparation: Preparation,
+        chat_tokenizer: ChatTokenizer,
+        targets: Targets | None,
         conversation: Conversation,
         tokenized: TokenizedConversation,
         labeled: LabeledConversation,
         stop_ids: Collection[int],
     ) -> None:
-        """Compares one conversation; `stop_ids` are the ids that end an answer."""
+        """Compares one conversation.
+
+        Args:
+            targets: The trained tokens; None if every token is trained.
+            stop_ids: The ids that end an answer.
+        """
         try:
-            difference = _difference(preparation, conversation, tokenized, labeled, stop_ids)
+            difference = _difference(chat_tokenizer, targets, conversation, tokenized, labeled, stop_ids)
         except CannotCompareError as error:
             self.not_compared[str(error)] += 1
         else:
@@ -167,7 +172,8 @@ class MaskCount:
 
 
 def _difference(
-    preparation: Preparation,
+    chat_tokenizer: ChatTokenizer,
+    targets: Targets | None,
     conversation: Conversation,
     tokenized: TokenizedConversation,
     labeled: LabeledConversation,
@@ -177,12 +183,12 @@ def _difference(
 
     Raises CannotCompareError.
     """
-    chat_tokenizer, targets = preparation.chat_tokenizer, preparation.targets
     if tokenized.holds_control_text:
         conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
-        labeled = preparation.label(tokenized)
+        is_narrowed = targets is not None
+        (labeled,) = label_conversations([tokenized], targets or Targets(), train_on_completions_only=is_narrowed)
     trained = np.append(False, labeled.labels[:-1] != IGNORE_INDEX)
-    if not preparation.train_on_completions_only:
+    if targets is None:
         expected = _has_weight(tokenized)
         expected[0] = False
     elif targets.roles == DEFAULT_TRAINED_ROLES:

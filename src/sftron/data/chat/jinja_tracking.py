@@ -16,17 +16,12 @@ from markupsafe import Markup
 
 from sftron.data.chat.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
 
-_UNREADING_FILTERS = {"trim", "length", "count", "first", "last", "list", "default", "d"}
-"""Filters that use only the methods of a text that they get; an UnreadStr refuses those that would read it."""
-
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with joins and calls that keep origins."""
 
     concat = staticmethod(concatenate)  # pyright: ignore[reportAssignmentType]
     intercepted_binops = frozenset({"%"})
-    refuses_reading = False
-    """Whether filters and methods of other texts, which could read an UnreadStr, are refused with one."""
 
     @classmethod
     def like(cls, reference: jinja2.Environment) -> TrackingEnvironment:
@@ -52,8 +47,6 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         # wraps() also copies the attribute for which Jinja passes its context or environment as the first argument.
         @functools.wraps(filter_function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if self.refuses_reading and name not in _UNREADING_FILTERS and is_tracked([args, kwargs]):
-                raise ProvenanceLostError(f"the filter '{name}' may read text of the conversation")
             result = filter_function(*args, **kwargs)
             if isinstance(result, str) and result and not isinstance(result, TrackedStr) and is_tracked(args):
                 raise ProvenanceLostError(f"the filter '{name}' rewrites text of the conversation")
@@ -80,8 +73,6 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
             is_once = [isinstance(arg, Iterable) and not isinstance(arg, (Mapping, Sequence)) for arg in args]
             args = tuple(list(arg) if once else arg for arg, once in zip(args, is_once, strict=True))
             if is_tracked([args, kwargs]):
-                if self.refuses_reading:
-                    raise ProvenanceLostError("a method of other text may read text of the conversation")
                 callee = getattr(TrackedStr.of(receiver, None), getattr(callee, "__name__", "format"))
         return super().call(context, callee, *args, **kwargs)
 

@@ -6,27 +6,24 @@ spans then depend only on these words, the frame, so they are determined once fo
     text    <|im_start|>user\\n  Why?   <|im_end|>\\n<|im_start|>assistant\\n  So.    <|im_end|>\\n
     frame   <|im_start|>user\\n  (user) <|im_end|>\\n<|im_start|>assistant\\n  (asst) <|im_end|>\\n
 
-Many templates only write the texts of messages and never look at them (`ChatTemplate.only_writes`). The frame then
-depends only on the roles of the messages, and a conversation whose roles are known is not rendered.
+A conversation has no frame if its roles may depend on one of its texts: under a template whose header may, and with a
+text that spells a control token or the end of reasoning, is white space, or is written only in part, twice, or out of
+order. Nor does a conversation with tools, tool calls or reasoning have a frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 
-from sftron.data.chat.control_tokens import ControlTokens, Tokens, num_bytes
-from sftron.data.chat.generation_prompt import GenerationPrompts
+from sftron.data.chat.control_tokens import Tokens, num_bytes
 from sftron.data.chat.spans import MODEL_ROLES, RenderedTurns
-from sftron.data.chat.template import ChatTemplate, TemplateError
+from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
-
-_MOST_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,82 +171,7 @@ def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.nda
     return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
 
 
-class Layouts:
-    """A cache of layouts by frame, and, where the template only writes the texts, by the roles of the messages.
-
-    A conversation has no frame if its roles may depend on one of its texts: under a template whose header may, and with
-    a text that spells a control token or the end of reasoning, is white space, or is written only in part, twice, or
-    out of order. Nor does a conversation with tools, tool calls or reasoning have a frame.
-    """
-
-    def __init__(self, control: ControlTokens) -> None:
-        self._control = control
-        self._of_frame: dict[tuple[str, ...], Layout] = {}
-        self._of_roles: dict[tuple[str, ...], Layout | None] = {}
-
-    def of(
-        self,
-        conversation: Conversation,
-        template: ChatTemplate,
-        read: Callable[[TrackedStr], Layout],
-        prompts: GenerationPrompts,
-    ) -> Layout:
-        """Returns the layout of a conversation, which is determined only if its frame is new.
-
-        If the template writes the same around all texts, a conversation whose roles are known is not even rendered.
-
-        Args:
-            conversation: The conversation.
-            template: Its template.
-            read: Determines the layout of the rendered conversation.
-            prompts: The template's generation prompts.
-        """
-        contents = self._plain_contents(conversation) if template.has_constant_header else None
-        if contents is None:
-            return read(template.render_conversation(conversation))
-        roles = tuple([each.role_name or each.role.name for each in conversation.messages])
-        is_stripped = not any(each[0].isspace() or each[-1].isspace() for each in contents)
-        if is_stripped and (known := self._of_roles.get(roles)):
-            return known.with_texts(contents)
-        rendered = template.render_conversation(conversation)
-        divided = _divided(rendered, contents)
-        if divided is None:
-            return read(rendered)
-        gaps, texts = divided
-        frame = (*roles, *gaps)
-        known = self._of_frame.get(frame)
-        if known is not None:
-            layout = known.with_texts(texts)
-        else:
-            layout = known = read(rendered)
-            if not _is_decided_by_gaps(layout, gaps, texts, conversation, prompts):
-                return layout
-            _remember(self._of_frame, frame, layout)
-        if is_stripped and roles not in self._of_roles:
-            is_written = texts == contents and template.only_writes(conversation.messages)
-            _remember(self._of_roles, roles, known if is_written else None)
-        return layout
-
-    def _plain_contents(self, conversation: Conversation) -> list[str] | None:
-        """Returns the contents of the messages, or None if the roles may depend on what they are."""
-        if conversation.tools:
-            return None
-        contents, is_plain = list[str](), self._control.is_plain
-        for message in conversation.messages:
-            content = message.content or ""
-            if message.fields or message.parts or "</think>" in content or content.isspace() or not is_plain(content):
-                return None
-            contents.append(content)
-        return contents if all(contents) else None
-
-
-def _remember(cache: dict[tuple[str, ...], Any], key: tuple[str, ...], value: Layout | None) -> None:
-    if len(cache) >= _MOST_LAYOUTS:
-        cache.clear()
-    cache[key] = value
-
-
-def _divided(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list[str]] | None:
+def frame_of(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Returns the template's text before, between and after the contents, and the contents as written.
 
     The result is None if they are not all written, once, in order, and whole but for white space at their ends.
@@ -270,18 +192,3 @@ def _divided(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list
         texts.append(written)
         gaps.append("")
     return (gaps, texts) if len(texts) == len(contents) else None
-
-
-def _is_decided_by_gaps(
-    layout: Layout, gaps: Sequence[str], texts: list[str], conversation: Conversation, prompts: GenerationPrompts
-) -> bool:
-    """Returns whether the roles of the spans depend only on the template's text around the conversation's texts.
-
-    This is so if every text is one span, and the gap before each answer begins with the generation prompt and shows
-    its header once.
-    """
-    is_whole = [layout.texts[span] for span in layout.outline.texts] == texts
-    before = ((gaps[number], prompt) for number, prompt in prompts.of(conversation).items())
-    return is_whole and all(
-        prompt is not None and gap.startswith(prompt.text) and prompts.determines(prompt, gap) for gap, prompt in before
-    )

@@ -10,20 +10,16 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
-from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, UnreadStr, track
+from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, track
 from sftron.data.formats.messages import INLINE_REASONING, REASONING_FIELDS
 from sftron.data.types import Conversation, ConversationKey, Message, Role
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
 """The names of roles in templates. No other name is used, so that no text of the data gets into a header."""
@@ -39,20 +35,6 @@ _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getat
     chat_template_utils, "_alias_reasoning_fields", lambda messages: messages
 )
 """Adds a message's reasoning under every field name that templates read, as newer versions of transformers do."""
-
-_NEEDED_TOKENS = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "hermes": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "alpaca": (),
-    "vicuna": (),
-    "zephyr": (),
-    "plain": (),
-}
-"""The control tokens of each named template; a template without any ends turns with the tokenizer's eos_token."""
-TEMPLATE_NAMES = tuple(_NEEDED_TOKENS)
-"""The names of the chat templates that come with sftron, for base models without one."""
-
 
 _FIELD_ROLES = {**dict.fromkeys(REASONING_FIELDS, Role.REASONING), "tool_calls": Role.TOOL_CALL}
 """The roles of the fields of an assistant's message; all others are part of the template's text."""
@@ -219,39 +201,6 @@ class ChatTemplate:
         read = [node for each in last.body for node in each.find_all((nodes.Call, nodes.Name))]
         return _FLAG not in varying and not any(isinstance(each, nodes.Call) or each.name in varying for each in read)
 
-    def only_writes(self, messages: Sequence[Message]) -> bool:
-        """Returns whether the template's text around the contents of such messages is the same for all contents.
-
-        The messages have contents alone, which are filled and without white space at their ends; so have others with
-        the same roles, for which the result is the same.
-        """
-        if self.has_marks or self._may_search:
-            return False
-        given = self.tracked_messages(messages)
-        for message in given:
-            message["content"] = UnreadStr.with_spans(message["content"], message["content"].spans)
-        self._environment.refuses_reading = True
-        try:
-            self.render(given)
-        except TemplateError:
-            return False
-        finally:
-            self._environment.refuses_reading = False
-        return True
-
-    @cached_property
-    def _may_search(self) -> bool:
-        """Whether the template may read a text without a method of the text, as `text in other` and two tests do."""
-
-        def is_safe(compare: nodes.Compare) -> bool:
-            if not any(each.op in ("in", "notin") for each in compare.ops):
-                return True
-            is_in_list = isinstance(compare.ops[0].expr, nodes.List | nodes.Tuple)
-            return len(compare.ops) == 1 and (is_in_list or isinstance(compare.expr, nodes.Const))
-
-        tests = {each.name for each in self._syntax.find_all(nodes.Test)}
-        return not tests.isdisjoint(("in", "sequence")) or not all(map(is_safe, self._syntax.find_all(nodes.Compare)))
-
     @cached_property
     def reads_parts(self) -> bool:
         """Whether the template accepts a content that is a list of parts in OpenAI's form, and writes their texts."""
@@ -334,22 +283,3 @@ def _template_line(error: BaseException) -> int:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return line
-
-
-def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the Jinja source of a named template. Raises TemplateError if the tokenizer lacks a token of it."""
-    needed = _NEEDED_TOKENS[name]
-    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    if missing := [token for token in needed if token not in known]:
-        listed = ", ".join(f'"{token}"' for token in missing)
-        raise TemplateError(
-            f"tokenizer.chat_template {name} writes {listed}, which the tokenizer does not have: set "
-            f"tokenizer.add_tokens: [{listed}], or take a template that needs none: "
-            + ", ".join(each for each in TEMPLATE_NAMES if not _NEEDED_TOKENS[each])
-        )
-    if not needed and tokenizer.eos_token not in known:
-        raise TemplateError(
-            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; set it in "
-            "tokenizer_config.json"
-        )
-    return (files("sftron.data.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -14,27 +14,27 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from sftron.data.chat.control_tokens import ControlTokens, num_bytes
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.layout import Layout, Layouts, Outline, assign_roles
+from sftron.data.chat.layout import Layout, Outline, assign_roles, frame_of
+from sftron.data.chat.pretrained import TEMPLATE_NAMES, load_tokenizer, template_source
 from sftron.data.chat.spans import RenderedTurns, StopStrings
-from sftron.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateError, probe
+from sftron.data.chat.template import ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.chat.turns import TurnReader
 from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _QUESTION_AND_ANSWER = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
 _KNOWN_KEYS = {*REASONING_FIELDS, "tool_calls", "tool_call_id", "name", "id"}
 """Keys of messages that are checked elsewhere or do not affect training."""
+_MOST_LAYOUTS = 1024
 _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
@@ -78,15 +78,27 @@ class ChatTokenizer:
             name: ChatTemplate(source, tokenizer.special_tokens_map, date)
             for name, source in _template_sources(tokenizer.chat_template if template is None else template).items()
         }
-        self._layouts = Layouts(self._control)
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        """The layouts of plain conversations, by the roles of the messages and the frame around them."""
         self._prompts = {each: GenerationPrompts(each, self._control) for each in self._templates.values()}
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:
-        """Loads a folder or a Hub id. Raises ValueError. `load_chat_tokenizer` is the same with more options."""
-        from sftron.data.chat.pretrained import load_chat_tokenizer  # here, as that module imports this one
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        chat_template: str | None = None,
+        *,
+        add_tokens: Collection[str] = (),
+        date: datetime.date | None = None,
+        allow_control_tokens: Mapping[str, Collection[str]] | None = None,
+    ) -> ChatTokenizer:
+        """Loads the tokenizer of a folder or a Hub id; the other arguments are the configuration's keys of these names.
 
-        return load_chat_tokenizer(path, chat_template=chat_template)
+        Raises ValueError if the folder, the tokenizer or the template cannot be used.
+        """
+        tokenizer, added = load_tokenizer(path, add_tokens)
+        template = None if chat_template is None else template_source(chat_template, tokenizer)
+        return cls(tokenizer, template, date, allow_control_tokens, added)
 
     @property
     def template(self) -> ChatTemplate:
@@ -227,13 +239,44 @@ class ChatTokenizer:
         return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
 
     def _lay_out(self, conversation: Conversation) -> Layout:
-        """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span."""
-        return self._layouts.of(
-            conversation,
-            self.template_for(conversation),
-            read=lambda text: self._read_layout(text, conversation),
-            prompts=self._prompts[self.template],
-        )
+        """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span.
+
+        The roles are determined only if the conversation has no frame (layout.py), or a new one.
+        """
+        template = self.template_for(conversation)
+        rendered = template.render_conversation(conversation)
+        contents = self._plain_contents(conversation) if template.has_constant_header else None
+        framed = None if contents is None else frame_of(rendered, contents)
+        if framed is None:
+            return self._read_layout(rendered, conversation)
+        gaps, texts = framed
+        frame = (*(each.role_name or each.role.name for each in conversation.messages), *gaps)
+        if (known := self._layouts.get(frame)) is not None:
+            return known.with_texts(texts)
+        layout = self._read_layout(rendered, conversation)
+        # The gaps decide the roles if every text is one span, and the gap before each answer begins with the
+        # generation prompt and shows its header once.
+        prompts = self._prompts[template]
+        if [layout.texts[span] for span in layout.outline.texts] == texts and all(
+            prompt is not None and gaps[number].startswith(prompt.text) and prompts.determines(prompt, gaps[number])
+            for number, prompt in prompts.of(conversation).items()
+        ):
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[frame] = layout
+        return layout
+
+    def _plain_contents(self, conversation: Conversation) -> list[str] | None:
+        """Returns the contents of the messages, or None if the roles may depend on what they are."""
+        if conversation.tools:
+            return None
+        contents, is_plain = list[str](), self._control.is_plain
+        for message in conversation.messages:
+            content = message.content or ""
+            if message.fields or message.parts or "</think>" in content or content.isspace() or not is_plain(content):
+                return None
+            contents.append(content)
+        return contents if all(contents) else None
 
     def _read_layout(self, text: TrackedStr, conversation: Conversation) -> Layout:
         block = self._control.block_for(text)

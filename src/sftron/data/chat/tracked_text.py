@@ -207,39 +207,6 @@ for _name in (
     setattr(TrackedStr, _name, _refused(_name))
 
 
-class UnreadStr(TrackedStr):
-    """A text that a template can write, strip and test for being filled. Any other use raises ProvenanceLostError.
-
-    A template that writes such texts writes the same around any other texts that are filled and have no white space
-    at their ends. The operations that read a str without a method of its own are refused by TrackingEnvironment.
-    """
-
-    __slots__ = ()
-
-    def __add__(self, other: str) -> TrackedStr:
-        return concatenate([self, other]) if isinstance(other, str) else NotImplemented
-
-    def __radd__(self, other: str) -> TrackedStr:
-        return concatenate([other, self]) if isinstance(other, str) else NotImplemented
-
-    def __bool__(self) -> bool:
-        return True
-
-    def strip(self, chars: str | None = None) -> TrackedStr:
-        if len(self.spans) > 1 or not (chars or " ").isspace():
-            raise ProvenanceLostError("the template strips white space of a text within other text")
-        return self
-
-    lstrip = rstrip = strip
-
-
-for _name in (
-    set(dir(str)) - set(dir(object))
-    | {"__hash__", "__repr__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-) - {*("__add__", "__getnewargs__", "strip", "lstrip", "rstrip")}:
-    setattr(UnreadStr, _name, _refused(_name))
-
-
 def _spans_of(text: str) -> tuple[OriginSpan, ...]:
     return text.spans if isinstance(text, TrackedStr) else ((len(text), None),)
 
@@ -260,8 +227,7 @@ def concatenate(texts: Iterable[str]) -> TrackedStr:
             else:
                 spans.append(span)
                 last = origin
-    kind = UnreadStr if UnreadStr in map(type, texts) else TrackedStr
-    return kind.with_spans("".join(texts), tuple(spans))
+    return TrackedStr.with_spans("".join(texts), tuple(spans))
 
 
 class _EmptyObject(dict[str, Any]):

@@ -23,7 +23,6 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, read_config
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
-from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -79,7 +78,7 @@ def _open_export(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT,
         raise ValueError(f"{folder} is not a folder; give an exported model, a checkpoint, or a run directory")
     check_files(folder)
     read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
-    chat_tokenizer = pretrained.load_chat_tokenizer(folder)
+    chat_tokenizer = ChatTokenizer.from_pretrained(folder)
     model = load_model(folder, compute_dtype=torch.float32, device=device)
     return model, chat_tokenizer, stop_ids_of(folder)
 

@@ -18,7 +18,6 @@ from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.model_folder import check_files
 from sftron.config import Config
 from sftron.config.data_schema import Rows
-from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, resolve_format
@@ -58,7 +57,7 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
     folder = folder or tokenizer_folder(config)
     check_files(folder)
     options = config.tokenizer
-    return pretrained.load_chat_tokenizer(
+    return ChatTokenizer.from_pretrained(
         str(folder),
         chat_template=options.chat_template,
         add_tokens=options.add_tokens,

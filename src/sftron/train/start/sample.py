@@ -126,8 +126,10 @@ def _compare_masks(preparation: Preparation, chats: Sequence[_Chat]) -> MaskCoun
         conversation, tokenized, labeled = chat = chats[number]
         if cost(chat) <= num_left:
             num_left -= cost(chat)
-            eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
-            masks.add(preparation, conversation, tokenized, labeled, {eos_id, *tokenized.stop_ids})
+            chat_tokenizer = preparation.chat_tokenizer
+            eos_id: Any = chat_tokenizer.tokenizer.eos_token_id
+            stop_ids = {eos_id, *tokenized.stop_ids}
+            masks.add(chat_tokenizer, preparation.trained, conversation, tokenized, labeled, stop_ids)
     return masks
 
 
