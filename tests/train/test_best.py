@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from sftron.train import saving
-from sftron.train.best import Best, metric_of
+from sftron.train.best import metric_of
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, make_config, result, run, write_rows
 from tests.train.test_evaluation import evaluations
@@ -27,10 +27,7 @@ def options(held_out: Path) -> dict[str, Any]:
     }
 
 
-def test_lower_losses_and_higher_rates_are_better_and_the_first_of_equal_ones_stays() -> None:
-    loss, rate = Best("eval/a/loss", 1.0, 2, ""), Best("eval/a/token_accuracy", 0.5, 2, "")
-    assert [loss.is_beaten_by(value) for value in (0.9, 1.0, 1.1)] == [True, False, False]
-    assert [rate.is_beaten_by(value) for value in (0.6, 0.5, 0.4)] == [True, False, False]
+def test_a_metric_is_found_by_its_name_and_is_none_without_a_value() -> None:
     metrics = {"eval": {"a": {"loss": None, "roles": {"user": {"loss": 2.0}}}, "stop_rate": 1}}
     assert metric_of(metrics, "eval/a/roles/user/loss") == 2.0
     assert metric_of(metrics, "eval/stop_rate") == 1.0

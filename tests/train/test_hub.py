@@ -138,7 +138,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
 ) -> None:
     monkeypatch.setattr(hub, "_SHORT_TIME_S", 0.3)
     if status == "not finite":
-        monkeypatch.setattr(TrainingLoop, "_is_finite", lambda self, *_: self._progress.step < 3)
+        monkeypatch.setattr(TrainingLoop, "_is_finite", lambda self, *_: self.progress.step < 3)
     else:
         on_each_step(monkeypatch, stop_in(3) if status == "preempted" else raise_in(3))
     with serving(HubServer(hangs=True)) as server:
@@ -150,7 +150,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
                 trainer.train()
         else:
             assert trainer.train() == (0 if status == "preempted" else 3)
-    pusher, ended = trainer._outputs.pusher, result(trainer)
+    pusher, ended = trainer._pusher, result(trainer)
     assert pusher is not None
     pusher._thread.join(30)
     assert not pusher._thread.is_alive()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sftron.config import ConfigError
-from sftron.train.best import Best, Watched
+from sftron.train.best import Best
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, make_config, on_each_step, result, run, stop_in, write_rows
 from tests.train.test_evaluation import evaluations
@@ -39,12 +39,11 @@ def expected_end(losses: dict[int, float], patience: int) -> tuple[int, int]:
 
 def test_lower_losses_and_higher_rates_are_better_and_what_is_missing_is_not() -> None:
     for metric, better, worse in (("eval/a/loss", 0.5, 1.5), ("eval/stop_rate", 1.5, 0.5)):
-        watched = Watched(Best(metric, 1.0, 0, ""))
+        best = Best(metric, 1.0, 0, "")
         for number, value in enumerate((worse, 1.0, None), start=1):
-            watched = watched.after(value, number)
-            assert (watched.num_worse, watched.best.step) == (number, 0)
-        watched = watched.after(better, 4)
-        assert (watched.num_worse, watched.best.step, watched.best.value) == (0, 4, better)
+            best = best.after(value, number)
+            assert (best.num_worse, best.step) == (number, 0)
+        assert best.after(better, 4) == Best(metric, better, 4, "")
 
 
 def test_a_run_ends_at_the_evaluation_that_is_worse_for_the_last_time_and_is_complete(
@@ -83,7 +82,7 @@ def test_a_run_that_is_stopped_within_its_patience_ends_where_it_would_have_ende
     watched = straight._evaluator.watched
     assert watched is not None
     with monkeypatch.context() as patch:
-        on_each_step(patch, stop_in(watched.best.step + stop_after))
+        on_each_step(patch, stop_in(watched.step + stop_after))
         stopped = run(make_config(tmp_path, model_folder, **options))
     assert result(stopped)["status"] == "preempted"
     assert stopped._evaluator.watched is not None
@@ -105,7 +104,7 @@ def test_a_falling_rate_is_warned_of_and_another_metric_starts_the_search_again(
     trainer = run(make_config(tmp_path, model_folder, **options))
     assert "patience   has watched eval/other/loss of other settings, and starts again" in capfd.readouterr().out
     assert trainer._evaluator.watched is not None
-    assert (trainer._evaluator.watched.best.step, trainer._evaluator.watched.best.metric) == (
+    assert (trainer._evaluator.watched.step, trainer._evaluator.watched.metric) == (
         2,
         "eval/other/token_accuracy",
     )

@@ -18,7 +18,7 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import outputs, resume
+from sftron.train import loop, resume
 from sftron.train.logs import console, run_logs
 from sftron.train.logs.ledger import Ledger, ledger_file, read_ledger, start_line, step_line
 from sftron.train.logs.run_logs import LineFile, RunLogs
@@ -275,6 +275,6 @@ def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
         return state(*arguments)
 
     monkeypatch.setattr(run_logs.os, "fsync", fsync_and_count)
-    monkeypatch.setattr(outputs, "run_state", state_at_a_save)
+    monkeypatch.setattr(loop, "run_state", state_at_a_save)
     run(config)
     assert saved == {2: 2, 4: 4}

@@ -18,7 +18,7 @@ from sftron.checkpoint.checkpoint import read_state, shards_to_store, write_chec
 from sftron.config import Config, load_config
 from sftron.data.types import DataError
 from sftron.train import run_directory
-from sftron.train.outputs import RunOutputs
+from sftron.train.loop import TrainingLoop
 from sftron.train.run_directory import RunDirectory, is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
@@ -116,7 +116,7 @@ def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
 
     folder = copied(finished, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(RunOutputs, "_save", fail)
+        patch.setattr(TrainingLoop, "_save", fail)
         with pytest.raises(RuntimeError, match="killed before"):
             run(config_of(finished, tmp_path, tokens__train_steps=7, optimizer__learning_rate=0.5))
     run(config_of(finished, tmp_path, tokens__train_steps=7))

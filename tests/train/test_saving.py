@@ -20,7 +20,7 @@ from sftron.checkpoint.checkpoint import CheckpointError, newest_checkpoint, rea
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
 from sftron.train import saving
-from sftron.train.outputs import RunOutputs
+from sftron.train.outputs import RunExports
 from sftron.train.run_directory import RunDirectory
 from sftron.train.trainer import Trainer
 from tests.train.conftest import FinishedRun
@@ -332,19 +332,19 @@ def test_the_model_is_exported_every_k_steps_also_after_a_stop_and_a_full_disk_i
         assert stopped.train() == 0
     assert not stopped.directory.hf(3).exists()
 
-    trained, export = Trainer(make_config(tmp_path, model_folder, **options)), RunOutputs.export
+    trained, export = Trainer(make_config(tmp_path, model_folder, **options)), RunExports.export
     trained.build()
 
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def export_to_a_disk_full_at_6(outputs: RunOutputs, *, is_last: bool) -> Path:
+    def export_to_a_disk_full_at_6(exports: RunExports, **options: Any) -> Path:
         with monkeypatch.context() as patch:
             if trained.progress.step == 6:
                 patch.setattr(os, "write", full)
-            return export(outputs, is_last=is_last)
+            return export(exports, **options)
 
-    monkeypatch.setattr(RunOutputs, "export", export_to_a_disk_full_at_6)
+    monkeypatch.setattr(RunExports, "export", export_to_a_disk_full_at_6)
     assert trained.train() == 0
 
     assert sorted(path.name for path in (trained.directory.folder / "hf").iterdir()) == ["step-3", "step-8"]

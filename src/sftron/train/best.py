@@ -14,42 +14,30 @@ from sftron.train.run import EvaluationSet, Setup
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value so far of the metric that checkpoints.keep_best names."""
+    """The best value so far of a metric, of those that checkpoints.keep_best and evaluation.patience name."""
 
     metric: str
     value: float
     step: int
     of: str
     """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
-
-    def is_beaten_by(self, value: float) -> bool:
-        """Returns whether `value` is strictly better; in a tie, the earlier one stays the best."""
-        return value < self.value if self.metric.endswith("/loss") else value > self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """The best value so far of the metric that evaluation.patience watches; the first evaluation counts too."""
-
-    best: Best
     num_worse: int = 0
-    """The number of evaluations since the best one."""
+    """The number of evaluations since this one."""
 
-    @classmethod
-    def from_state(cls, state: Any) -> Watched | None:
-        """Restores it from an evaluator's state; None if there is none. Raises TypeError or KeyError."""
-        return cls(Best(**state["best"]), state["num_worse"]) if state else None
+    def after(self, value: float | None, step: int) -> Best:
+        """Returns the best after one more evaluation.
 
-    def after(self, value: float | None, step: int) -> Watched:
-        """Returns it after one more evaluation; a value that is missing or not finite is not better."""
-        if value is not None and self.best.is_beaten_by(value):
-            return Watched(replace(self.best, value=value, step=step))
-        return Watched(self.best, self.num_worse + 1)
+        A value has to be strictly better; one that is missing or not finite is not.
+        """
+        is_better = value is not None and (value < self.value if self.metric.endswith("/loss") else value > self.value)
+        if is_better:
+            return replace(self, value=value, step=step, num_worse=0)
+        return replace(self, num_worse=self.num_worse + 1)
 
     def reason(self) -> str:
         """Returns why the run ends."""
-        best = f"{self.best.value:.4f}, of step {self.best.step}"
-        return f"{self.best.metric} has had no better value than {best}, in {self.num_worse} evaluations"
+        best = f"{self.value:.4f}, of step {self.step}"
+        return f"{self.metric} has had no better value than {best}, in {self.num_worse} evaluations"
 
 
 def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -80,9 +68,9 @@ def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_pr
         raise ValueError(f"{key}: {name} is no metric of this run; give one of {', '.join(known)}")
 
 
-def is_patience_over(setup: Setup, watched: Watched | None) -> bool:
+def is_patience_over(setup: Setup, watched: Best | None) -> bool:
     """Returns whether evaluation.patience ends the run: too many evaluations without a better value of its metric."""
     patience = setup.config.evaluation.patience
     if patience is None or watched is None or watched.num_worse < patience:
         return False
-    return watched.best.metric == watched_metric(setup.config, setup.data.evaluation_sets)
+    return watched.metric == watched_metric(setup.config, setup.data.evaluation_sets)

@@ -19,7 +19,7 @@ from sftron.data.types import Conversation, ConversationKey, DataError, Role
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
-from sftron.train.best import Best, Watched, is_patience_over, metric_of, watched_metric
+from sftron.train.best import Best, is_patience_over, metric_of, watched_metric
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.ranks import Ranks
@@ -195,16 +195,19 @@ class Evaluator:
     Attributes:
         evaluated_step: The step of the last evaluation; None before the first one.
         best: The best evaluation by checkpoints.keep_best; the evaluation before the first step does not count.
-        watched: What evaluation.patience has seen; None if it is null, and before the first value.
+        watched: The best by the metric of evaluation.patience, the first evaluation included; None if it is null.
     """
 
     def __init__(self, setup: Setup, should_stop: Callable[[], bool]) -> None:
         """`should_stop` returns whether a stop of the run was requested; its value is the same on all ranks."""
         self._setup, self._should_stop = setup, should_stop
-        self._options = setup.config.evaluation
+        self._options, self._keep_best = setup.config.evaluation, setup.config.checkpoints.keep_best
+        has_patience = self._options.patience is not None
+        self._watched_metric = watched_metric(setup.config, setup.data.evaluation_sets) if has_patience else None
+        self._fingerprints = " ".join(each.fingerprint[:12] for each in setup.data.evaluation_sets)
         self.evaluated_step: int | None = None
         self.best: Best | None = None
-        self.watched: Watched | None = None
+        self.watched: Best | None = None
 
     @property
     def is_patience_over(self) -> bool:
@@ -245,8 +248,7 @@ class Evaluator:
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
         evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
         self.evaluated_step = step
-        self._update_best(evaluation)
-        self._update_watched(evaluation)
+        self._find_best(evaluation)
         for line in evaluation.as_lines():
             console.write(line)
         return evaluation
@@ -268,27 +270,18 @@ class Evaluator:
         text = str(tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
 
-    def _update_best(self, evaluation: Evaluation) -> None:
-        metric = self._setup.config.checkpoints.keep_best
-        if metric is None or evaluation.step == 0:  # step 0 has no checkpoint to keep
-            return
-        value = metric_of(evaluation.metrics(), metric)
-        if value is not None and (self.best is None or self.best.is_beaten_by(value)):
-            self.best = Best(metric, value, evaluation.step, self._fingerprints)
+    def _find_best(self, evaluation: Evaluation) -> None:
+        """Compares the evaluation with the best ones before."""
+        if self._keep_best and evaluation.step > 0:  # step 0 has no checkpoint to keep
+            self.best = self._after(self.best, self._keep_best, evaluation)
+        if self._watched_metric:
+            self.watched = self._after(self.watched, self._watched_metric, evaluation)
 
-    def _update_watched(self, evaluation: Evaluation) -> None:
-        if self._options.patience is None:
-            return
-        metric = watched_metric(self._setup.config, self._setup.data.evaluation_sets)
-        value = metric_of(evaluation.metrics(), metric)
-        if self.watched is not None:
-            self.watched = self.watched.after(value, evaluation.step)
-        elif value is not None:
-            self.watched = Watched(Best(metric, value, evaluation.step, self._fingerprints))
-
-    @property
-    def _fingerprints(self) -> str:
-        return " ".join(each.fingerprint[:12] for each in self._setup.data.evaluation_sets)
+    def _after(self, best: Best | None, metric: str, evaluation: Evaluation) -> Best | None:
+        value, step = metric_of(evaluation.metrics(), metric), evaluation.step
+        if best is not None:
+            return best.after(value, step)
+        return None if value is None else Best(metric, value, step, self._fingerprints)
 
     def state(self) -> dict[str, Any]:
         """Returns the evaluator's state for a checkpoint, as JSON values."""
@@ -299,21 +292,19 @@ class Evaluator:
         """Restores the state from a checkpoint of the run. Raises ValueError if the state is invalid."""
         try:
             kept = state["evaluation"]
-            self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
-            watched = Watched.from_state(kept["watched"])
+            self.evaluated_step = kept["evaluated_step"]
+            best, watched = (kept[name] and Best(**kept[name]) for name in ("best", "watched"))
         except (TypeError, KeyError) as error:
             raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
-        if watched is not None and self._options.patience is not None:
-            metric = watched_metric(self._setup.config, self._setup.data.evaluation_sets)
-            if (watched.best.metric, watched.best.of) == (metric, self._fingerprints):
+        if watched and self._watched_metric:
+            if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
                 self.watched = watched
             else:
-                console.write(f"patience   has watched {watched.best.metric} of other settings, and starts again")
+                console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
         if not best:
             return
-        metric = self._setup.config.checkpoints.keep_best
-        if best.metric != metric:
-            problem = f"was chosen by {best.metric}, and checkpoints.keep_best is {metric}"
+        if best.metric != self._keep_best:
+            problem = f"was chosen by {best.metric}, and checkpoints.keep_best is {self._keep_best}"
         elif best.of != self._fingerprints:
             problem = "was chosen on other evaluation sets"
         elif not main_or_raise(self._setup.ranks, (checkpoints / f"step-{best.step}").is_dir):

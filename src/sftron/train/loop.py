@@ -1,167 +1,170 @@
-"""The training loop, from the first batch to the result of the run."""
+"""The loop over the steps of a run, with its evaluations, checkpoints and exports on the way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from sftron.data.types import Batch, DataError
+import torch
+
+from sftron.config import Config
+from sftron.data.loader import PackLoader
+from sftron.data.types import Batch
+from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
+from sftron.train.best import Best
+from sftron.train.evaluation import Evaluator
 from sftron.train.flops import step_flops
 from sftron.train.logs import console
-from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.logs.run_logs import RunLogs
+from sftron.train.metrics import Stopwatch
 from sftron.train.optimizer import set_learning_rate
-from sftron.train.outputs import RunOutputs, TrainingState
-from sftron.train.progress import RunLength
+from sftron.train.outputs import RunExports
+from sftron.train.progress import Progress, RunLength
+from sftron.train.ranks import Ranks
+from sftron.train.resume import run_state
 from sftron.train.run import Setup
 from sftron.train.run_directory import NOT_FINITE, RunDirectory
+from sftron.train.saving import Saver
+from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
 from sftron.train.start import description
+from sftron.train.start.preflight import Health
+from sftron.train.start.run_data import DataWatch
+from sftron.train.start.sample import mix_report
 from sftron.train.step import StepBatches, StepResult, measure_step, next_step_batches, train_step
 
 _MAX_NON_FINITE_IN_A_ROW = 3
 
 
 class TrainingLoop:
-    """Trains step by step until the run is done or a stop is requested.
+    """The part of a Trainer that trains, evaluates and saves. Trainer sets the attributes. A method is a collective."""
 
-    Args:
-        started: The `time.perf_counter()` at which the process started.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        state: TrainingState,
-        outputs: RunOutputs,
-        logs: RunLogs,
-        *,
-        length: RunLength,
-        stop_request: StopRequest,
-        started: float,
-    ) -> None:
-        self._setup, self._state, self._outputs, self._logs = setup, state, outputs, logs
-        self._stop_request = stop_request
-        self._started: float | None = started
-        self._config, self._ranks, self._progress = setup.config, setup.ranks, state.progress
-        self._length = length
-
-    def run(self, directory: RunDirectory) -> str:
-        """Trains, saves and exports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
-        outputs, progress, loader = self._outputs, self._progress, self._state.loader
-        batches = iter(loader)  # forks its workers, so it comes before evaluation, trackers and saves start threads
-        evaluated_step = outputs.evaluator.evaluated_step
-        self._logs.open(step=progress.step, evaluated_step=evaluated_step, data_state=loader.state_dict())
-        if outputs.pusher:
-            outputs.pusher.start()
-        try:
-            status = self._loop(batches)
-            is_whole = status == "preempted" or not progress.non_finite_in_a_row
-            if status != NOT_FINITE and not (is_whole and outputs.is_healthy()):
-                status = NOT_FINITE
-        except DataError:
-            outputs.save_before_failure()
-            raise
-        finally:
-            console.hide_progress()
-            outputs.report_mix()
-        step = progress.step
-        if status == NOT_FINITE:
-            outputs.saver.wait()
-            directory.write_result("failed", step=step, error=NOT_FINITE)
-            self._draw(directory)
-            description.conclude_not_finite(step, outputs.saver.saved_step)
-            return status
-        problem = exported = None
-        if status == "completed":
-            outputs.judge()
-        try:
-            outputs.save_last()
-        except OSError as error:
-            problem = error  # raised after the export, which may still save the weights
-        if status == "completed" and self._config.checkpoints.export_hf:
-            if problem is None and self._is_stop_requested():
-                status = "preempted"  # training is complete and saved; the next start exports it
-            else:
-                exported = outputs.export_at_end()
-        if problem is not None:
-            raise problem
-        facts: dict[str, Any] = {"reason": reason} if (reason := self._reason(status)) else {}
-        if status == "completed" and outputs.divergence:
-            status, facts = "diverged", facts | {"error": outputs.divergence}
-        directory.write_result(status, step=step, exported=exported and str(exported), **facts)
-        if status != "preempted":
-            before, after = (self._logs.answers(each) for each in (0, step))
-            description.show_answers(self._setup.data.questions, before, after)
-        chart = self._draw(directory)
-        description.conclude(
-            status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
-        )
-        return status
-
-    def _reason(self, status: str) -> str | None:
-        """Returns why a completed run ended before its full length; None if it did not."""
-        watched = self._outputs.evaluator.watched
-        is_early = status == "completed" and not self._length.is_done(self._progress)
-        return f"evaluation.patience: {watched.reason()}" if is_early and watched else None
-
-    def _draw(self, directory: RunDirectory) -> Path | None:
-        return write_loss_chart(directory, self._config.general.run_name) if self._ranks.is_main else None
+    config: Config
+    ranks: Ranks
+    stop_request: StopRequest
+    directory: RunDirectory
+    setup: Setup
+    progress: Progress
+    model: LlamaForSFT
+    optimizer: torch.optim.Optimizer
+    loader: PackLoader
+    _data_state: Mapping[str, Any]
+    """The loader's state after the last finished step."""
+    _settings: Settings
+    _length: RunLength
+    _evaluator: Evaluator
+    _saver: Saver
+    _exports: RunExports
+    _logs: RunLogs
+    _health: Health
+    _data_watch: DataWatch
+    _save_time: Stopwatch
+    _evaluation_time: Stopwatch
+    _started: float | None
+    """The `time.perf_counter()` at which the process started; None after the first step."""
 
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Trains until the run is done. Returns "completed", "preempted" or NOT_FINITE."""
-        progress, length, outputs = self._progress, self._length, self._outputs
+        progress, length = self.progress, self._length
         bar, num_empty = console.RunProgress(), 0
         if self._is_stop_requested() or not self._evaluate():
             return "preempted"
-        if not (length.is_done(progress) or outputs.evaluator.is_patience_over):
-            outputs.export_on_the_way(only_if_missing=True)  # the run may have ended before this export
-        while not (length.is_done(progress) or outputs.evaluator.is_patience_over):
+        if not self._is_done():
+            self._export_on_the_way(only_if_missing=True)  # the run may have ended before this export
+        while not self._is_done():
             started = time.perf_counter()
             fetched = self._fetch(batches)
             if fetched.counts.conversations == 0:
                 # At the end of the data, some lanes run out before others. Without a conversation, there is no step.
                 self._commit(fetched)
-                num_empty += len(fetched.batches) * self._ranks.dp_world_size
-                length.require_more_data(progress, num_empty, self._setup.data.dataset.num_lanes)
+                num_empty += len(fetched.batches) * self.ranks.dp_world_size
+                length.require_more_data(progress, num_empty, self.setup.data.dataset.num_lanes)
                 continue
             num_empty = 0
             learning_rate, result = self._step(fetched)
             self._log(fetched, result, learning_rate, bar, seconds=time.perf_counter() - started)
-            if not self._is_finite(result, fetched.batches):
+            if not self._is_finite(result, fetched):
                 return NOT_FINITE
-            max_dropped_share = self._config.data.max_dropped_share
-            progress.require_few_dropped(max_dropped_share, length.rows_of_run(progress))
-            is_save_due = self._ranks.is_main and outputs.saver.is_due(progress.step)
-            wanted = self._ranks.any_of(stop=self._stop_request.received, save=is_save_due)
+            progress.require_few_dropped(self.config.data.max_dropped_share, length.rows_of_run(progress))
+            is_save_due = self.ranks.is_main and self._saver.is_due(progress.step)
+            wanted = self.ranks.any_of(stop=self.stop_request.received, save=is_save_due)
             if wanted["stop"] or not self._evaluate():
                 return "preempted"
-            outputs.export_on_the_way()
-            with outputs.checkpoint_time:
-                outputs.saver.poll()
-            if wanted["save"] and outputs.saver.tried_step != progress.step:
-                outputs.save()
+            self._export_on_the_way()
+            with self._save_time:
+                self._saver.poll()
+            if wanted["save"] and self._saver.tried_step != progress.step:
+                self._save(self._saver.save)
         if not self._evaluate():
             return "preempted"
         if reason := self._reason("completed"):
             console.write(f"ends early {reason}")
         return "completed"
 
+    def _reason(self, status: str) -> str | None:
+        """Returns why a completed run ended before its full length; None if it did not."""
+        watched = self._evaluator.watched
+        is_early = status == "completed" and not self._length.is_done(self.progress)
+        return f"evaluation.patience: {watched.reason()}" if is_early and watched else None
+
+    def _is_done(self) -> bool:
+        return self._length.is_done(self.progress) or self._evaluator.is_patience_over
+
+    def _is_stop_requested(self) -> bool:
+        return self.ranks.any(self.stop_request.received)
+
     def _fetch(self, batches: Iterator[Batch]) -> StepBatches:
         """Returns the batches of the next step, and their counts over all ranks."""
-        model, tokens = self._setup.model, self._config.tokens
-        checkpointing = self._config.model.activation_checkpointing
-        self._ranks.at(f"the data of step {self._progress.step + 1}")
+        model, tokens = self.setup.model, self.config.tokens
+        checkpointing = self.config.model.activation_checkpointing
+        self.ranks.at(f"the data of step {self.progress.step + 1}")
         return next_step_batches(
             batches,
             tokens.batch_accumulation_per_replica,
-            ranks=self._ranks,
-            num_datasets=len(self._progress.datasets),
+            ranks=self.ranks,
+            num_datasets=len(self.progress.datasets),
             flops_of=lambda own: step_flops(model.architecture, own, checkpointing, model.trained),
         )
+
+    def _step(self, fetched: StepBatches) -> tuple[float, StepResult]:
+        """Makes one optimizer step. Returns the learning rate and the result."""
+        progress, interval = self.progress, self.config.logging.untrained_roles_interval
+        if progress.step == self.config.optimizer.warmup_steps:
+            progress.rows_at_peak = progress.rows
+        is_first = self._started is not None
+        if self._started is not None:
+            console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
+            self._started = None
+        learning_rate = self._length.learning_rate(progress, fetched.counts.rows)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.ranks.at(f"step {progress.step + 1}")
+        wall, processor = time.perf_counter(), time.process_time()
+        result = train_step(
+            self.model,
+            self.optimizer,
+            fetched.batches,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            loss_function=loss_function(self.setup.model.loss),
+            weight_sum=fetched.counts.weight_sum,
+            num_datasets=len(progress.datasets),
+            router_aux_loss_coef=self.setup.model.router_aux_loss_coef,
+            with_untrained=interval is not None and progress.step % interval == 0,
+            sum_over_ranks=self.ranks.sum,
+        )
+        if is_first and self.ranks.world_size == 1 and self.ranks.device.type == "cpu":
+            description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
+        progress.step += 1
+        self._commit(fetched, result.skipped)
+        self._health.note(result, fetched.batches)
+        return learning_rate, result
+
+    def _commit(self, fetched: StepBatches, skipped: str | None = None) -> None:
+        """Adds the fetched batches to the progress, the loader state and the ledger."""
+        self.progress.add(fetched.counts)
+        self._data_state = self.loader.state_dict()
+        self._logs.write_rows(self.progress.step, fetched.batches, skipped)
 
     def _log(
         self,
@@ -173,79 +176,128 @@ class TrainingLoop:
         seconds: float,
     ) -> None:
         """Writes the metrics of the step that was made in `seconds`, and prints them."""
-        progress, outputs, num_steps = self._progress, self._outputs, self._config.tokens.train_steps
+        progress, num_steps = self.progress, self.config.tokens.train_steps
         metrics = measure_step(
             progress,
             fetched,
             result,
             learning_rate=learning_rate,
-            preparation=self._setup.data.preparation,
+            preparation=self.setup.data.preparation,
             step_seconds=seconds,
-            checkpoint_seconds=outputs.checkpoint_time.take(),
-            evaluation_seconds=outputs.evaluation_time.take(),
-            peak_tflops=self._setup.model.peak.tflops,
-            ranks=self._ranks,
-            changed_settings=self._state.settings.changed_at(progress.step),
+            checkpoint_seconds=self._save_time.take(),
+            evaluation_seconds=self._evaluation_time.take(),
+            peak_tflops=self.setup.model.peak.tflops,
+            ranks=self.ranks,
+            changed_settings=self._settings.changed_at(progress.step),
         )
         self._logs.write_step(metrics)
         bar.update(self._length.share_done(progress), metrics.in_short(num_steps))
-        if progress.step % self._config.logging.interval == 0 or result.skipped:
+        if progress.step % self.config.logging.interval == 0 or result.skipped:
             console.write_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
 
-    def _step(self, fetched: StepBatches) -> tuple[float, StepResult]:
-        """Makes one optimizer step. Returns the learning rate and the result."""
-        progress, interval = self._progress, self._config.logging.untrained_roles_interval
-        if progress.step == self._config.optimizer.warmup_steps:
-            progress.rows_at_peak = progress.rows
-        is_first = self._started is not None
-        if self._started is not None:
-            console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
-            self._started = None
-        learning_rate = self._length.learning_rate(progress, fetched.counts.rows)
-        set_learning_rate(self._state.optimizer, learning_rate)
-        self._ranks.at(f"step {progress.step + 1}")
-        wall, processor = time.perf_counter(), time.process_time()
-        result = train_step(
-            self._state.model,
-            self._state.optimizer,
-            fetched.batches,
-            max_grad_norm=self._config.optimizer.max_grad_norm,
-            loss_function=loss_function(self._setup.model.loss),
-            weight_sum=fetched.counts.weight_sum,
-            num_datasets=len(progress.datasets),
-            router_aux_loss_coef=self._setup.model.router_aux_loss_coef,
-            with_untrained=interval is not None and progress.step % interval == 0,
-            sum_over_ranks=self._ranks.sum,
-        )
-        if is_first and self._ranks.world_size == 1 and self._ranks.device.type == "cpu":
-            description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
-        progress.step += 1
-        self._commit(fetched, result.skipped)
-        self._outputs.health.note(result, fetched.batches)
-        return learning_rate, result
-
-    def _commit(self, fetched: StepBatches, skipped: str | None = None) -> None:
-        """Adds the fetched batches to the progress, the loader state and the ledger."""
-        self._progress.add(fetched.counts)
-        self._state.data_state = self._state.loader.state_dict()
-        self._logs.write_rows(self._progress.step, fetched.batches, skipped)
-
-    def _evaluate(self) -> bool:
-        return self._outputs.evaluate(is_last=self._length.is_done(self._progress))
-
-    def _is_stop_requested(self) -> bool:
-        return self._ranks.any(self._stop_request.received)
-
-    def _is_finite(self, result: StepResult, batches: Sequence[Batch]) -> bool:
+    def _is_finite(self, result: StepResult, fetched: StepBatches) -> bool:
         """Returns False at the third consecutive step without a finite loss and gradient norm.
 
-        Every such step logs the locations of its conversations. Every rank calls this.
+        Every such step prints the locations of its conversations.
         """
         if result.is_finite:
-            self._progress.non_finite_in_a_row = 0
+            self.progress.non_finite_in_a_row = 0
             return True
-        self._progress.non_finite_in_a_row += 1
-        locations = [self._setup.data.preparation.location(key) for batch in batches for key in batch.pack.keys]
-        everyone = [each for facts in self._ranks.gather({"rows": locations}) for each in facts["rows"]]
+        self.progress.non_finite_in_a_row += 1
+        locations = [self.setup.data.preparation.location(key) for each in fetched.batches for key in each.pack.keys]
+        everyone = [each for facts in self.ranks.gather({"rows": locations}) for each in facts["rows"]]
         console.write(f"           no update was made. In the batch: {', '.join(everyone)}")
-        return self._progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
+        return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
+
+    # -- evaluations, checkpoints and exports ------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Evaluates if an evaluation is due. Returns False if a stop was requested before it was complete."""
+        step, evaluator, best = self.progress.step, self._evaluator, self._evaluator.best
+        if not evaluator.is_due(step, is_last=self._length.is_done(self.progress)):
+            return True
+        self.ranks.at(f"the evaluation after step {step}")
+        with self._evaluation_time:
+            evaluation = evaluator.evaluate(self.model, step)
+        if evaluation is None:
+            return False
+        self._logs.write_evaluation(evaluation)
+        if evaluator.best and evaluator.best.step == step:
+            self._save_best(best)
+        return True
+
+    def _save_best(self, before: Best | None) -> None:
+        """Saves the new best checkpoint; if it cannot be saved, `before` stays the best."""
+        step, evaluator, saver = self.progress.step, self._evaluator, self._saver
+        saver.best_step = evaluator.best_step
+        if saver.saved_step != step:
+            self._save(saver.save)
+            saver.wait()
+        if saver.saved_step != step:
+            evaluator.best = before
+            saver.best_step = evaluator.best_step
+        elif best := evaluator.best:
+            facts = {"metric": best.metric, "value": best.value, "step": best.step}
+            self.directory.write("best.json", facts | {"checkpoint": f"checkpoints/step-{best.step}"})
+
+    def _save(self, save: Callable[..., None]) -> None:
+        """Saves the state after the last finished step with a method of the saver, unless the weights are broken.
+
+        Raises DataError if the data files changed meanwhile, because the state would not describe what was trained.
+        """
+        step = self.progress.step
+        self._data_watch.require_unchanged(self.setup)
+        self.ranks.at(f"saving step {step}")
+        with self._save_time:
+            if not self._is_healthy("saved"):
+                return
+            self._logs.sync_ledger()  # first, so that the ledger contains every step of the checkpoint
+            state = run_state(self.setup, self._data_state, self.progress, self._settings)
+            state["evaluation"] = self._evaluator.state()
+            save(step, model=self.model, optimizer=self.optimizer, state=state)
+        self._report_mix()
+
+    def _save_before_failure(self) -> None:
+        """Saves the last complete step before a bad row ends the run."""
+        step = self.progress.step
+        try:
+            self._save(self._saver.save_last)
+            if self._saver.saved_step == step:
+                console.write(f"saved      step {step}, the last one before the failure")
+        except OSError as error:
+            console.write(f"WARNING    step {step} could not be saved: {error}")
+
+    def _is_healthy(self, done: str = "") -> bool:
+        """Returns whether the weights give a finite loss and gradients; those of a checkpoint were already checked.
+
+        If they do not, and `done` is given, prints that they are not `done`.
+        """
+        step = self.progress.step
+        is_healthy = self._saver.saved_step == step or self._health.is_proven(step)
+        if done and not is_healthy:
+            console.write(
+                f"WARNING    the weights after step {step} give no finite loss and gradients, so they are not {done}. "
+                "Lower optimizer.learning_rate if that happens again"
+            )
+        return is_healthy
+
+    def _export_on_the_way(self, *, only_if_missing: bool = False) -> None:
+        """Exports if an export is due. A failed one does not end the run: the checkpoints hold the same weights."""
+        interval, step = self.config.checkpoints.export_interval, self.progress.step
+        if not interval or step == 0 or step % interval:
+            return
+        if only_if_missing and self._exports.is_there(step):
+            return
+        if not self._is_healthy("exported"):
+            return
+        try:
+            with self._save_time:
+                self._exports.export(is_last=False)
+        except OSError as error:
+            console.write(f"WARNING    the export of step {step} could not be written: {error}")
+
+    def _report_mix(self) -> None:
+        """Writes mix_report.json: the planned and the trained amount of each data set."""
+        data = self.setup.data
+        report = mix_report(self.config, data.preparation, data.sample, data.projection, self.progress)
+        self.directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})

@@ -24,7 +24,7 @@ from sftron.checkpoint.checkpoint import (
 from sftron.data.loader import PackLoader
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
-from sftron.train.best import Watched, is_patience_over
+from sftron.train.best import Best, is_patience_over
 from sftron.train.exports.model_card import hardware
 from sftron.train.logs import console
 from sftron.train.progress import Progress, RunLength
@@ -108,7 +108,8 @@ class Start:
         if self.progress is None:
             return False
         with suppress(TypeError, KeyError):  # an invalid state is reported when it is loaded
-            watched = Watched.from_state(self.state["evaluation"]["watched"])
+            watched = self.state["evaluation"]["watched"]
+            watched = watched and Best(**watched)
             return length.is_done(self.progress) or is_patience_over(setup, watched)
         return False
 

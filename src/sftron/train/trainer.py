@@ -1,4 +1,4 @@
-"""The trainer: sets a run up and checks it, loads its weights, and trains."""
+"""The trainer: sets a run up and checks it, loads its weights, and trains to the result of the run."""
 
 from __future__ import annotations
 
@@ -6,62 +6,63 @@ import json
 import os
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.types import DataError
 from sftron.models.loss import loss_function
+from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import HubPusher, require_hub
 from sftron.train.logs import console
+from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.logs.run_logs import RunLogs
 from sftron.train.logs.trackers import make_loggers, require_loggers
 from sftron.train.loop import TrainingLoop
-from sftron.train.optimizer import set_learning_rate
-from sftron.train.outputs import RunOutputs, TrainingState
+from sftron.train.metrics import Stopwatch
+from sftron.train.outputs import RunExports
 from sftron.train.progress import DataSetCount, Progress, RunLength
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
-from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
+from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
-from sftron.train.start import description
-from sftron.train.start.measured_memory import peak_of_step, resident_memory
+from sftron.train.start import description, dry_run
 from sftron.train.start.preflight import Health, require_finite, require_one_folder
 from sftron.train.start.revisions import REVISIONS, find_commits, pin
-from sftron.train.start.run_data import DataWatch, maximal_batch, measure_rows_once
+from sftron.train.start.run_data import DataWatch, measure_rows_once
 from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
-from sftron.train.step import loss_of
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
+_MAX_NON_FINITE_IN_A_ROW = 3
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """One training run.
 
     The constructor checks everything that can be checked without weights. Then call `build()` and `train()`, or
     `dry_run()`. The constructor and `build()` raise ValueError with a message for the user; `train()` raises DataError
-    for a bad row.
+    for a bad row. All ranks call the same methods.
     """
 
     def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
-        self._started = time.perf_counter()
-        self.config = config
+        self._started: float | None = time.perf_counter()
         parallelism = config.parallelism
         dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
         self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds)
         console.start(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
-        self.ranks.all_or_raise(lambda: self._require_services() if self.ranks.is_main else None)
+        self._commits = self.ranks.gather(self.ranks.all_or_raise(lambda: self._ask_services(config)))[0]
         torch.manual_seed(config.general.seed)
         if config.general.deterministic:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        commits = self.ranks.all_or_raise(lambda: find_commits(self.config) if self.ranks.is_main else {})
-        self._commits = self.ranks.gather(commits)[0]
         self.config = config = pin(config, self._commits)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         self._data_watch = DataWatch(config)
@@ -69,14 +70,20 @@ class Trainer:
         self._new_row_lengths = measure_rows_once(self.setup, self.directory.row_lengths)
         self._length = RunLength(config, self.setup.data.preparation.num_rows)
         self._logs = RunLogs(self.setup, self.directory)
-        self._evaluator = Evaluator(self.setup, lambda: self.ranks.any(self.stop_request.received))
+        self._evaluator = Evaluator(self.setup, self._is_stop_requested)
         self.progress = Progress([DataSetCount() for _ in self.setup.data.preparation.datasets])
+        self._pusher: HubPusher | None = None
+        self._save_time, self._evaluation_time = Stopwatch(), Stopwatch()
         self._finished: str | None = None
         self._has_begun = False
 
-    def _require_services(self) -> None:
-        require_loggers(self.config.logging)
-        require_hub(self.config.hub)
+    def _ask_services(self, config: Config) -> dict[str, str]:
+        """Returns the commits of what is on the Hub. Raises ValueError if a service cannot be used."""
+        if not self.ranks.is_main:
+            return {}
+        require_loggers(config.logging)
+        require_hub(config.hub)
+        return find_commits(config)
 
     def run(self) -> int:
         """Calls `build()` and `train()`, for use in notebooks. Returns the exit status."""
@@ -105,11 +112,11 @@ class Trainer:
 
     def _build(self, start: Start | None) -> None:
         setup, directory, checkpoints = self.setup, self.directory, self.config.checkpoints
-        settings = self._record_start(start)
+        self._settings = self._record_start(start)
         self.model = self.ranks.all_or_raise(lambda: load_model(setup))
         self.optimizer = make_optimizer(self.config, self.model)
         self.loader = make_loader(setup)
-        saver = Saver(
+        self._saver = Saver(
             directory.checkpoints,
             interval=checkpoints.interval,
             keep=checkpoints.keep_last,
@@ -121,32 +128,17 @@ class Trainer:
             if progress is not None:
                 self.progress = progress
                 self._evaluator.resume(start.state, directory.checkpoints)
-                saver.resume_from(progress.step, best_step=self._evaluator.best_step)
+                self._saver.resume_from(progress.step, best_step=self._evaluator.best_step)
         origin = f"model.path: {setup.model.folder}" if start is None else str(start.folder)
         require_finite(self.model, self.ranks, origin)
-        self._state = TrainingState(
-            model=self.model,
-            optimizer=self.optimizer,
-            loader=self.loader,
-            progress=self.progress,
-            settings=settings,
-            data_state=self.loader.state_dict(),
-        )
-        is_pushed = self.config.hub.push_to is not None and self.ranks.is_main
-        self._outputs = RunOutputs(
-            setup,
-            directory,
-            self._state,
-            pusher=HubPusher(self.config.hub, directory.folder) if is_pushed else None,
-            saver=saver,
-            evaluator=self._evaluator,
-            health=Health(self.model, self.ranks, loss_function(setup.model.loss)),
-            logs=self._logs,
-            data_watch=self._data_watch,
-        )
+        self._data_state = self.loader.state_dict()
+        self._health = Health(self.model, self.ranks, loss_function(setup.model.loss))
+        if self.config.hub.push_to is not None and self.ranks.is_main:
+            self._pusher = HubPusher(self.config.hub, directory.folder)
+        self._exports = RunExports(setup, directory, self.model, self.progress, self._settings, self._pusher)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
-        self._outputs.report_mix()
+        self._report_mix()
 
     def _record_start(self, start: Start | None) -> Settings:
         """Writes what is known before the weights are loaded, prints it, and returns the settings of the run."""
@@ -170,31 +162,11 @@ class Trainer:
 
         No weight changes, and no run directory is written. Raises ValueError if the weights give no finite loss.
         """
-        setup, ranks = self.setup, self.ranks
-        description.describe_run(setup, None)
-        baseline = resident_memory()
-        console.write("dry run    loading the weights")
-        model = ranks.all_or_raise(lambda: load_model(setup))
-        require_finite(model, ranks, f"model.path: {setup.model.folder}")
-        optimizer, batch = make_optimizer(self.config, model), maximal_batch(self.config)
-        set_learning_rate(optimizer, 0.0)
-        tokens = f"{setup.data.dataset.token_budget:,} tokens"
-        console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
-        with peak_of_step(model, ranks.device, baseline) as peak:
-            loss = loss_of(model, batch, loss_function(setup.model.loss))
-            if not torch.isfinite(loss):
-                problem = f"the loss of a batch of one token is {loss.item()}"
-                raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
-            loss.backward()
-            optimizer.step()
-            if self.config.tokens.batch_accumulation_per_replica == 1:
-                model.zero_grad(set_to_none=True)
-            # With the optimizer's state, which the first step has made.
-            loss_of(model, batch, loss_function(setup.model.loss)).backward()
-        description.describe_dry_run(setup, peak())
+        description.describe_run(self.setup, None)
+        description.describe_dry_run(self.setup, dry_run.measure_step_memory(self.setup))
         return EXIT_COMPLETED
 
-    # -- training ----------------------------------------------------------------------------------------------------
+    # -- the whole run -----------------------------------------------------------------------------------------------
 
     def train(self) -> int:
         """Trains until the run is complete or a stop is requested, and writes the outcome to result.json.
@@ -208,28 +180,76 @@ class Trainer:
             with self.stop_request.listening():
                 try:
                     with self._failure_reported(DataError):
-                        loop = TrainingLoop(
-                            self.setup,
-                            self._state,
-                            self._outputs,
-                            self._logs,
-                            length=self._length,
-                            stop_request=self.stop_request,
-                            started=self._started,
-                        )
-                        status = loop.run(self.directory)
+                        status = self._conclude(self._train())
                 finally:  # not within _failure_reported: the result of the run is known
-                    self._finish_pushes(status)
+                    if self._pusher:
+                        found = self._pusher.finish(lambda: status != "completed" or self.stop_request.received)
+                        self.directory.add_to_result(hub=found)
         finally:
-            self._outputs.saver.close()
+            self._saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
         return _exit_status(status)
 
-    def _finish_pushes(self, status: str) -> None:
-        """Waits for the pushes, and adds their outcome to result.json."""
-        if pusher := self._outputs.pusher:
-            found = pusher.finish(lambda: status != "completed" or self.stop_request.received)
-            self.directory.add_to_result(hub=found)
+    def _train(self) -> str:
+        """Opens the logs and trains. Returns "completed", "preempted" or NOT_FINITE."""
+        batches = iter(
+            self.loader
+        )  # forks its workers, so it comes before evaluation, trackers and saves start threads
+        evaluated_step = self._evaluator.evaluated_step
+        self._logs.open(step=self.progress.step, evaluated_step=evaluated_step, data_state=self._data_state)
+        if self._pusher:
+            self._pusher.start()
+        try:
+            status = self._loop(batches)
+            is_whole = status == "preempted" or not self.progress.non_finite_in_a_row
+            return status if is_whole and self._is_healthy() else NOT_FINITE
+        except DataError:
+            self._save_before_failure()
+            raise
+        finally:
+            console.hide_progress()
+            self._report_mix()
+
+    def _conclude(self, status: str) -> str:
+        """Saves, exports and reports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
+        directory, step = self.directory, self.progress.step
+        if status == NOT_FINITE:
+            self._saver.wait()
+            directory.write_result("failed", step=step, error=NOT_FINITE)
+            self._draw()
+            description.conclude_not_finite(step, self._saver.saved_step)
+            return status
+        problem = exported = diverged = None
+        if status == "completed":
+            num_tokens = len(self.setup.data.chat_tokenizer.tokenizer)
+            records = directory.metrics  # those before a resume included
+            diverged = main_or_raise(self.ranks, lambda: divergence(intact_records(records), num_tokens))
+        try:
+            self._save(self._saver.save_last)
+        except OSError as error:
+            problem = error  # raised after the export, which may still save the weights
+        if status == "completed" and self.config.checkpoints.export_hf:
+            if problem is None and self._is_stop_requested():
+                status = "preempted"  # training is complete and saved; the next start exports it
+            else:
+                exported = self._exports.export_at_end(self._evaluator.best, is_pushed=diverged is None)
+        if problem is not None:
+            raise problem
+        facts: dict[str, Any] = {"reason": reason} if (reason := self._reason(status)) else {}
+        if status == "completed" and diverged:
+            status, facts = "diverged", facts | {"error": diverged}
+        directory.write_result(status, step=step, exported=exported and str(exported), **facts)
+        if status != "preempted":
+            before, after = (self._logs.answers(each) for each in (0, step))
+            description.show_answers(self.setup.data.questions, before, after)
+        chart = self._draw()
+        description.conclude(
+            status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
+        )
+        return status
+
+    def _draw(self) -> Path | None:
+        return write_loss_chart(self.directory, self.config.general.run_name) if self.ranks.is_main else None
 
     def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """Writes the first failure of any rank to result.json.
