@@ -133,7 +133,7 @@ UNCLEAR = "set: the datasets library cannot determine which files are meant: "
             "set: has several configurations: main, more; choose one below its path, as in config: main",
         ),
         (ONE.format(name="default", split="train", path="gone/*"), UNCLEAR),
-        (ONE.format(name="default", split="train", path="../outside/*"), "set: README.md names "),
+        (ONE.format(name="default", split="train", path="../outside/*"), "set: names "),
         ("- [\n", UNCLEAR),
     ],
 )

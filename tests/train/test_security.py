@@ -217,7 +217,7 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
     state = {"_split": "train", "_data_files": [{"filename": name}]}
     write(tmp_path / "saved/state.json", json.dumps(state))
     message = str(refusal_of(tmp_path, str(tmp_path / "saved")))
-    assert message.startswith("saved/state.json: names no .arrow file of its folder, ")
+    assert message.startswith("saved: ")
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/x", "..", ".x", "a\\b", "a\n", "a\0"])

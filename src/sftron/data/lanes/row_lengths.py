@@ -8,28 +8,22 @@ near half the budget, the lane packs by that.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
 
-from sftron.data.child_process import start_worker
 from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
 from sftron.data.packing import PoolPacking, best_fit_decreasing
 from sftron.data.prepare import Preparation
-from sftron.data.types import ConversationKey, DataError, Dropped, MeasuredRow
+from sftron.data.types import ConversationKey, Dropped, MeasuredRow
 
 _ENOUGH_PACKS = 3_000
 """With at least this many packs per epoch, 48 lanes waste less than 1 % of them at the end of an epoch: half a pack per
 lane, in all about 23 packs more than a single lane."""
 _MOST_MEASURED_ROWS = 500_000
-"""Measuring this many rows takes a few minutes on one core, the most that a start may spend on its data."""
+"""Measuring this many rows takes a few minutes, the most that a start may spend on its data."""
 _NUM_ESTIMATED_FROM = 200
 _CHUNK = 256
-_FEWEST_ROWS_FOR_A_PROCESS, _MOST_PROCESSES = 4_096, 8
 _LARGEST_LOSS = 0.005
 """The share of a budget by which the pool may fill packs less than best-fit decreasing."""
 _NUM_POOLS = 8
@@ -81,37 +75,10 @@ def is_best_fit_fuller(lengths: Sequence[int], packing: PoolPacking, token_budge
 def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | str]:
     """Returns for each row its number of tokens, or the reason why it is dropped.
 
-    The rows of all data sets are numbered consecutively. Large numbers of rows are measured in several processes.
-    Raises DataError for a bad row, unless `on_bad_row` is "skip".
+    The rows of all data sets are numbered consecutively. Raises DataError for a bad row, unless `on_bad_row` is "skip".
     """
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_processes = min(_MOST_PROCESSES, num_cores, len(rows) // _FEWEST_ROWS_FOR_A_PROCESS)
-    chunks = DataLoader(
-        _Chunks(preparation, rows),
-        batch_size=None,
-        num_workers=num_processes if num_processes > 1 else 0,
-        worker_init_fn=partial(start_worker, parent=os.getpid()),
-        generator=torch.Generator(),  # the loader draws a seed, which must not come from the global generator
-    )
     measured: list[int | str] = []
-    for chunk in chunks:
-        if isinstance(chunk, DataError):
-            raise chunk
-        measured += chunk
+    for start in range(0, len(rows), _CHUNK):
+        tokenized = preparation.tokenize_many([preparation.key(row) for row in rows[start : start + _CHUNK]])
+        measured += [each.reason if isinstance(each, Dropped) else len(each) for each in tokenized]
     return measured
-
-
-class _Chunks(Dataset[list[int | str] | DataError]):
-    def __init__(self, preparation: Preparation, rows: Sequence[int]) -> None:
-        self._preparation, self._rows = preparation, rows
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // _CHUNK)
-
-    def __getitem__(self, number: int) -> list[int | str] | DataError:
-        keys = [self._preparation.key(row) for row in self._rows[number * _CHUNK : (number + 1) * _CHUNK]]
-        try:
-            tokenized = self._preparation.tokenize_many(keys)
-        except DataError as error:
-            return error  # if a worker raised it, it would arrive as the text of a traceback
-        return [each.reason if isinstance(each, Dropped) else len(each) for each in tokenized]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.sources.jsonl import excerpt, file_changed, file_fingerprint, free_bytes, refuse_size, require_space
+from sftron.data.sources.jsonl import excerpt, file_changed, file_fingerprint, refuse_size
 from sftron.data.types import DataError, Row
 
 # pyarrow has no type annotations: Batch stands for pyarrow.RecordBatch, Schema for pyarrow.Schema.
@@ -85,13 +85,11 @@ def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
     """Maps an Arrow file, or the decoded copy of a Parquet file, into memory. Raises DataError."""
     import pyarrow as pa
 
-    free = free_bytes()
     with unreadable(path), tempfile.TemporaryFile() if path.suffix == ".parquet" else path.open("rb") as file:
         if path.suffix == ".parquet":
             with open_parquet(path) as parquet, pa.ipc.new_stream(file, parquet.schema_arrow) as writer:
                 for batch in parquet.iter_batches(_BATCH_ROWS, use_threads=False):
                     writer.write_batch(batch)
-                    require_space(path, file.tell(), free)
             file.flush()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         is_file = mapped[:6] == b"ARROW1"

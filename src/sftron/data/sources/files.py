@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import glob
-import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
 from sftron.data.types import DataError
-from sftron.regular_file import read_regular
 
 _TEXT_ENDINGS = (".jsonl", ".json", *CSV_SUFFIXES)
 _ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
 _WANTED = "wanted .jsonl, .json, .csv, .tsv, .parquet or .arrow, the first four also as .gz or .zst"
-_SAVE_AGAIN = "save the data set again (save_to_disk)"
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 # Names of a split's files, as the datasets library writes them, and common names of splits.
 _SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
@@ -205,28 +203,23 @@ def _files_of_folder(folder: Path, split: str, config: str | None) -> list[Path]
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
     """Returns the files of a folder that `save_to_disk` of the datasets library wrote."""
-    if (folder / "dataset_dict.json").is_file():
-        folder = folder / _choose(folder, split, _read_json(folder / "dataset_dict.json", "splits", list))
-    else:
-        own = _read_json(folder / "state.json", "_split", str | None)
-        _choose(folder, split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
-    path = folder / "state.json"
-    entries = _read_json(path, "_data_files", list)
-    names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
-    if outside := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.arrow", name)]:
-        raise DataError(f"{path}: names no .arrow file of its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
-    return [folder / name for name in names]
+    import datasets  # slow to import
 
-
-def _read_json(path: Path, key: str, kind: Any) -> Any:
     try:
-        value = json.loads(read_regular(path, _MAX_DESCRIPTION_BYTES))[key]
-        if not isinstance(value, kind):
-            raise TypeError(key)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"is not what the datasets library writes, JSON with the key {key}"
-        raise DataError(f"{path}: {problem}; {_SAVE_AGAIN}") from error
-    return value
+        saved: Any = datasets.load_from_disk(str(folder))
+    except Exception as error:  # what is missing or broken raises many types
+        problem = f"the datasets library cannot load it: {' '.join(str(error).split())}"
+        raise DataError(f"{folder}: {problem}; save the data set again (save_to_disk)") from error
+    splits: dict[str, Any] = {str(saved.split or "train"): saved} if isinstance(saved, datasets.Dataset) else saved
+    files = [Path(each["filename"]) for each in splits[_choose(folder, split, list(splits))].cache_files]
+    _require_inside(folder, files)
+    return files
+
+
+def _require_inside(folder: Path, files: Sequence[Path]) -> None:
+    root = folder.resolve()
+    if outside := [file for file in files if not file.resolve().is_relative_to(root)]:
+        raise DataError(f"{folder}: names {outside[0]}, outside of the folder; name the files you want")
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
@@ -286,9 +279,7 @@ def _files_of_hub_folder(folder: Path, config: str | None, *, declared: bool) ->
         problem = f"the datasets library cannot determine which files are meant: {reason}"
         raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error
     by_split = {str(split): [Path(os.path.normpath(file)) for file in files] for split, files in found.items()}
-    for files in by_split.values():
-        if outside := [file for file in files if not file.is_relative_to(root)]:
-            raise DataError(f"{folder}: README.md names {outside[0]}, outside of the folder; name what you want")
+    _require_inside(folder, list(chain.from_iterable(by_split.values())))
     return {split: files for split, files in by_split.items() if any(_ending_of(file) in _ENDINGS for file in files)}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import weakref
 from array import array
@@ -64,12 +63,9 @@ class JsonlSource:
         if self._has_lines and self._path.suffix not in CODECS:
             descriptor = os.open(self._path, os.O_RDONLY)
         else:
-            size, free = 0, free_bytes()
             opened = open_json_lines(self._path, has_lines=self._has_lines, csv_lines=self._csv_lines)
             with tempfile.TemporaryFile() as copy, opened as chunks:
-                for chunk in chunks:
-                    size += copy.write(chunk)
-                    require_space(self._path, size, free)
+                size = sum(map(copy.write, chunks))
                 copy.flush()
                 if size != getattr(self, "_size", size):  # in a process that unpickled the source
                     raise file_changed(self._path, size, self._size)
@@ -162,19 +158,6 @@ def file_fingerprint(descriptor: int) -> str:
 def file_changed(path: Path, size: int, size_before: int) -> DataError:
     problem = f"{path}: had {size_before} bytes when it was opened and has {size} now"
     return DataError(f"{problem}; do not change data files while a run reads them", reason="file_changed")
-
-
-def free_bytes() -> int:
-    """Returns the free bytes of the file system of temporary files."""
-    return shutil.disk_usage(tempfile.gettempdir()).free
-
-
-def require_space(path: Path, size: int, free: int) -> None:
-    """Raises DataError if a copy of `size` bytes takes more than nine tenths of the `free` bytes before it."""
-    if size > free * 9 // 10:
-        problem = f"decompresses to {size:,} bytes or more, and {tempfile.gettempdir()} has only {free:,} free"
-        remedy = "set TMPDIR to a folder with more, or stream the data (streaming: true)"
-        raise DataError(f"{path}: {problem}; {remedy}")
 
 
 def kind_of(path: Path) -> str:
