@@ -15,8 +15,8 @@ from sftron.models.loss import loss_function
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import HubPusher, require_hub
 from sftron.train.logs import console
+from sftron.train.logs.make_loggers import make_loggers, require_loggers
 from sftron.train.logs.run_logs import RunLogs
-from sftron.train.logs.trackers import make_loggers, require_loggers
 from sftron.train.loop import TrainingLoop
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
