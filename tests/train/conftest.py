@@ -54,10 +54,9 @@ class RecordedLoggers:
 
     def start(self, step: int, **_: int) -> None: ...
 
-    def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.steps[step] = dict(flat_numbers(metrics))
-
-    def log_evaluation(self, *_: Any) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, Any], answers: Any = None) -> None:
+        if answers is None:
+            self.steps[step] = dict(flat_numbers(metrics))
 
     def finish(self, status: str) -> None: ...
 

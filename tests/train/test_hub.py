@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from tests.train.hub_server import TOKEN, HubServer, serving
 from tests.train.runs import make_config, metrics, on_each_step, result, run, stop_in
 
 NUM_STEPS = 4
+# huggingface_hub's own call of its HTTP client.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,8 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(hub, "_WAITS_S", (0.1, 0.2, 0.3))
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setattr(constants, name, True)
 
 
 def config_for(tmp_path: Path, model_folder: Path, **overrides: Any) -> Any:
@@ -46,54 +50,62 @@ def files_of(folder: Path, prefix: str = "") -> dict[str, bytes]:
     return {f"me/tiny/{prefix}{name}": content for name, content in found.items()}
 
 
-def test_a_push_that_fails_twice_arrives_byte_for_byte_and_the_token_is_nowhere(
+def test_a_push_arrives_byte_for_byte_and_the_token_is_nowhere(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(HubServer(fails=2)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with serving(HubServer()) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         trainer = run(config_for(tmp_path, model_folder, checkpoints__export_interval=2))
     folder = trainer.directory.folder
     assert server.files == files_of(folder / f"hf/step-{NUM_STEPS}")
     assert any(name.endswith(".safetensors") for name in server.files)
-    assert server.is_private == {"me/tiny": True}
-    assert server.messages == [f"step {NUM_STEPS}"]
-    commits = [line for line in server.log if "/commit/" in line]
-    assert commits == [f"POST /api/models/me/tiny/commit/main -> {status}" for status in (403, 403, 200)]
+    assert (server.is_private, server.messages) == ({"me/tiny": True}, [f"step {NUM_STEPS}"])
     assert b'folder = "me/tiny"' in server.files["me/tiny/README.md"]
     export_checkpoint(trainer.config, folder / f"checkpoints/step-{NUM_STEPS}", tmp_path / "converted")
     for not_pushed in (folder / "hf/step-2", tmp_path / "converted"):
         assert 'folder = "."' in (not_pushed / "README.md").read_text()
-    (tmp_path / "hub.log").write_text("\n".join(server.log) + "\n")
 
     ended, printed = result(trainer), capfd.readouterr().out
     assert (ended["status"], ended["step"]) == ("completed", NUM_STEPS)
     assert ended["hub"] == {"repository": "me/tiny", "pushed": [f"hf/step-{NUM_STEPS}"], "failed": {}}
-    assert printed.count("the disk of this Hub is full; the next attempt is in") == 2
     assert f"hf/step-{NUM_STEPS} is on the Hub, in me/tiny" in printed
     assert "WARNING" not in printed
     texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()] + server.bodies
     assert not any(TOKEN.encode() in text for text in [*texts, printed.encode()])
 
 
-def test_a_server_that_never_answers_costs_a_bounded_wait_and_the_command_is_printed(
+def test_a_push_that_is_refused_is_named_with_its_command_and_is_never_made_after_a_later_one(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub, "_LEAST_TIME_S", 3.0)
+    with serving(HubServer(fails=1)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        trainer = run(config_for(tmp_path, model_folder, checkpoints__export_interval=2, hub__every="exports"))
+    folder = trainer.directory.folder
+    assert [line[-3:] for line in server.log if "/commit/" in line] == ["403", "200"]
+    assert server.files == files_of(folder / f"hf/step-{NUM_STEPS}")
+    hub_facts = result(trainer)["hub"]
+    assert (hub_facts["pushed"], list(hub_facts["failed"])) == ([f"hf/step-{NUM_STEPS}"], ["hf/step-2"])
+    assert "the disk of this Hub is full" in hub_facts["failed"]["hf/step-2"]
+    command = f"hf upload me/tiny {folder}/hf/step-2 . --private --commit-message 'step 2'"
+    assert command in capfd.readouterr().out
+
+
+def test_a_server_that_never_answers_costs_a_bounded_wait_and_nothing_of_the_run(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_SILENCE_S", 1.0)
     alone = run(config_for(tmp_path, model_folder, hub__push_to=None, general__run_name="alone"))
     with serving(HubServer(hangs=True)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         started = time.monotonic()
         trainer = run(config_for(tmp_path, model_folder))
         assert time.monotonic() - started < 40
     folder = trainer.directory.folder
     assert "POST /api/repos/create -> no answer" in server.log
     assert server.files == {}
-    ended, printed = result(trainer), capfd.readouterr().out
+    ended = result(trainer)
     assert ended["status"] == "completed"
-    assert list(ended["hub"]["failed"]) == [f"hf/step-{NUM_STEPS}"]
-    command = f"hf upload me/tiny {folder}/hf/step-{NUM_STEPS} . --private --commit-message 'step {NUM_STEPS}'"
-    assert f"was not pushed: {ended['hub']['failed'][f'hf/step-{NUM_STEPS}']}. It is complete here" in printed
-    assert command in printed
+    assert "Timeout" in ended["hub"]["failed"][f"hf/step-{NUM_STEPS}"]
     exports = [
         files_of(each.directory.folder / f"hf/step-{NUM_STEPS}")["me/tiny/model.safetensors"]
         for each in (alone, trainer)
@@ -107,7 +119,7 @@ def test_exports_on_the_way_are_commits_and_an_adapter_has_its_folder(
 ) -> None:
     options = {"checkpoints__export_interval": 1, "hub__every": 2, "hub__private": False, "lora__rank": 2}
     with serving(HubServer()) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         trainer = run(config_for(tmp_path, model_folder, **options, lora__merge=False))
         folder = trainer.directory.folder
         assert server.messages == ["step 2", f"step {NUM_STEPS}"]
@@ -142,7 +154,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
     else:
         on_each_step(monkeypatch, stop_in(3) if status == "preempted" else raise_in(3))
     with serving(HubServer(hangs=True)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         trainer = Trainer(config_for(tmp_path, model_folder, checkpoints__export_interval=1, hub__every="exports"))
         trainer.build()
         if status == "failed":
@@ -150,10 +162,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
                 trainer.train()
         else:
             assert trainer.train() == (0 if status == "preempted" else 3)
-    pusher, ended = trainer._pusher, result(trainer)
-    assert pusher is not None
-    pusher._thread.join(30)
-    assert not pusher._thread.is_alive()
+    ended = result(trainer)
     assert ended["status"] == ("preempted" if status == "preempted" else "failed")
     failed = dict.fromkeys(("hf/step-1", "hf/step-2"), "the push was not done in time")
     assert ended["hub"] == {"repository": "me/tiny", "pushed": [], "failed": failed}
@@ -163,7 +172,7 @@ def test_the_last_export_of_a_diverged_run_is_not_pushed(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(HubServer()) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         rate = {"optimizer__learning_rate": 5.0, "optimizer__schedule": "constant"}
         trainer = Trainer(config_for(tmp_path, model_folder, tokens__train_steps=12, **rate))
         trainer.build()
@@ -174,34 +183,46 @@ def test_the_last_export_of_a_diverged_run_is_not_pushed(
     assert server.files == {}
 
 
-def test_no_process_is_started_after_the_end_though_a_second_push_waits(
+def test_no_push_begins_after_the_end_though_a_second_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[subprocess.Popen[str]] = []
-
-    class Counted(subprocess.Popen[str]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
-    monkeypatch.setattr(hub.subprocess, "Popen", Counted)
     monkeypatch.setattr(hub, "_SHORT_TIME_S", 0.3)
     with serving(HubServer(hangs=True)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         pusher = HubPusher(Hub(push_to="me/tiny"), tmp_path)
+        monkeypatch.setattr(pusher, "_try", lambda push: (push, server.end.wait())[0] and None)
         for step in (1, 2):
-            (tmp_path / str(step)).mkdir()
-            (tmp_path / str(step) / "file").write_text("content")
+            write(tmp_path / str(step))
             pusher.push(tmp_path / str(step), step)
         pusher.start()
-        end = time.monotonic() + 60
-        while "POST /api/repos/create -> no answer" not in server.log and time.monotonic() < end:
-            time.sleep(0.05)
         found = pusher.finish(lambda: True)
+        tried: list[Push | None] = []
+        monkeypatch.setattr(pusher, "_try", tried.append)
+        server.end.set()
         pusher._thread.join(30)
-        assert not pusher._thread.is_alive()
-        assert [process.returncode for process in started] == [0, -signal.SIGKILL]  # the check and the first push
-    assert list(found["failed"]) == ["1", "2"]
+    assert (pusher._thread.is_alive(), tried) == (False, [])
+    assert (found["pushed"], list(found["failed"])) == ([], ["1", "2"])
+
+
+def test_a_process_ends_though_its_push_hangs(tmp_path: Path) -> None:
+    write(tmp_path / "1")
+    script = (
+        "import sys; from pathlib import Path; from sftron.config import Hub; from sftron.train.exports import hub\n"
+        "hub._SILENCE_S, hub._SHORT_TIME_S, folder = 600.0, 0.3, Path(sys.argv[1])\n"
+        "pusher = hub.HubPusher(Hub(push_to='me/tiny'), folder)\n"
+        "pusher.start(), pusher.push(folder / '1', 1)\n"
+        "print(pusher.finish(lambda: True)['failed'], pusher._thread.is_alive())"
+    )
+    with serving(HubServer(hangs=True)) as server:
+        environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.splitlines()[-1] == "{'1': 'the push was not done in time'} True"
+
+
+def write(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "file").write_text("content")
 
 
 def test_a_signal_shortens_the_last_wait_and_a_second_ctrl_c_ends_it_and_the_run_stays_completed(
@@ -218,7 +239,7 @@ def test_a_signal_shortens_the_last_wait_and_a_second_ctrl_c_ends_it_and_the_run
 
     monkeypatch.setattr(HubPusher, "_wait", wait_and_signal)
     with serving(HubServer(hangs=True)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         started = time.monotonic()
         trainer = run(config_for(tmp_path, model_folder))
         assert time.monotonic() - started < 40
@@ -227,11 +248,11 @@ def test_a_signal_shortens_the_last_wait_and_a_second_ctrl_c_ends_it_and_the_run
     assert (ended["status"], list(ended["hub"]["failed"])) == ("completed", [f"hf/step-{NUM_STEPS}"])
 
 
-def test_the_owner_of_another_token_is_warned_at_the_start(
+def test_a_repository_that_the_token_cannot_make_is_warned_of_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with serving(HubServer()) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         for repository in ("they/tiny", "our-team/tiny"):
             pusher = hub.HubPusher(Hub(push_to=repository), tmp_path)
             pusher.start()
@@ -239,7 +260,7 @@ def test_the_owner_of_another_token_is_warned_at_the_start(
             pusher._thread.join(60)
             assert pusher.finish(lambda: False) == {"repository": repository, "pushed": [], "failed": {}}
     printed = capfd.readouterr().out
-    assert "exports may not reach they/tiny: ValueError: the token is of me, our-team, and they/tiny is of" in printed
+    assert "exports may not reach they/tiny: " in printed
     assert "our-team/tiny:" not in printed
 
 

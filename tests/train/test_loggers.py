@@ -1,9 +1,9 @@
 """Loggers that fail or hang change nothing of a run, and its numbers arrive once in those that work."""
 
 import json
+import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ import pytest
 
 from sftron.config import Logging
 from sftron.train.logs import loggers as loggers_module
-from sftron.train.logs import trackers
-from sftron.train.logs.loggers import Loggers, LoggerThread, Numbers, known_id, store_id
-from sftron.train.logs.trackers import require_loggers
+from sftron.train.logs import make_loggers
+from sftron.train.logs.loggers import Answers, Loggers, LoggerThread, Numbers, known_id, store_id
+from sftron.train.logs.make_loggers import require_loggers
 from tests.train.runs import bits, make_config, metrics, on_each_step, result, run, stop_in
 
 NUM_STEPS = 4
@@ -36,12 +36,12 @@ class Recorded:
     def start(self, step: int) -> None:
         self.started.append(step)
 
-    def log_step(self, step: int, numbers: Numbers) -> None:
-        self.steps.append(step)
-        self.numbers.append(numbers)
-
-    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None:
-        self.evaluated.append(step)
+    def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
+        if answers is None:
+            self.steps.append(step)
+            self.numbers.append(numbers)
+        else:
+            self.evaluated.append(step)
 
     def finish(self, status: str) -> None:
         self.ended.append(status)
@@ -53,17 +53,17 @@ class Raising(Recorded):
     name = "raising"
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("start", "log_step", "log_evaluation", "finish"):
+        if name in ("start", "log", "finish"):
             raise SystemExit("no such service")
         return super().__getattribute__(name)
 
 
 class Hanging(Recorded):
-    """Never returns from its first step."""
+    """Never returns from its first call with numbers."""
 
     name = "hanging"
 
-    def log_step(self, step: int, numbers: Numbers) -> None:
+    def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
         threading.Event().wait()
 
 
@@ -165,7 +165,7 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
     thread = LoggerThread(slow)
     thread.start(0, folder=tmp_path, logged=-1, evaluated=-1)
     for step in range(1, 10):
-        thread.log_step(step, {})
+        thread.log(step, {})
     thread.finish("completed")  # the end is never left out
     go_on.set()
     thread.wait(10)
@@ -186,12 +186,10 @@ def test_a_copy_of_a_run_directory_is_another_run_and_a_moved_one_is_not(tmp_pat
     assert known_id("trackio", tmp_path / "c") is None
 
 
-@pytest.mark.parametrize("name", trackers.PACKAGES)
-def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, name: Any
-) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=rf"logging.to has {name}, but {name}.* is not installed: pip install"):
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "comet_ml", "wandb"])
+def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
+    monkeypatch.setattr(make_loggers, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=f"{name} is to log the run, but accelerate, .* is not installed"):
         require_loggers(Logging(to=(name,)))
     require_loggers(Logging())
 
@@ -199,49 +197,50 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
 # --- The packages ---
 
 
-@pytest.mark.filterwarnings("default")  # of their own code
-def test_what_trackio_prints_and_warns_of_is_on_the_console_alone(
-    tmp_path: Path,
-    model_folder: Path,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("trackio", "tensorboard", "mlflow", "sqlalchemy", "alembic", "accelerate"):
+        if find_spec(name) is None:
+            pytest.skip(f"not installed: {name}")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_another_tracker_of_accelerate_gets_the_configuration_and_every_number(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, services: None
 ) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "metrics"))
-    monkeypatch.setenv("TRACKIO_STORAGE_MODE", "no-such-mode")
-    utils = pytest.importorskip("trackio").utils
-    log_step = trackers.TrackioLogger.log_step
+    from accelerate import tracking
 
-    def log_and_speak(self: trackers.TrackioLogger, step: int, numbers: Numbers) -> None:
-        log_step(self, step, numbers)
-        utils._emit_nonfatal_warning("no room")
-        utils.print_dashboard_instructions("here")
+    calls: list[Any] = []
 
-    monkeypatch.setattr(trackers.TrackioLogger, "log_step", log_and_speak)
-    folder = run(make_config(tmp_path, model_folder, logging__to=["trackio"], **options)).directory.folder
-    printed, logged = capfd.readouterr(), (folder / "console.log").read_text()
-    assert not printed.err
-    assert set(printed.out.splitlines()) <= set(logged.splitlines())
-    lines = [line for line in logged.splitlines() if line.startswith("trackio ")]
-    assert lines[1].startswith("trackio    run run-")
-    assert "trackio    warning: Invalid TRACKIO_STORAGE_MODE" in lines[0]
-    assert lines.count("trackio    warning: no room") == 1
-    assert 'trackio    trackio show --project "here"' in lines
-    assert not [line for line in lines if "Created new run" in line or "project initialized" in line]
+    class Aim(tracking.AimTracker):
+        def start(self) -> None:
+            calls.append((self.run_name, self.aim_repo_path))
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            calls.append(values["tokens.train_steps"])
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            calls.append((step, values.get("loss", values.get("eval/other/loss"))))
+
+        def finish(self) -> None:
+            calls.append("end")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "aim", Aim)
+    monkeypatch.setattr(make_loggers, "find_spec", lambda _: True)
+    folder = run(make_config(tmp_path, model_folder, logging__to=["aim"], **options)).directory.folder
+    losses = {(step["step"], step["loss"]) for step in metrics(folder)}
+    assert (calls[0], calls[1], calls[-1]) == (("sftron", str(folder)), NUM_STEPS, "end")
+    assert losses < set(calls[2:-1])
+    assert [step for step, _ in calls[2:-1]] == [0, 1, 2, 2, 3, 4, 4]
 
 
 @pytest.mark.filterwarnings("default")  # of their own code
 def test_numbers_of_a_resumed_run_are_read_back_once_from_each_package(
-    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, services: None
 ) -> None:
-    to = ["trackio", "tensorboard", "mlflow"]
-    for name in to:
-        if missing := [package for package in trackers.PACKAGES[name] if find_spec(package) is None]:
-            pytest.skip(f"not installed: {', '.join(missing)}")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT", "TRACKIO_SPACE_ID"):
-        monkeypatch.delenv(name, raising=False)
-    options |= {"checkpoints__interval": 2, "logging__to": to}
+    options |= {"checkpoints__interval": 2, "logging__to": ["trackio", "tensorboard", "mlflow"]}
     on_each_step(monkeypatch, stop_in(3))
     folder = run(make_config(tmp_path, model_folder, **options)).directory.folder
     (folder / "checkpoints/step-3").rename(folder / "lost")
@@ -261,16 +260,15 @@ def test_numbers_of_a_resumed_run_are_read_back_once_from_each_package(
             assert [value for _, value in points] == pytest.approx(list(values.values()), rel=1e-6), reader
 
 
-def test_a_run_that_begins_again_before_its_first_checkpoint_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+def test_a_run_that_begins_again_before_its_first_checkpoint_has_each_step_once_in_tensorboard(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], services: None
+) -> None:
+    options |= {"logging__to": ["tensorboard"]}
     for _ in range(2):
-        logger = trackers.TensorBoardLogger(tmp_path / "tensorboard")
-        logger.start(0)
-        for step in (1, 2, 3):
-            logger.log_step(step, {"loss": 1.0 / step})
-        logger.finish("failed")
+        folder = run(make_config(tmp_path, model_folder, **options)).directory.folder
+        shutil.rmtree(folder / "checkpoints")
         time.sleep(1.1)  # the names of event files have the second in which they were made
-    assert [step for step, _ in _in_tensorboard(tmp_path, "loss")] == [1, 2, 3]
+    assert [step for step, _ in _in_tensorboard(folder, "loss")] == [1, 2, 3, 4]
 
 
 def _in_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:

@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sftron.train.logs import loggers
-from sftron.train.logs.loggers import git_state
-from sftron.train.logs.wandb import final_figures, require_wandb, wandb_id
+from sftron.config import Logging, Wandb
+from sftron.train.logs import make_loggers
+from sftron.train.logs.make_loggers import git_state, require_loggers
+from sftron.train.logs.wandb import final_figures, wandb_id
 
 
 def test_final_figures_are_weighted_by_tokens() -> None:
@@ -76,7 +78,7 @@ def test_the_commit_is_that_of_the_working_copy_and_no_program_that_it_names_is_
 
 
 def test_a_git_that_is_missing_or_hangs_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers, "_TIME_FOR_GIT_S", 0.2)
+    monkeypatch.setattr(make_loggers, "_TIME_FOR_GIT_S", 0.2)
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o700)
     for path in (f"{tmp_path}{os.pathsep}{os.environ['PATH']}", str(tmp_path / "none")):
@@ -96,6 +98,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def require_wandb(mode: Any) -> None:
+    require_loggers(Logging(wandb=Wandb(mode=mode)))
+
+
 def test_an_online_run_without_a_key_is_refused_and_others_need_none(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,8 +118,6 @@ def test_an_online_run_without_a_key_is_refused_and_others_need_none(
     ("variable", "path", "text"),
     [
         ("WANDB_API_KEY", "", ""),
-        ("WANDB_IDENTITY_TOKEN_FILE", "", ""),
-        ("NETRC", "other", "machine api.wandb.ai\n  login user\n"),
         ("NETRC", "other", "machine wandb.my-firm.com\n  login user\n"),
         ("IGNORED", ".config/wandb/settings", "[default]\nbase_url = https://wandb.my-firm.com\n"),
     ],

@@ -131,9 +131,11 @@ Checkpoint = Annotated[
 ]
 Repository = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")]
 Trackers = Annotated[
-    tuple[Literal["wandb", "trackio", "tensorboard", "mlflow"], ...],
+    tuple[
+        Literal["wandb", "trackio", "tensorboard", "mlflow", "aim", "clearml", "comet_ml", "dvclive", "swanlab"], ...
+    ],
     Field(strict=False),
-    Wanted("a list of wandb, trackio, tensorboard or mlflow"),
+    Wanted("a list of wandb, trackio, tensorboard, mlflow, aim, clearml, comet_ml, dvclive or swanlab"),
 ]
 
 

@@ -20,8 +20,8 @@ from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import HubPusher, require_hub
 from sftron.train.logs import console
 from sftron.train.logs.loss_chart import write_loss_chart
+from sftron.train.logs.make_loggers import make_loggers, require_loggers
 from sftron.train.logs.run_logs import RunLogs
-from sftron.train.logs.trackers import make_loggers, require_loggers
 from sftron.train.loop import TrainingLoop
 from sftron.train.metrics import Stopwatch
 from sftron.train.outputs import RunExports

@@ -1,15 +1,13 @@
 """Pushes exports of a run to a repository on the Hub. A push delays no step, and a failure loses no local export.
 
-Each push is a process of its own: it takes no time from the interpreter that trains, and one that hangs can be ended.
+The thread is a daemon, and not that of `upload_folder(run_as_future=True)`, which Python waits for at its end: a Hub
+that does not answer would keep a finished run alive.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import shlex
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Hub
-from sftron.errors import show
 from sftron.train.logs import console
 
-_WAITS_S = (10.0, 30.0, 60.0, 120.0)
-"""The waits before the second and later attempts of a push."""
+_SILENCE_S = 60.0
+"""A request that the Hub does not answer for so long has failed; huggingface_hub repeats some of them."""
 _LEAST_TIME_S, _LEAST_BYTES_PER_S = 300.0, 1e6
-"""A push may take five minutes, and longer where its bytes would take longer at this speed."""
+"""The run waits five minutes for a push, and longer where its bytes would take longer at this speed."""
 _SHORT_TIME_S = 5.0
 """The wait for pushes after a failure or a signal, which is soon followed by another one on most clusters."""
 _TIME_TO_NOTICE_S = 0.2
@@ -43,7 +40,7 @@ class Push:
 
     @property
     def seconds(self) -> float:
-        """The longest time that an attempt may take."""
+        """The longest time that the run waits for it."""
         size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         return _LEAST_TIME_S + size / _LEAST_BYTES_PER_S
 
@@ -55,7 +52,10 @@ class Push:
 
 
 class HubPusher:
-    """Pushes exports one after another, in a thread that begins with the first; on the main rank of a run."""
+    """Pushes exports one after another, each once, in a thread that ends with the process; on the main rank of a run.
+
+    So no step replaces a later one, and a push dies with its run.
+    """
 
     def __init__(self, options: Hub, run_folder: Path) -> None:
         self._options, self._run_folder = options, run_folder
@@ -65,12 +65,11 @@ class HubPusher:
         self._pushed: list[str] = []
         self._failed: dict[str, str] = {}
         self._thread = threading.Thread(target=self._work, name="pushes to the Hub", daemon=True)
-        self._is_over = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()  # for the two: once the run is over, no process starts and no outcome changes
+        self._is_over = False
+        self._lock = threading.Lock()  # for the above: once the run is over, no push begins and no outcome changes
 
     def start(self) -> None:
-        """Starts the thread, which first compares the owner of the repository with that of the token."""
+        """Starts the thread, which first makes the repository, so that a refusal is known before the steps."""
         self._thread.start()
 
     def push(self, folder: Path, step: int, path_in_repo: str = ".") -> None:
@@ -82,7 +81,7 @@ class HubPusher:
             self._jobs.put(push)
 
     def finish(self, should_hurry: Callable[[], bool]) -> dict[str, Any]:
-        """Waits for the pushes, as long as their sizes allow, and ends those that are not done.
+        """Waits for the pushes, as long as their sizes allow, and gives up those that are not done.
 
         Args:
             should_hurry: Returns whether the run has failed or is to stop; then the wait is short. A Ctrl-C that raises
@@ -98,12 +97,9 @@ class HubPusher:
             if should_hurry():
                 self._wait(_SHORT_TIME_S)
         with self._lock:
-            self._is_over.set()
-            if self._process is not None:
-                self._process.kill()
+            self._is_over = True
         for push in self._waiting:
-            self._failed[self._name(push)] = problem = "the push was not done in time"
-            self._warn(push, problem)
+            self._record_failure(push, "the push was not done in time")
         return {"repository": self._options.push_to, "pushed": self._pushed, "failed": self._failed}
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -116,70 +112,44 @@ class HubPusher:
             self._thread.join(min(left, _TIME_TO_NOTICE_S))
 
     def _work(self) -> None:
-        problem = self._run("check", str(self._options.push_to), seconds=_LEAST_TIME_S)
-        if problem and not self._is_over.is_set():
+        if problem := self._try(None):
             console.write(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
-        while (push := self._jobs.get()) is not None:
+        while (push := self._jobs.get()) is not None and not self._is_over:
             problem = self._try(push)
             with self._lock:
-                if self._is_over.is_set():
+                if self._is_over:
                     return
                 self._waiting.remove(push)
-                if problem is None:
-                    self._pushed.append(self._name(push))
-                else:
-                    self._failed[self._name(push)] = problem
-            if problem is None:
-                place = "" if push.path_in_repo == "." else f", folder {push.path_in_repo}"
-                console.write(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
-            else:
-                self._warn(push, problem)
+                if problem is not None:
+                    self._record_failure(push, problem)
+                    continue
+                self._pushed.append(self._name(push))
+            place = "" if push.path_in_repo == "." else f", folder {push.path_in_repo}"
+            console.write(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
 
-    def _try(self, push: Push) -> str | None:
-        """Returns the problem of the last attempt; None if one succeeded."""
-        words = str(self._options.push_to), str(push.folder), push.path_in_repo, f"step {push.step}"
-        problem: str | None = None
-        for wait in (*_WAITS_S, None):
-            problem = self._run("push", *words, "private" if self._options.private else "", seconds=push.seconds)
-            if problem is None or wait is None or self._is_over.is_set():
-                return problem
-            console.write(f"hub        {push.folder} was not pushed: {problem}; the next attempt is in {wait:.0f} s")
-            if self._is_over.wait(wait):
-                return problem
-        return problem
+    def _try(self, push: Push | None) -> str | None:
+        """Makes the repository if it does not exist, and commits the files of a push. Returns its problem, if any."""
+        from huggingface_hub import HfApi, get_session
+        from huggingface_hub.utils import disable_progress_bars
 
-    def _run(self, function: str, *words: str, seconds: float) -> str | None:
-        """Calls a function of this module in a process. Returns its problem; None if there was none."""
-        script = f"import sys; from sftron.train.exports import hub; sys.exit(hub.report(hub.{function}, sys.argv[1:]))"
-        root = str(Path(__file__).parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         try:
-            with self._lock:
-                if self._is_over.is_set():
-                    return "the run is over"
-                process = self._process = subprocess.Popen(
-                    [sys.executable, "-c", script, *words],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,  # Ctrl-C stops the run, not the push
+            get_session().timeout = _SILENCE_S  # by default, it waits for ever
+            disable_progress_bars()
+            api, repository = HfApi(), str(self._options.push_to)
+            api.create_repo(repository, private=self._options.private, exist_ok=True)
+            if push is not None:
+                api.upload_folder(
+                    repo_id=repository,
+                    folder_path=push.folder,
+                    path_in_repo=None if push.path_in_repo == "." else push.path_in_repo,
+                    commit_message=f"step {push.step}",
                 )
-        except OSError as error:
-            return str(error)
-        with process:
-            try:
-                printed = process.communicate(timeout=seconds)[1]
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return f"no end after {seconds:,.0f} s"
-        lines = printed.strip().splitlines() or [f"exit status {process.returncode}"]
-        return None if process.returncode == 0 else lines[-1]
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None
 
-    def _warn(self, push: Push, problem: str) -> None:
+    def _record_failure(self, push: Push, problem: str) -> None:
+        self._failed[self._name(push)] = problem
         console.write(
             f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:"
         )
@@ -201,35 +171,3 @@ def require_hub(options: Hub) -> None:
         raise ValueError(
             f"hub.push_to is {options.push_to}, but there is no token for it: run `hf auth login`, or set HF_TOKEN"
         )
-
-
-# --- In the process of a push ---
-
-
-def report(function: Callable[..., None], words: list[str]) -> int:
-    """Calls the function and prints a failure in one line. Returns the exit status."""
-    try:
-        function(*words)
-    except Exception as error:
-        show(f"{type(error).__name__}: {' '.join(str(error).split())}", to=sys.stderr)
-        return 1
-    return 0
-
-
-def check(repository: str) -> None:
-    """Raises ValueError if the token does not belong to the owner of the repository."""
-    from huggingface_hub import HfApi
-
-    found = HfApi().whoami()
-    names = [found["name"], *(each["name"] for each in found.get("orgs", []))]
-    if repository.partition("/")[0] not in names:
-        raise ValueError(f"the token is of {', '.join(names)}, and {repository} is of none of them")
-
-
-def push(repository: str, folder: str, path_in_repo: str, message: str, private: str) -> None:
-    """Creates the repository if it does not exist, and commits the files of the folder to it."""
-    from huggingface_hub import HfApi
-
-    api, path = HfApi(), None if path_in_repo == "." else path_in_repo
-    api.create_repo(repository, private=bool(private), exist_ok=True)
-    api.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=path, commit_message=message)

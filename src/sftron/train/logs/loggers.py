@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 import queue
 import secrets
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from sftron import __version__
-from sftron.errors import without_secrets
 from sftron.regular_file import read_json_value
 from sftron.train.logs import console
-from sftron.train.run import Setup
 
-_TIME_FOR_GIT_S = 5.0
 _TIME_TO_START_S = 10.0
 """The run waits this long, so that what loggers print comes before the steps; then they start during the steps."""
 _TIME_TO_FINISH_S = 70.0
@@ -31,6 +22,7 @@ _TIME_TO_FINISH_S = 70.0
 _MOST_CALLS_WAITING = 10_000
 
 Numbers = Mapping[str, int | float]
+Answers = Sequence[Mapping[str, Any]]
 
 
 class Logger(Protocol):
@@ -45,9 +37,9 @@ class Logger(Protocol):
         """Begins a run there, or goes on with it; `step` is the last finished one."""
         ...
 
-    def log_step(self, step: int, numbers: Numbers) -> None: ...
-
-    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None: ...
+    def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
+        """Logs the numbers of a step or, with its answers, those of an evaluation."""
+        ...
 
     def finish(self, status: str) -> None:
         """Sends what is left. `status` is the status in result.json."""
@@ -87,13 +79,10 @@ class LoggerThread:
     def wait_for_start(self, seconds: float) -> None:
         self._has_started.wait(seconds)
 
-    def log_step(self, step: int, numbers: Numbers) -> None:
-        if step > self._logged:
-            self._call(lambda: self._logger.log_step(step, numbers))
-
-    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None:
-        if step > self._evaluated:
-            self._call(lambda: self._logger.log_evaluation(step, numbers, answers))
+    def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
+        """Logs a step or, with its answers, an evaluation, unless the logger has it and cannot replace it."""
+        if step > (self._logged if answers is None else self._evaluated):
+            self._call(lambda: self._logger.log(step, numbers, answers))
 
     def finish(self, status: str) -> None:
         """Lets the thread end after the waiting calls, and does not wait for it."""
@@ -141,16 +130,11 @@ class Loggers:
         for thread in self._threads:
             thread.wait_for_start(until - time.monotonic())
 
-    def log_step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Logs the numbers of a line of metrics.jsonl."""
+    def log(self, step: int, record: Mapping[str, Any], answers: Answers | None = None) -> None:
+        """Logs the numbers of a line of metrics.jsonl or, with its answers, those of an evaluation."""
         numbers = {name: number for name, number in flat_numbers(record).items() if name != "step"}
         for thread in self._threads:
-            thread.log_step(step, numbers)
-
-    def log_evaluation(self, step: int, metrics: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
-        numbers = flat_numbers(metrics)
-        for thread in self._threads:
-            thread.log_evaluation(step, numbers, answers)
+            thread.log(step, numbers, answers)
 
     def finish(self, status: str) -> None:
         for thread in self._threads:
@@ -181,7 +165,7 @@ def flat_numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in flat(record, "/").items() if type(value) in (int, float)}
 
 
-# --- Facts of the run ---
+# --- The id of a run, which its directory keeps ---
 
 
 def known_id(name: str, folder: Path) -> str | None:
@@ -224,41 +208,3 @@ def highest_sent(name: str, folder: Path, logged: int, evaluated: int) -> tuple[
 
 def new_id() -> str:
     return secrets.token_hex(6)
-
-
-def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
-    """Returns the configuration without secrets. Its key `run` has the facts besides it that influence the results.
-
-    Args:
-        facts: Facts in addition to those of `setup`.
-    """
-    config, device = setup.config, setup.ranks.device
-    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets")}
-    versions |= {"python": platform.python_version(), "sftron": __version__}
-    facts |= {
-        "versions": versions | facts.get("versions", {}),
-        "git": git_state(Path.cwd()),
-        "data": setup.fingerprint,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "num_ranks": setup.ranks.dp_world_size,
-        "peak_tflops": setup.model.peak.tflops,
-        "attention": setup.model.attention,
-        "loss": setup.model.loss,
-        "tokens_per_epoch": setup.data.projection.tokens_per_epoch,
-    }
-    return without_secrets({**config.model_dump(mode="json"), "run": facts})
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of the git repository that contains `folder`, and whether tracked files differ from it.
-
-    Returns None if there is no repository. Programs that its own configuration names are not run.
-    """
-    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
-    command += ["--abbrev=40", "--exclude=*"]  # the commit id, even if the commit has tags
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIME_FOR_GIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    commit = done.stdout.strip()
-    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}

@@ -162,14 +162,14 @@ class RunLogs:
             record = asdict(metrics)
             self._metrics.append(as_json(record))
             if self.loggers:
-                self.loggers.log_step(metrics.step, record)
+                self.loggers.log(metrics.step, record)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         if self._evaluations:
             record = asdict(evaluation)
             self._evaluations.append(as_json(record))
             if self.loggers:
-                self.loggers.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
+                self.loggers.log(evaluation.step, evaluation.metrics(), record["answers"])
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
         """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""

@@ -1,4 +1,4 @@
-"""Logging to Weights & Biases, which receives a copy of the metrics.
+"""The run of Weights & Biases that a training run is logged to.
 
 In this module, `import wandb` imports the package. It is optional and slow to import, so it is imported where it is
 used.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from sftron.train.logs import console
-from sftron.train.logs.loggers import Numbers, config_and_facts, in_words, known_id, new_id, store_id
+from sftron.train.logs.loggers import Answers, Numbers, in_words, known_id, new_id, store_id
+from sftron.train.logs.trackers import Tracker
 from sftron.train.run import Setup
 
 _NUM_FINAL_STEPS = 50
@@ -32,75 +32,97 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-class WandbLogger:
+class Wandb(Tracker):
     """The wandb run of a training run.
 
     If the server does not answer at the start, the run is logged offline. If it does not answer at the end, `finish`
-    waits for a minute.
+    waits for a minute. Charts are drawn over the run's own step: wandb drops one that is not after its last one.
 
     Args:
-        prepare: Returns the arguments of wandb.init.
+        mode: online or offline.
         sample_page: The HTML page with the first pack, which is logged at the start.
     """
 
-    name = "wandb"
-    replaces_steps = True  # charts are drawn over the run's own step
-
-    def __init__(self, prepare: Callable[[], dict[str, Any]], sample_page: Path | None = None) -> None:
-        self._prepare, self._sample_page = prepare, sample_page
-        self._wandb: Any = None
-        self._run: Any = None
+    def __init__(
+        self, setup: Setup, folder: Path, facts: Callable[[], dict[str, Any]], *, mode: str, sample_page: Path
+    ) -> None:
+        super().__init__("wandb", setup, folder, facts)
+        # wandb reads these at import. Its error reports contain paths, and a batch job cannot answer prompts.
+        os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))  # for tables; the default is in HOME
+        self._mode, self._sample_page = mode, sample_page
         self._last_steps: deque[Numbers] = deque(maxlen=_NUM_FINAL_STEPS)
-
-    def log_step(self, step: int, numbers: Numbers) -> None:
-        self._last_steps.append(numbers)
-        self._log(step, lambda: numbers)
-
-    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Logs the numbers of an evaluation, and its answers as a table; logging the table waits for the server."""
-        self._log(step, lambda: numbers)
-        if answers:
-            rows = [list(answer.values()) for answer in answers]
-            self._log(step, lambda: {"eval/answers": self._wandb.Table(columns=list(answers[0]), data=rows)})
-
-    def _log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
-        if self._run is not None:
-            self._run.log({"step": step, **values()})
 
     def start(self, step: int) -> None:
         import wandb
 
-        self._wandb = wandb
-        options, settings = self._prepare(), wandb.Settings(**_SETTINGS)
+        options = {**self._run_options(), "settings": wandb.Settings(**_SETTINGS)}
         try:
-            run = wandb.init(**options, settings=settings)
+            self._open(**options, mode=self._mode)
         except Exception as error:
-            if options["mode"] != "online":
+            if self._mode != "online":
                 raise
             wandb.teardown(exit_code=1)  # releases the run id for the second attempt
-            run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
+            self._open(**options, mode="offline")
             console.write(f"wandb      has no server ({in_words(error)}), and the run is logged offline")
+        run = self._tracker.tracker
         console.write(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
-        # wandb's own step must increase, so wandb would drop a step that a resumed run trains again.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        self._run = run
-        if (page := self._sample_page) and step == 0:
-            self._log(0, lambda: {"sample_page": self._wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
+        if self._options.sample and step == 0:
+            page = self._sample_page.read_text(encoding="utf-8")
+            self._tracker.log({"step": 0, "sample_page": wandb.Html(page, inject=False)})
+
+    def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
+        """Logs the numbers, and the answers of an evaluation as a table; logging the table waits for the server."""
+        if self._tracker is None:  # the failure to start is reported
+            return
+        if answers is None:
+            self._last_steps.append(numbers)
+        self._tracker.log({"step": step, **numbers})
+        if answers:
+            rows = [list(answer.values()) for answer in answers]
+            self._tracker.log_table("eval/answers", list(answers[0]), rows)
 
     def finish(self, status: str) -> None:
+        import wandb
+
         exit_code = int(status != "completed")
         try:
-            if self._run is not None:
-                self._run.summary.update({**final_figures(self._last_steps), "final/status": status})
+            if self._tracker is not None:
+                run = self._tracker.tracker
+                run.summary.update({**final_figures(self._last_steps), "final/status": status})
                 if status == "preempted":
-                    self._run.mark_preempting()  # so that wandb shows no failure, and a sweep restarts the run
-                self._run.finish(exit_code=exit_code)
+                    run.mark_preempting()  # so that wandb shows no failure, and a sweep restarts the run
+                run.finish(exit_code=exit_code)
         finally:
             # wandb's service process completes the file of an offline run only when it is shut down. wandb shuts it
             # down with an atexit handler, which does not run in a multiprocessing process.
-            if self._wandb is not None:
-                self._wandb.teardown(exit_code=exit_code)
+            wandb.teardown(exit_code=exit_code)
+
+    def _run_options(self) -> dict[str, Any]:
+        """Returns the arguments of wandb.init. Unset ones are omitted, so that WANDB_NOTES and the like apply."""
+        options = self._options
+        facts = self._facts()
+        facts["run"]["versions"]["wandb"] = version("wandb")
+        arguments: dict[str, Any] = {
+            **options.model_dump(include={"group", "job_type", "notes"}),
+            "project": os.environ.get("WANDB_PROJECT"),
+            "dir": str(self._folder),
+            "resume": "allow",
+            "name": options.name or os.environ.get("WANDB_NAME") or self._run_name,
+            "tags": options.tags or None,
+            "config": facts,
+        }
+        if not os.environ.get("WANDB_SWEEP_ID"):  # the sweep agent sets project, entity and id in the environment
+            project = options.project or arguments["project"]
+            arguments |= {"project": project, "entity": options.entity, "id": wandb_id(self._folder)}
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+def wandb_id(folder: Path) -> str:
+    """Returns the wandb run id of a run directory and stores it in wandb.json; WANDB_RUN_ID takes precedence."""
+    return store_id("wandb", folder, os.environ.get("WANDB_RUN_ID") or known_id("wandb", folder) or new_id())
 
 
 def final_figures(steps: Sequence[Numbers]) -> dict[str, float]:
@@ -114,32 +136,7 @@ def final_figures(steps: Sequence[Numbers]) -> dict[str, float]:
     return figures
 
 
-# --- Before the run ---
-
-
-def require_wandb(mode: str) -> None:
-    """Raises ValueError if the run is logged to wandb, but the package or an API key is missing.
-
-    Args:
-        mode: The value of `Logging.wandb_mode`.
-    """
-    if mode == "disabled":
-        return
-    if find_spec("wandb") is None:
-        raise ValueError(
-            f"logging.wandb.mode is {mode} but the package wandb is not installed: "
-            "pip install 'sftron[wandb]', or set it to disabled"
-        )
-    if mode == "online" and not _has_key():
-        raise ValueError(
-            "logging.wandb.mode is online but there is no API key for it: run `wandb login`, or set WANDB_API_KEY, or "
-            "set the mode to offline and run `wandb sync` later"
-        )
-    if (other := os.environ.get("WANDB_MODE")) and other != mode:
-        console.write(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
-
-
-def _has_key() -> bool:
+def has_key() -> bool:
     """Returns whether an API key exists where wandb looks for it, without importing wandb, which takes a second."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -151,34 +148,3 @@ def _has_key() -> bool:
             if any(sign in path.read_text() for sign in signs):
                 return True
     return False
-
-
-def make_wandb(setup: Setup, folder: Path, *, sample_page: Path, **facts: Any) -> WandbLogger:
-    """Returns the logger to wandb; `facts` are those of `config_and_facts`."""
-    # wandb reads these at import. Its error reports contain paths, and a batch job cannot answer prompts.
-    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-    os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))  # for tables; the default is in HOME
-    is_sent = setup.config.logging.wandb.sample
-    return WandbLogger(lambda: _init_options(setup, folder, **facts), sample_page if is_sent else None)
-
-
-def _init_options(setup: Setup, folder: Path, **facts: Any) -> dict[str, Any]:
-    """Returns the arguments of wandb.init. Unset options are omitted, so WANDB_NOTES and similar variables apply."""
-    config, options = setup.config, setup.config.logging.wandb
-    arguments: dict[str, Any] = {
-        **options.model_dump(include={"group", "job_type", "notes"}),
-        "mode": config.logging.wandb_mode,
-        "dir": str(folder),
-        "resume": "allow",
-        "name": options.name or os.environ.get("WANDB_NAME") or config.general.run_name,
-        "tags": options.tags or None,
-        "config": config_and_facts(setup, versions={"wandb": version("wandb")}, **facts),
-    }
-    if not os.environ.get("WANDB_SWEEP_ID"):  # the sweep agent sets project, entity and id in the environment
-        arguments |= {"project": options.project, "entity": options.entity, "id": wandb_id(folder)}
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def wandb_id(folder: Path) -> str:
-    """Returns the wandb run id of a run directory and stores it in wandb.json; WANDB_RUN_ID takes precedence."""
-    return store_id("wandb", folder, os.environ.get("WANDB_RUN_ID") or known_id("wandb", folder) or new_id())
