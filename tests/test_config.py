@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.data_schema import Dataset
-from sftron.config.help import OTHER_TRAINERS, keys_of, locate, section_in, suggest_key
-from sftron.config.removed import REMOVED
+from sftron.config.help import keys_of, locate, section_in, suggest_key
+from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import General, Lora
 from sftron.config.values import Section
 from sftron.sweep.recorded_run import flat_config
@@ -59,190 +59,105 @@ def test_a_minimal_file_loads_and_everything_else_has_its_default(tmp_path):
 
 
 LR, STEPS, MODEL, ROWS = "learning_rate: 1e-5", "train_steps: 100", "path: models/tiny", "- path: chats.jsonl"
-EPOCHS_OF = f"{ROWS}\ntokens:\n  sequence_length: 128\n  {STEPS}"
+TOP = "model:"
 
-# Each case: what replaces what in the good file, and of each problem that makes: ":line: key ... reason".
-BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
-    (LR, f"{LR}\n  warmup_step: 3", ":13: optimizer.warmup_step ... did you mean warmup_steps?"),
-    ("model:", "modl:", ": model.path ... missing; wanted text", ":3: modl ... did you mean model?"),
-    (STEPS, f"{STEPS}\n  chat_templat: x", ":11: tokens.chat_templat ... did you mean tokenizer.chat_template?"),
-    (MODEL, f"{MODEL}\n  zzz: 1", ":5: model.zzz ... the keys here are path, revision, attention, loss"),
-    ("model:", "expert: 1\nmodel:", ":3: expert ... the keys here are general,"),
-    ("model:", "lora: {r: 8}\nmodel:", ":3: lora.r ... write lora.rank"),
-    ("model:", "adapter: qlora\nmodel:", ":3: adapter ... write a section lora"),
-    (MODEL, f"{MODEL}\n  rank: 8", ":5: model.rank ... write lora.rank"),
-    ("model:", "lora: {rnk: 8}\nmodel:", ":3: lora.rnk ... did you mean rank?"),
-    ("data:", "data:\n  packing: true", ":6: data.packing ... conversations are always packed; data.packing.strat"),
-    ("optimizer:", "data.num_workers: 2\noptimizer:", ":11: data.num_workers ... write data.num_workers nested"),
-    ("  sequence_length: 128\n", "", ":8: tokens.sequence_length ... missing; wanted a whole number above 1"),
+# What replaces what in the good file, the line and the key of the problem, and words of its reason.
+BROKEN: list[tuple[str, str, str, str]] = [
+    (LR, f"{LR}\n  warmup_step: 3", ":13: optimizer.warmup_step", "did you mean warmup_steps?"),
+    (STEPS, f"{STEPS}\n  chat_templat: x", ":11: tokens.chat_templat", "did you mean tokenizer.chat_template?"),
+    (MODEL, f"{MODEL}\n  zzz: 1", ":5: model.zzz", "the keys here are path, revision"),
+    (TOP, "expert: 1\nmodel:", ":3: expert", "the keys here are general,"),
+    (TOP, "lora: {r: 8}\nmodel:", ":3: lora.r", "write lora.rank"),
+    ("optimizer:", "data.num_workers: 2\noptimizer:", ":11: data.num_workers", "write data.num_workers nested"),
+    (ROWS, f"{ROWS}\n    - path: b.jsonl\n      slpit: x", ":9: data.datasets.1.slpit", "did you mean split?"),
+    ("  sequence_length: 128\n", "", ":8: tokens.sequence_length", "missing; wanted a whole number above 1"),
     # Values of another type or range.
-    ("1e-5", '"1e-5"', ':12: optimizer.learning_rate ... found "1e-5" (text); wanted a number above 0; remove the quo'),
-    ("demo", "7", ":2: general.run_name ... found 7 (a whole number); wanted a plain name"),
-    ("demo", "a/b", ':2: general.run_name ... found "a/b" (text); wanted a plain name'),
-    ("demo", "demo\n  deterministic: yes", ':3: general.deterministic ... found "yes" (text); wanted true or false'),
-    ("128", "128.0", ":9: tokens.sequence_length ... found 128.0 (a number); wanted a whole number above 1"),
-    (MODEL, f"{MODEL}\n  attention: eager", ":5: model.attention ... wanted auto, sdpa, varlen, flash_attn or flex"),
-    (
-        STEPS,
-        f"{STEPS}\ncheckpoints:\n  resume: 3",
-        ":12: checkpoints.resume ... wanted auto, never or the path of a checkpoint",
-    ),
-    ("1e-5", "1e999", ":12: optimizer.learning_rate ... found Infinity (a number); wanted"),
-    (LR, f"{LR}\n  betas: [0.9, 1.0]", ":13: optimizer.betas ... each at least 0 and below 1"),
-    (f"\n    {ROWS}", " []", ":6: data.datasets ... found [] (a list); wanted a list of at least one"),
-    (ROWS, "- chats.jsonl", ":7: data.datasets.0 ... wanted a mapping with the keys path, name, split"),
-    (ROWS, f"{ROWS}\n    - path: b.jsonl\n      slpit: x", ":9: data.datasets.1.slpit ... did you mean split?"),
-    (f"optimizer:\n  {LR}", "optimizer: adam", ":11: optimizer ... AdamW is the only optimizer: optimizer.learning"),
-    (
-        STEPS,
-        f"{STEPS}\ncheckpoints:\n  interval: often",
-        ':12: checkpoints.interval ... found "often" (text); wanted auto or a whole number above 0 or null',
-    ),
-    (MODEL, f"path: models/{'é' * 128}/tiny", ":4: model.path ... has 256 bytes; the name of a file or folder has 255"),
-    (
-        STEPS,
-        f"{STEPS}\n  batch_accumulation_per_replica: 10000000000000",
-        ":11: tokens.batch_accumulation_per_replica ... wanted a whole number from 1 to 1048576",
-    ),
-    ("model:", "lora: true\nmodel:", ":3: lora ... found true; wanted a mapping with the keys rank, alpha"),
-    ("model:", "lora:\n  # rank: 8\nmodel:", ":3: lora ... is empty; write {} for its defaults, or null to leave"),
-    ("model:", "lora: {rank: 0}\nmodel:", ":3: lora.rank ... wanted a whole number from 1 to 65536 or null"),
-    (
-        "model:",
-        "lora: {dropout: 0.05}\nmodel:",
-        ":3: lora.dropout ... is 0.05, but only 0 is supported: which",
-    ),
-    ("model:", "lora: {targets: []}\nmodel:", ":3: lora.targets ... wanted all-linear, a list of names"),
-    ("model:", "lora: {targets: (q}\nmodel:", ":3: lora.targets ... (q is not a regular expression: missing )"),
-    (
-        "model:",
-        "lora: {modules_to_save: [wte]}\nmodel:",
-        ':3: lora.modules_to_save ... found ["wte"] (a list); wanted a list of embed_tokens or lm_head',
-    ),
-    (LR, f"{LR}\n  state: int8", ':13: optimizer.state ... found "int8" (text); wanted fp32 or 8bit'),
-    # Contradictions.
-    (MODEL, f"{MODEL}\n  frozen_dtype: nf4", ":5: model.frozen_dtype ... is nf4, but without lora no weight is frozen"),
-    (
-        MODEL,
-        f"{MODEL}\n  frozen_dtype: nf4\nlora: null",
-        ":5: model.frozen_dtype ... is nf4, but without lora no weight is frozen",
-    ),
-    (
-        "model:",
-        "tokenizer: {add_tokens: [<x>]}\nlora: {modules_to_save: [lm_head]}\nmodel:",
-        ":3: tokenizer.add_tokens ... adds <x>, but with lora their embeddings would not be trained",
-    ),
-    (
-        "model:",
-        "lora: {adapter: a, init: gaussian}\nmodel:",
-        ":3: lora.init ... is gaussian, but adapter gives the initial values: remove one of them",
-    ),
-    (STEPS, f"{STEPS}\n  train_epochs: 2", ":10: tokens.train_steps ... keep one of them"),
-    (f"  {STEPS}\n", "", ":8: tokens.train_steps ... set one of them"),
-    (
-        LR,
-        f"{LR}\n  warmup_steps: 1.5",
-        ":13: optimizer.warmup_steps ... found 1.5 (a number); wanted a whole number of",
-    ),
-    ("model:", "lora: {rank: 99999999}\nmodel:", ":3: lora.rank ... wanted a whole number from 1 to 65536 or null"),
-    (ROWS, f"{ROWS}\n  num_workers: 1000000", ":8: data.num_workers ... wanted a whole number from 0 to 256"),
-    (LR, f"{LR}\n  warmup_steps: 100", ":13: optimizer.warmup_steps ... 100 is not below tokens.train_steps 100"),
-    (
-        ROWS,
-        f"{ROWS}\n      weight: 0.5\n    - path: b",
-        ":6: data.datasets ... given, but not data.datasets.1.weight",
-    ),
-    (
-        EPOCHS_OF,
-        EPOCHS_OF.replace(ROWS, f"{ROWS}\n      weight: 0.5").replace(STEPS, "train_epochs: 2"),
-        ":11: tokens.train_epochs ... is 2, but data sets with weights end at different times",
-    ),
-    (
-        ROWS,
-        f"{ROWS}\n    - path: b\n      streaming: true",
-        ":6: data.datasets ... item 1 is streamed, so it cannot be joined with the others",
-    ),
-    (
-        EPOCHS_OF,
-        EPOCHS_OF.replace(ROWS, f"{ROWS}\n      streaming: true").replace(
-            STEPS, "train_epochs: 2\nevaluation: {share: .1}"
-        ),
-        ":11: tokens.train_epochs ... is 2, but where a streamed data set ends is not known",
-        ":12: evaluation.share ... is 0.1, but no rows can be held out of a streamed data set",
-    ),
-    ("model:", "evaluation: {interval: 5}\nmodel:", ":3: evaluation.interval ... nothing is evaluated"),
-    ("model:", "checkpoints: {keep_best: a/loss}\nmodel:", ":3: checkpoints.keep_best ... nothing is evaluated"),
-    ("model:", "evaluation: {tokens_per_batch: 64}\nmodel:", ":3: evaluation.tokens_per_batch ... 64 is below tokens."),
-    (
-        "model:",
-        "checkpoints: {export_hf: false, export_interval: 3}\nmodel:",
-        ":3: checkpoints.export_interval ... is 3, but export_hf is false: remove one of them",
-    ),
-    ("model:", "checkpoints: {load: weights}\nmodel:", ":3: checkpoints.load ... is weights, but resume is auto"),
-    (LR, f"{LR}\n  decay_share: 0.1", ":13: optimizer.decay_share ... is read by schedule wsd only"),
-    (
-        LR,
-        f"{LR}\n  schedule: constant\n  min_learning_rate_ratio: 0.1",
-        ":14: optimizer.min_learning_rate_ratio ... is 0.1, but schedule constant never falls",
-    ),
-    (
-        "data:",
-        "data:\n  packing: {strategy: none, pool_size: 8}",
-        ":6: data.packing.pool_size ... is read by strategy pool only, and strategy is none",
-    ),
-    ("model:", "logging:\n  wandb:\n    mode: online\nmodel:", ":4: logging.wandb.project ... but mode is online"),
+    ("1e-5", '"1e-5"', ":12: optimizer.learning_rate", 'found "1e-5" (text); wanted a number above 0'),
+    ("demo", "7", ":2: general.run_name", "found 7 (a whole number); wanted a plain name"),
+    ("demo", "a/b", ":2: general.run_name", "wanted a plain name"),
+    ("demo", "demo\n  deterministic: yes", ":3: general.deterministic", "wanted true or false"),
+    ("128", "128.0", ":9: tokens.sequence_length", "found 128.0 (a number)"),
+    (MODEL, f"{MODEL}\n  attention: eager", ":5: model.attention", "wanted auto, sdpa, varlen"),
+    (STEPS, f"{STEPS}\ncheckpoints:\n  resume: 3", ":12: checkpoints.resume", "wanted auto, never or the path"),
+    (TOP, "checkpoints: {interval: often}\nmodel:", ":3: checkpoints.interval", "wanted auto or a whole number"),
+    ("1e-5", "1e999", ":12: optimizer.learning_rate", "found Infinity"),
+    (LR, f"{LR}\n  betas: [0.9, 1.0]", ":13: optimizer.betas", "below 1"),
+    (f"\n    {ROWS}", " []", ":6: data.datasets", "wanted a list of at least one"),
+    (ROWS, "- chats.jsonl", ":7: data.datasets.0", "wanted a mapping with the keys path, name"),
+    (ROWS, "path: chats.jsonl", ":6: data.datasets", "wanted a list of at least one"),
+    (f"optimizer:\n  {LR}", "optimizer: adam", ":11: optimizer", "AdamW is the only optimizer"),
+    (MODEL, f"path: models/{'é' * 128}/tiny", ":4: model.path", "has 256 bytes"),
+    (TOP, "lora: true\nmodel:", ":3: lora", "found true; wanted a mapping"),
+    (TOP, "lora:\n  # rank: 8\nmodel:", ":3: lora", "is empty; write {} for its defaults"),
+    (TOP, "lora: {rank: 0}\nmodel:", ":3: lora.rank", "wanted a whole number from 1"),
+    (TOP, "lora: {dropout: 0.05}\nmodel:", ":3: lora.dropout", "only 0 is supported"),
+    (TOP, "lora: {targets: []}\nmodel:", ":3: lora.targets", "wanted all-linear"),
+    (TOP, "lora: {targets: (q}\nmodel:", ":3: lora.targets", "is not a regular expression"),
+    (TOP, "lora: {modules_to_save: [wte]}\nmodel:", ":3: lora.modules_to_save", "wanted a list of embed_tokens"),
+    (LR, f"{LR}\n  warmup_steps: 1.5", ":13: optimizer.warmup_steps", "wanted a whole number of"),
     # What is not YAML, or more than plain values.
-    (LR, f"{LR}\n  learning_rate: 2e-5", ":13: optimizer.learning_rate ... given twice, first on line 12; keep one"),
-    ("optimizer:", "evaluation: &a {}\ncheckpoints: *a\noptimizer:", ":12: is not YAML ... only short single values"),
-    ("1e-5", "!!python/object/apply:os.getcwd []", ":12: is not YAML ... os.getcwd is not read here"),
-    ("1e-5", "[1e-5", ":13: is not YAML ... expected ',' or ']'"),
-    # One item where a list is wanted.
-    (
-        ROWS,
-        "path: chats.jsonl",
-        ':6: data.datasets ... write a dash and a space before the first key of each item, as "- ',
-    ),
-    (f"    {ROWS}", "   -path: chats.jsonl", ':6: data.datasets ... of each item, as "- path: ..."'),
-    (
-        "data:",
-        "data:\n  train_on_roles: answer",
-        ":6: data.train_on_roles ... reasoning, tool_call, user, system or tool; write [answer]",
-    ),
-    (LR, f"{LR}\n  betas: 0.9, 0.95", ":13: optimizer.betas ... below 1; write [0.9, 0.95]"),
-    # Indentation: the line, the column and the word.
-    (
-        MODEL,
-        f"{MODEL}\n   loss: native",
-        ":5: is not YAML ... column 4, 'loss': it is read as a part of the value above;",
-    ),
-    (
-        MODEL,
-        f"{MODEL}\n loss: native",
-        ":5: is not YAML ... column 2, 'loss': its indentation is that of no key above;",
-    ),
-    (MODEL, f"{MODEL}\n\tloss: native", ":5: is not YAML ... column 2, 'loss': a tab; indent with spaces"),
-    (
-        ROWS,
-        f"{ROWS}\n       split: a",
-        ":8: is not YAML ... column 8, 'split': it is read as a part of the value above;",
-    ),
-    (ROWS, f"{ROWS}\n     split: a", ":8: is not YAML ... column 6, 'split': its indentation is that of no key above;"),
-    (MODEL, "path: a: b", ":4: is not YAML ... column 9, 'a': mapping values are not allowed here; put quotes around"),
-    ("demo", "de\x07mo", ":2: is not YAML ... the character 7 is not allowed"),
-    ("1e-5", "[" * 5000, ":1: is not YAML ... nested too deeply"),
+    (LR, f"{LR}\n  learning_rate: 2e-5", ":13: optimizer.learning_rate", "given twice, first on line 12"),
+    ("optimizer:", "evaluation: &a {}\ncheckpoints: *a\noptimizer:", ":12: is not YAML", "only short single values"),
+    ("1e-5", "!!python/object/apply:os.getcwd []", ":12: is not YAML", "is not read here"),
+    ("1e-5", "[1e-5", ":13: is not YAML", "expected ',' or ']'"),
+    (MODEL, f"{MODEL}\n loss: native", ":5: is not YAML", "column 2"),
+    (MODEL, f"{MODEL}\n\tloss: native", ":5: is not YAML", "column 1"),
+    ("demo", "de\x07mo", ":2: is not YAML", "the character 7"),
+    ("1e-5", "[" * 5000, ":1: is not YAML", "nested too deeply"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), [(old, new, wanted) for old, new, *wanted in BROKEN])
-def test_a_broken_file_is_reported_by_line_key_and_remedy(tmp_path, old, new, expected):
+@pytest.mark.parametrize(("old", "new", "place", "reason"), BROKEN)
+def test_a_broken_file_is_reported_by_line_key_and_remedy(tmp_path, old, new, place, reason):
     text = GOOD.replace(old, new, 1)
     assert text != GOOD
-    found = problems_of(tmp_path, text)
-    assert len(found) == len(expected), found
-    for problem, wanted in zip(found, expected, strict=True):
-        place, reason = wanted.split(" ... ")
-        assert problem.startswith(f"run.yaml{place}")
-        assert reason in problem
+    (problem,) = problems_of(tmp_path, text)
+    assert problem.startswith(f"run.yaml{place}: ")
+    assert reason in problem
+
+
+# Overrides of the good file, and the keys that then contradict each other.
+CONTRADICTIONS: list[tuple[str, ...]] = [
+    ("model.frozen_dtype=nf4", "model.frozen_dtype"),
+    ("tokenizer.add_tokens=[<x>] lora={modules_to_save:[lm_head]}", "tokenizer.add_tokens"),
+    ("lora={adapter:a,init:gaussian}", "lora.init"),
+    ("tokens={sequence_length:8,train_steps:1,train_epochs:2}", "tokens.train_steps"),
+    ("tokens.train_steps=null", "tokens.train_steps"),
+    ("tokens.micro_batch_size=1000000000000", "tokens.micro_batch_size"),
+    ("optimizer.warmup_steps=100", "optimizer.warmup_steps"),
+    ("optimizer.decay_share=0.1", "optimizer.decay_share"),
+    ("optimizer.schedule=constant optimizer.min_learning_rate_ratio=0.1", "optimizer.min_learning_rate_ratio"),
+    ("data.datasets=[{path:a,weight:0.5},{path:b}]", "data.datasets"),
+    ("data.datasets=[{path:a},{path:b,streaming:true}]", "data.datasets"),
+    ("tokens.train_epochs=2 data.datasets.0.weight=1", "tokens.train_epochs"),
+    (
+        "tokens.train_epochs=2 data.datasets.0.streaming=true evaluation.share=.1",
+        "tokens.train_epochs",
+        "evaluation.share",
+    ),
+    ("data.packing={strategy:none,pool_size:8}", "data.packing.pool_size"),
+    ("evaluation.interval=5", "evaluation.interval"),
+    ("evaluation.patience=2", "evaluation.patience"),
+    ("evaluation={share:.1,patience:2}", "evaluation.patience"),
+    ("evaluation.metric=a", "evaluation.metric"),
+    ("evaluation.tokens_per_batch=64", "evaluation.tokens_per_batch"),
+    ("checkpoints.keep_best=a/loss", "checkpoints.keep_best"),
+    ("checkpoints={export_hf:false,export_interval:3}", "checkpoints.export_interval"),
+    ("checkpoints.load=weights", "checkpoints.load"),
+    ("hub.private=false hub.every=exports", "hub.private", "hub.every"),
+    ("hub.push_to=a/b checkpoints.export_hf=false", "hub.push_to"),
+    ("hub={push_to:a/b,every:3} checkpoints.export_interval=2", "hub.every"),
+    ("logging.to=[mlflow,mlflow]", "logging.to"),
+    ("logging.to=[wandb]", "logging.wandb.project"),
+    ("logging.to=[wandb] logging.wandb.mode=disabled", "logging.wandb.mode"),
+    ("logging.wandb.mode=online", "logging.wandb.project"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "keys"), [(words, keys) for words, *keys in CONTRADICTIONS])
+def test_values_that_contradict_each_other_are_refused_at_their_key(tmp_path, overrides, keys):
+    found = problems_of(tmp_path, GOOD, *(f"--{word.replace(':', ': ')}" for word in overrides.split()))
+    assert sorted(re.findall(r": ([a-z_]+\.[a-z_.]+): ", problem)[0] for problem in found) == sorted(keys), found
 
 
 def test_a_key_or_a_value_that_was_removed_is_refused_with_what_to_write_instead(tmp_path, monkeypatch):
@@ -254,15 +169,16 @@ def test_a_key_or_a_value_that_was_removed_is_refused_with_what_to_write_instead
 
 
 def test_all_problems_of_a_file_and_its_overrides_are_reported_together_in_order(tmp_path):
-    text = GOOD.replace("  train_steps: 100", "  train_steps: 100\n  train_epochs: 2\n  nope: 1").replace("1e-5", "x")
-    problems = problems_of(tmp_path, text, "--model.compile=maybe", "--general.seed=-1", "--optimizer.warmup_steps=100")
+    text = GOOD.replace("  train_steps: 100", "  train_steps: 100\n  train_epochs: 2").replace(
+        "1e-5", "1e-5\n  nope: 1"
+    )
+    problems = problems_of(tmp_path, text, "--model.compile=maybe", "--general.seed=-1", "--evaluation.interval=5")
     assert [re.split(r": (?=[a-z_]+\.)", problem)[0] for problem in problems] == [
-        "run.yaml:10",  # a contradiction, although values elsewhere are invalid
-        "run.yaml:12",
+        "run.yaml:10",  # a contradiction, although other sections are invalid
         "run.yaml:14",
         "override --model.compile=maybe",
         "override --general.seed=-1",
-        "override --optimizer.warmup_steps=100",
+        "override --evaluation.interval=5",
     ]
 
 
@@ -571,10 +487,3 @@ def test_the_help_names_every_key_with_a_description():
         for name, field in keys_of(section).items():
             assert re.search(rf"^ *{name}( \(|:)", text, re.MULTILINE), f"{section.__name__}.{name}"
             assert field.description or section_in(field.annotation), f"{section.__name__}.{name} has no description"
-
-
-def test_a_pack_that_no_device_holds_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(GOOD, encoding="utf-8")
-    with pytest.raises(ConfigError, match="more than any device holds"):
-        load_config(file, ["--tokens.micro_batch_size=1000000000000"])

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sftron.config import ConfigError, describe_config, load_config
-from sftron.config.schema import Logging
+from sftron.config.results_schema import Logging
 from sftron.sweep.grid import read_sweep_file
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES, blocks

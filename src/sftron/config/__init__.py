@@ -3,7 +3,8 @@
 from sftron.config.help import describe_config
 from sftron.config.load import ConfigError, load_config
 from sftron.config.plain_yaml import dump_config
-from sftron.config.schema import Checkpoints, Config, Evaluation, Hub, Logging, Lora, Parallelism, Wandb
+from sftron.config.results_schema import Checkpoints, Evaluation, Hub, Logging, Wandb
+from sftron.config.schema import Config, Lora, Parallelism
 
 __all__ = [
     "Checkpoints",

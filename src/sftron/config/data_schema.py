@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftron.config.contradictions import POOL_SIZE
 from sftron.config.values import (
     Accumulation,
+    Contradictions,
     Day,
     HubConfig,
     Name,
@@ -29,6 +30,9 @@ from sftron.config.values import (
     Workers,
 )
 
+POOL_SIZE = 256
+_MOST_TOKENS_IN_A_PACK = 2**26
+
 
 class Tokenizer(Section):
     """The tokenizer and its chat template."""
@@ -43,6 +47,16 @@ class Tokenizer(Section):
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
     date: Day | None = None
     """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        lora = before.get("lora")
+        # An adapter to go on from brings its own modules_to_save; they are checked when it is read.
+        if self.add_tokens and lora and lora.adapter is None and "embed_tokens" not in lora.modules_to_save:
+            problem = f"adds {', '.join(self.add_tokens)}, but with lora their embeddings would not be trained"
+            yield (
+                "tokenizer.add_tokens lora.modules_to_save lora.adapter",
+                f"{problem}: set lora.modules_to_save to [embed_tokens]",
+            )
 
 
 class Rows(Section):
@@ -128,6 +142,25 @@ class Data(Section):
     """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""
     packing: Packing = Packing()
 
+    @property
+    def has_weights(self) -> bool:
+        return any(each.weight is not None for each in self.datasets)
+
+    @property
+    def streams(self) -> bool:
+        return any(each.streaming for each in self.datasets)
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        without = [f"data.datasets.{index}.weight" for index, each in enumerate(self.datasets) if each.weight is None]
+        if self.has_weights and without:
+            problem = f"{', '.join(without)} missing, while others are given"
+            yield "data.datasets", f"{problem}; give all data sets a weight, or none"
+        elif len(without) > 1 and self.streams:
+            yield "data.datasets", "one is streamed, so it cannot be joined with the others; give all a weight"
+        if self.packing.pool_size != POOL_SIZE and self.packing.strategy != "pool":
+            problem = f"is read by strategy pool only, and strategy is {self.packing.strategy}: remove the key"
+            yield "data.packing.pool_size data.packing.strategy", problem
+
 
 class Tokens(Section):
     """Sizes and lengths, in tokens and steps. A pack holds sequence_length x micro_batch_size tokens."""
@@ -142,3 +175,19 @@ class Tokens(Section):
     """Optimizer steps to train. Give this or train_epochs."""
     train_epochs: Positive | None = None
     """Passes over the data to train. Give this or train_steps."""
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        lengths, data = "tokens.train_steps tokens.train_epochs", before.get("data")
+        if self.train_steps is None and self.train_epochs is None:
+            yield lengths, "neither train_steps nor train_epochs is given; set one of them"
+        if self.train_steps is not None and self.train_epochs is not None:
+            problem = f"train_steps is {self.train_steps} and train_epochs is {self.train_epochs}; keep one of them"
+            yield lengths, problem
+        if self.micro_batch_size * self.sequence_length > _MOST_TOKENS_IN_A_PACK:
+            problem = f"a pack of {self.micro_batch_size} x {self.sequence_length} tokens is more than any device holds"
+            yield "tokens.micro_batch_size tokens.sequence_length", f"{problem}; lower it"
+        if self.train_epochs is not None and data is not None and (data.has_weights or data.streams):
+            why = "data sets with weights end at different times"
+            why = why if data.has_weights else "where a streamed data set ends is not known"
+            problem = f"is {self.train_epochs}, but {why}; set train_steps"
+            yield "tokens.train_epochs data.datasets", problem

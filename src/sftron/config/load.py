@@ -6,15 +6,13 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from sftron.config.contradictions import contradictions
 from sftron.config.help import (
-    OTHER_TRAINERS,
     KeyPath,
     describe_value,
     dotted,
@@ -27,8 +25,8 @@ from sftron.config.help import (
     suggest_key,
     words_of,
 )
-from sftron.config.plain_yaml import PLAIN_VALUES, Loader, is_valid_without_quotes
-from sftron.config.removed import REMOVED
+from sftron.config.plain_yaml import PLAIN_VALUES, Loader
+from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section
 from sftron.errors import redacted
@@ -186,9 +184,9 @@ class _Draft:
             node = Loader(text).get_single_node()
             return None if node is None else self._build(node, path, override)
         except yaml.MarkedYAMLError as error:
-            line, problem = (error.problem_mark.line + 1 if error.problem_mark else 1), error.problem
-            if error.problem_mark and not override:
-                problem = _syntax_problem(str(problem), text.splitlines()[line - 1 :], error.problem_mark.column)
+            mark, problem = error.problem_mark, error.problem
+            line = mark.line + 1 if mark else 1
+            problem = f"column {mark.column + 1}: {problem}" if mark and not override else problem
         except yaml.reader.ReaderError as error:
             line, problem = text.count("\n", 0, error.position) + 1, f"the character {error.character!r} is not allowed"
         except RecursionError:
@@ -261,10 +259,13 @@ class _Draft:
         return re.sub(r"[^A-Za-z0-9_.-]", "-", value if isinstance(value, str) else json.dumps(value))
 
     def report_invalid(self, error: ValidationError) -> None:
-        """Reports pydantic's errors by key, and the contradictions between valid values."""
+        """Reports pydantic's errors by key, and the contradictions between values of valid sections."""
         invalid: set[KeyPath] = set()
         for detail in error.errors(include_url=False):
             if detail["type"] == "contradictions":
+                for keys, problem in detail.get("ctx", {}).get("found", ()):
+                    causes = [tuple(key.split(".")) for key in keys.split()]
+                    self.report(causes[0], problem, causes)
                 continue
             path, field = locate(detail["loc"])
             # Pydantic reports each branch of a union, and reports a list as too short if its items are invalid.
@@ -275,15 +276,6 @@ class _Draft:
                 self.report(path, f"missing; wanted {_wanted(field)}")
             else:
                 self.report(path, _problem(path, field, detail["type"], detail["msg"], self._value_at(path)))
-
-        def is_invalid(key: str) -> bool:
-            path = tuple(key.split("."))
-            return any(path[:n] in invalid for n in range(len(path) + 1))
-
-        for keys, problem in contradictions(lambda key: None if is_invalid(key) else self._value_at(key.split("."))):
-            if not any(map(is_invalid, keys)):
-                causes = [tuple(key.split(".")) for key in keys]
-                self.report(causes[0], problem, causes)
 
     def _value_at(self, path: Sequence[str | int]) -> Any:
         """Returns the given value, or the default if there is none."""
@@ -314,36 +306,7 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
         remedy = OTHER_TRAINERS.get(str(path[-1]), "")
         wanted = words_of(field.annotation if section_of(field.annotation) is section else section)
         return f"found {describe_value(value)}; wanted {wanted}" + (remedy and f"; {remedy}")
-    is_text = isinstance(value, str) and section is None
-    remedy = "; remove the quotes" if is_text and field is not None and is_valid_without_quotes(field, value) else ""
-    return f"found {describe_value(value)}; wanted {_wanted(field)}{remedy or _as_list(field, value)}"
-
-
-def _as_list(field: FieldInfo | None, value: Any) -> str:
-    """Returns the remedy for a single item where a list is wanted; "" if it is none."""
-    if field is None or get_origin(field.annotation) is not tuple:
-        return ""
-    section, first = section_in(field.annotation), next(iter(value), "") if isinstance(value, dict) else ""
-    if section is not None and first.lstrip("-") in keys_of(section):
-        return f'; write a dash and a space before the first key of each item, as "- {first.lstrip("-")}: ..."'
-    return f"; write [{value}]" if section is None and isinstance(value, str) else ""
-
-
-def _syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
-    """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
-    words = list(re.finditer(r"[^\s:]*[^\s:-][^\s:]*", lines[0])) if lines else []
-    if not words:
-        return problem
-    word = next((each for each in reversed(words) if each.start() <= column), words[0])
-    if "mapping values" in problem and ":" in lines[0][:column]:
-        problem += "; put quotes around a value with a colon and a space"
-    elif "mapping values" in problem:
-        problem = "it is read as a part of the value above; indent it like the keys beside it, each with a colon"
-    elif "<block mapping start>" in problem:
-        problem = "its indentation is that of no key above; indent it like the keys beside it"
-    elif "'\\t'" in problem:
-        problem = "a tab; indent with spaces"
-    return f"column {word.start() + 1}, {word[0]!r}: {problem}"
+    return f"found {describe_value(value)}; wanted {_wanted(field)}"
 
 
 def _wanted(field: FieldInfo | None) -> str:

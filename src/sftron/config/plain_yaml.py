@@ -7,11 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter
-from pydantic.fields import FieldInfo
 
 from sftron.config.schema import Config
-from sftron.config.values import Section
 
 _LONGEST_ALIASED = 1000
 
@@ -51,14 +48,3 @@ def dump_config(config: Config) -> str:
     """Returns the resolved configuration as YAML; `load_config` reads it back as an equal configuration."""
     # allow_unicode is not set, because PyYAML would then turn Unicode line ends (U+0085) into spaces.
     return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False)
-
-
-def is_valid_without_quotes(field: FieldInfo, text: str) -> bool:
-    """Returns whether a quoted text would be a valid value of the field if it were a plain one."""
-    try:
-        tag = Loader(text).get_single_node().tag  # pyright: ignore[reportOptionalMemberAccess]  # caught below
-        plain = PLAIN_VALUES[tag][2](text)
-        TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python(plain)
-    except (yaml.YAMLError, AttributeError, KeyError, ValueError, RecursionError):
-        return False
-    return True

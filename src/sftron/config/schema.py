@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from sftron.config.contradictions import DECAY_SHARE, contradictions
-from sftron.config.data_schema import Data, EvaluationDataset, Tokenizer, Tokens
+from sftron.config.data_schema import Data, Tokenizer, Tokens
+from sftron.config.results_schema import Checkpoints, Evaluation, Hub, Logging
 from sftron.config.values import (
     Betas,
-    Checkpoint,
+    Contradictions,
     Dropout,
     ModulesToSave,
     NonNegativeNumber,
@@ -21,20 +22,16 @@ from sftron.config.values import (
     PositiveNumber,
     PositiveShare,
     Rank,
-    Repository,
     Revision,
     RunName,
     Section,
     Seed,
     Share,
     Targets,
-    Text,
-    Texts,
-    Trackers,
-    TwoOrMore,
-    Wanted,
     WarmUp,
 )
+
+DECAY_SHARE = 0.2
 
 
 class General(Section):
@@ -109,6 +106,11 @@ class Lora(Section):
     """A folder in peft's format to go on from; null: new adapters. It decides rank, alpha, targets, rslora, dora and
     modules_to_save: leave them at their defaults, or give the same values."""
 
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        if self.adapter is not None and self.init != "default":
+            problem = f"is {self.init}, but adapter gives the initial values: remove one of them"
+            yield "lora.init lora.adapter", problem
+
 
 class Parallelism(Section):
     """Ranks, as torchrun starts them. dp_replicate x dp_shard is their number."""
@@ -145,111 +147,18 @@ class Optimizer(Section):
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradients are scaled down to this norm; null: no clipping."""
 
-
-class Checkpoints(Section):
-    """Saving and resuming."""
-
-    interval: Literal["auto"] | Positive | None = "auto"
-    """Steps between checkpoints; auto: 15 minutes of training, or longer where saves would take over a twentieth of
-    the time, so that a kill costs no more than that; null: only at the end."""
-    keep_last: TwoOrMore = 2
-    """Older checkpoints are removed once a newer one is complete."""
-    resume: Checkpoint = "auto"
-    """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
-    load: Literal["all", "weights"] = "all"
-    """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
-    asynchronous: Annotated[bool, Field(alias="async")] = False
-    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it during the next steps."""
-    allow_data_change: bool = False
-    """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
-    export_hf: bool = True
-    """At the end, also write the model in Hugging Face format, under hf/step-N."""
-    export_interval: Positive | None = None
-    """Steps between exports, all of which stay; null: only at the end."""
-    keep_best: Text | None = None
-    """Also keep the checkpoint whose evaluation is best by this metric, as eval/held_out/loss; it is exported too."""
-
-
-class Hub(Section):
-    """Pushing of exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
-
-    push_to: Repository | None = None
-    """The repository, which is made if it does not exist; null: nothing is pushed."""
-    private: bool = True
-    """Whether a repository that is made is private."""
-    every: Literal["exports", "end"] | Positive = "end"
-    """exports: every export (see checkpoints.export_interval); end: the last one; a number: those of every so many
-    steps, and the last one."""
-
-
-class Evaluation(Section):
-    """Losses on rows that are not trained on, and answers to prompts: before training, on the way and at the end."""
-
-    share: Annotated[float, Field(ge=0, lt=1), Wanted("a number from 0, below 1")] = 0.0
-    """Share of every data set's rows that is kept out of training, always the same rows: the set held_out."""
-    datasets: Annotated[tuple[EvaluationDataset, ...], Field(strict=False), Wanted("a list of evaluation sets")] = ()
-    """Evaluation sets of their own: a list of mappings with the keys below."""
-    interval: Positive | None = None
-    """Steps between evaluations; null: only at the start and at the end."""
-    at_start: bool = True
-    """Also evaluate the model before its first step."""
-    tokens_per_batch: Positive | None = None
-    """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
-    patience: Positive | None = None
-    """Stop training after so many evaluations in a row without a better value of metric; null: train to the end."""
-    metric: Text | None = None
-    """What patience watches, as eval/held_out/loss; losses should fall, other metrics rise. null: that of
-    checkpoints.keep_best or, without it, the loss of the first set."""
-    prompts: PathText | None = None
-    """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
-    max_new_tokens: Positive = 48
-    """Longest answer, in tokens."""
-
-
-class Wandb(Section):
-    """Logging to Weights & Biases, from rank 0 only."""
-
-    mode: Literal["disabled", "offline", "online"] | None = None
-    """offline writes files to sync later; online needs a project. null: online if logging.to has wandb, else
-    disabled."""
-    project: Text | None = None
-    """The wandb project."""
-    name: Text | None = None
-    """The run's name there; null: general.run_name."""
-    entity: Text | None = None
-    """The user or team; null: the account's default."""
-    group: Text | None = None
-    """Puts runs together, for example those of one ablation."""
-    job_type: Text | None = None
-    """What kind of run it is within its group, for example sft."""
-    tags: Texts = ()
-    """Labels to filter runs by."""
-    notes: Text | None = None
-    """A description of the run."""
-    sample: bool = True
-    """Also send the first pack, as a table and as the page samples.html: text of your data."""
-
-
-class Logging(Section):
-    """What is reported while training. metrics.jsonl in the run directory is always written."""
-
-    to: Trackers = ()
-    """Where the numbers are sent too, by rank 0: any of these, each with its own package. No failure ends the run."""
-
-    interval: Positive = 1
-    """Steps between printed lines."""
-    peak_tflops: PositiveNumber | None = None
-    """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
-    untrained_roles_interval: Positive | None = 20
-    """Steps between measurements of the losses of roles that are not trained, from step 1 on; null: never."""
-    ledger: bool = False
-    """Also write which rows each step trained, so that `sftron audit` can prove it and name those of a step."""
-    wandb: Wandb = Wandb()
-
-    @property
-    def wandb_mode(self) -> Literal["disabled", "offline", "online"]:
-        """logging.wandb.mode, with null resolved."""
-        return self.wandb.mode or ("online" if "wandb" in self.to else "disabled")
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        tokens = before.get("tokens")
+        if self.decay_share != DECAY_SHARE and self.schedule != "wsd":
+            problem = f"is read by schedule wsd only, and schedule is {self.schedule}: remove the key"
+            yield "optimizer.decay_share optimizer.schedule", problem
+        if self.min_learning_rate_ratio and self.schedule == "constant":
+            problem = f"is {self.min_learning_rate_ratio}, but schedule constant never falls: remove the key"
+            yield "optimizer.min_learning_rate_ratio optimizer.schedule", problem
+        if tokens and tokens.train_steps is not None and self.warmup_steps >= tokens.train_steps:
+            problem = f"{self.warmup_steps} is not below tokens.train_steps {tokens.train_steps}"
+            problem += ", so the learning rate would never reach its peak: lower warmup_steps"
+            yield "optimizer.warmup_steps tokens.train_steps", problem
 
 
 class Config(Section):
@@ -257,7 +166,7 @@ class Config(Section):
 
     general: General
     model: Model
-    lora: Lora | None = None
+    lora: Lora | None = Field(None, validate_default=True)
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     tokens: Tokens
@@ -280,14 +189,15 @@ class Config(Section):
     def run_dir(self) -> Path:
         return Path(self.general.output_dir) / self.general.run_name
 
-    @model_validator(mode="after")
-    def _nothing_contradicts(self) -> Config:
-        if problems := [f"{keys[0]}: {problem}" for keys, problem in contradictions(self._value_of)]:
-            raise PydanticCustomError("contradictions", "{problems}", {"problems": "; ".join(problems)})
-        return self
-
-    def _value_of(self, key: str) -> Any:
-        value: Any = self
-        for part in key.split("."):
-            value = None if value is None else getattr(value, part)
-        return value
+    @field_validator("*")
+    @classmethod
+    def _nothing_contradicts(cls, section: Section | None, info: ValidationInfo) -> Section | None:
+        found = list(section.contradictions(info.data)) if section else []
+        model = info.data.get("model")
+        if info.field_name == "lora" and section is None and model and model.frozen_dtype != "auto":
+            problem = f"is {model.frozen_dtype}, but without lora no weight is frozen, and trained weights are float32"
+            found.append(("model.frozen_dtype lora", f"{problem}: write lora: {{}}, or remove the key"))
+        if found:
+            problems = "; ".join(f"{keys.split()[0]}: {problem}" for keys, problem in found)
+            raise PydanticCustomError("contradictions", "{problems}", {"problems": problems, "found": found})
+        return section

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -139,6 +140,10 @@ Trackers = Annotated[
 ]
 
 
+Contradictions = Iterator[tuple[str, str]]
+"""Pairs of dotted keys, separated by spaces, and the problem, which is reported at the first of them."""
+
+
 class Section(BaseModel):
     """Frozen and strict: an unknown key, a quoted number or a bool for a number is an error."""
 
@@ -150,3 +155,11 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         serialize_by_alias=True,
     )
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        """Yields the contradictions of values that are valid alone.
+
+        Args:
+            before: The sections above this one in `Config`, by name, without those that are invalid.
+        """
+        return iter(())

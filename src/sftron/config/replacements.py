@@ -1,0 +1,96 @@
+"""Keys that the configuration does not have, and their replacements: removed ones, and those of other trainers."""
+
+from __future__ import annotations
+
+REMOVED: dict[str, str] = {
+    "logging.ledger": "each step's digest is always in metrics.jsonl, and `sftron audit` reads it",
+    "model.loss=cce": "write native, or liger with the package liger-kernel",
+}
+"""By `section.key`, or by `section.key=value`: the sentence after "was removed". A row is read once its key has
+left the schema, and may be written before."""
+
+_REPLACEMENTS = """
+adapter peft peft_config use_peft qlora = write a section lora: {rank: 16}; for QLoRA, also model.frozen_dtype: nf4
+finetuning_type = write a section lora: {rank: 16} to train adapters; without it, all weights are trained
+r rank lora_r lora_rank = write lora.rank
+alpha lora_alpha = write lora.alpha
+lora_dropout dropout = only lora.dropout: 0 is supported, which is the default: remove the key
+target_modules lora_target_modules = write lora.targets: all-linear, a list of names or a regular expression
+lora_target_linear = write lora.targets: all-linear, which is the default
+layers_to_transform layers_pattern exclude_modules peft_layers_to_transform = write lora.targets, a regular expression
+rslora use_rslora peft_use_rslora = write lora.rslora
+dora use_dora peft_use_dora = write lora.dora
+lora_modules_to_save trainable_token_indices = write lora.modules_to_save, a list of embed_tokens or lm_head
+init_lora_weights peft_init_lora_weights = write lora.init, default or gaussian
+lora_model_dir adapter_name_or_path = write lora.adapter, the folder of the adapter to go on from
+merge_lora = write lora.merge, which is true by default
+rank_pattern alpha_pattern = all adapters have one lora.rank and one lora.alpha; patterns are read from lora.adapter
+lora_target_parameters target_parameters = only linear layers have adapters, by lora.targets: remove the key
+bias lora_bias = biases are not trained with lora: remove the key
+task_type lora_task_type peft_type = adapters are always LoRA for a causal language model: remove the key
+fan_in_fan_out lora_fan_in_fan_out = the layout of weights is known: remove the key
+relora use_galore use_badam = the adapters are LoRA, rsLoRA and DoRA: remove the key
+loraplus_lr_ratio = A and B have one rate, optimizer.learning_rate: remove the key
+load_in_4bit bnb_4bit_quant_type bnb_config_kwargs quantization_config = write model.frozen_dtype: nf4, with lora
+bnb_4bit_compute_dtype bnb_4bit_quant_storage = write model.compute_dtype; model.frozen_dtype is the type of storage
+bnb_4bit_use_double_quant use_bnb_nested_quant = write model.frozen_dtype: nf4
+load_in_8bit = there are no 8-bit weights: write model.frozen_dtype: bfloat16 or nf4, with lora
+push_to_hub hub_model_id = write hub.push_to, the name of the repository, and hub.every
+report_to use_wandb use_tensorboard use_mlflow = write logging.to, as in [wandb]
+wandb = write the section logging.wandb
+wandb_project = write logging.wandb.project
+optim optimizer optimizer.type optimizer.name optimizer_name = \
+AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas; optimizer.state is fp32 or 8bit
+patience early_stopping early_stopping_patience = write evaluation.patience and evaluation.metric
+load_best_model_at_end metric_for_best_model = checkpoints.keep_best keeps the best checkpoint
+max_length max_seq_length model_max_length sequence_len cutoff_len = write tokens.sequence_length; see data.overlong too
+packing sample_packing padding_free = conversations are always packed; data.packing.strategy is pool, minibatch or none
+epochs num_epochs num_train_epochs max_steps = write tokens.train_epochs, or tokens.train_steps
+evaluation.batch_size per_device_eval_batch_size eval_batch_size = write evaluation.tokens_per_batch, in tokens
+batch_size per_device_train_batch_size = write tokens.micro_batch_size; a pack is tokens.sequence_length times as long
+gradient_accumulation_steps = write tokens.batch_accumulation_per_replica
+lr schedule lr_scheduler lr_scheduler_type = write optimizer.learning_rate, its peak, and optimizer.schedule
+seed = write general.seed
+betas adam_beta1 adam_beta2 = write optimizer.betas, a list of both
+eps adam_epsilon adam_eps = write optimizer.eps
+warmup_ratio = write optimizer.warmup_steps, which below 1 is a share of the run
+bf16 fp16 dtype torch_dtype = write model.compute_dtype, bfloat16 or float32; trained weights are float32
+assistant_only_loss completion_only_loss train_on_inputs = write data.train_on_completions_only
+roles_to_train = write data.train_on_roles
+base_model model_name_or_path model_name model_id model.name model.id = write model.path, a folder or a Hub id
+train_dataset dataset_name dataset datasets data_files data.path = \
+write data.datasets, a list with the path of each data set
+datasets.type field_messages dataset_text_field = \
+a data set's format is detected, or named by format; columns renames columns
+eval_dataset evaluation.dataset val_set_size val_size test_datasets = \
+write evaluation.share for rows held out of the data, or evaluation.datasets
+eval_strategy eval_steps = write evaluation.interval
+save_steps save_strategy = write checkpoints.interval, in steps
+save_total_limit = write checkpoints.keep_last
+resume_from_checkpoint = the same command resumes by itself; checkpoints.resume names another checkpoint
+logging_steps = write logging.interval
+gradient_checkpointing activation_offloading = write model.activation_checkpointing: none, selective or full
+attention attn_implementation flash_attention flash_attn = write model.attention; auto takes the fastest
+compile torch_compile = write model.compile: auto, on or off
+use_liger_kernel = write model.loss: liger
+dp deepspeed fsdp fsdp_config = write parallelism.dp_shard and parallelism.dp_replicate
+tp pp cp ep tensor_parallel_size context_parallel_size = \
+there is no tensor, pipeline, context or expert parallelism: a model is sharded by parallelism.dp_shard
+dataset_num_proc = rows are tokenized while training, by data.num_workers processes a rank
+neftune_noise_alpha = noise on embeddings is not supported: remove the key
+trust_remote_code = code in a model's folder is never run: remove the key
+template = write tokenizer.chat_template; without it, the model's own template is taken
+stage = every run is supervised fine-tuning (SFT): remove the key
+special_tokens = write tokenizer.add_tokens, a list of control tokens
+eos_token pad_token = the template's own stop tokens are found, and packs need no padding: remove the key
+"""
+"""Well-known keys of other trainers, and their replacements; docs/migrating.md has all.
+
+`optimizer.type` is `type` in the section optimizer only. `seed` is a key, and this is its advice in other sections."""
+
+OTHER_TRAINERS: dict[str, str] = {
+    key: sentence
+    for keys, sentence in (line.split(" = ") for line in _REPLACEMENTS.strip().splitlines())
+    for key in keys.split()
+}
+"""By key: the replacement, or the statement that there is none."""

@@ -1,0 +1,189 @@
+"""The sections of the configuration about a run's results: checkpoints and exports, evaluations and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sftron.config.data_schema import EvaluationDataset
+from sftron.config.values import (
+    Checkpoint,
+    Contradictions,
+    PathText,
+    Positive,
+    PositiveNumber,
+    Repository,
+    Section,
+    Text,
+    Texts,
+    Trackers,
+    TwoOrMore,
+    Wanted,
+)
+
+
+class Checkpoints(Section):
+    """Saving and resuming."""
+
+    interval: Literal["auto"] | Positive | None = "auto"
+    """Steps between checkpoints; auto: 15 minutes of training, or longer where saves would take over a twentieth of
+    the time, so that a kill costs no more than that; null: only at the end."""
+    keep_last: TwoOrMore = 2
+    """Older checkpoints are removed once a newer one is complete."""
+    resume: Checkpoint = "auto"
+    """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
+    load: Literal["all", "weights"] = "all"
+    """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
+    asynchronous: Annotated[bool, Field(alias="async")] = False
+    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it during the next steps."""
+    allow_data_change: bool = False
+    """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
+    export_hf: bool = True
+    """At the end, also write the model in Hugging Face format, under hf/step-N."""
+    export_interval: Positive | None = None
+    """Steps between exports, all of which stay; null: only at the end."""
+    keep_best: Text | None = None
+    """Also keep the checkpoint whose evaluation is best by this metric, as eval/held_out/loss; it is exported too."""
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        if self.export_interval is not None and not self.export_hf:
+            problem = f"is {self.export_interval}, but export_hf is false: remove one of them"
+            yield "checkpoints.export_interval checkpoints.export_hf", problem
+        if self.load == "weights" and self.resume in ("auto", "never"):
+            problem = f"is weights, but resume is {self.resume}"
+            problem += ": set resume to the path of the checkpoint that has the weights"
+            yield "checkpoints.load checkpoints.resume", problem
+
+
+class Hub(Section):
+    """Pushing of exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
+
+    push_to: Repository | None = None
+    """The repository, which is made if it does not exist; null: nothing is pushed."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    every: Literal["exports", "end"] | Positive = "end"
+    """exports: every export (see checkpoints.export_interval); end: the last one; a number: those of every so many
+    steps, and the last one."""
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        checkpoints = before.get("checkpoints")
+        if self.push_to is None:
+            for key, value, default in (("hub.private", self.private, True), ("hub.every", self.every, "end")):
+                if value != default:
+                    problem = "is set, but push_to is null, and nothing is pushed: set it, or remove the key"
+                    yield f"{key} hub.push_to", problem
+        elif checkpoints and not checkpoints.export_hf:
+            problem = f"is {self.push_to}, but checkpoints.export_hf is false, so there is no export to push"
+            yield "hub.push_to checkpoints.export_hf", f"{problem}: remove one of them"
+        interval = checkpoints and checkpoints.export_interval
+        if isinstance(self.every, int) and checkpoints and (interval is None or self.every % interval):
+            problem = f"is {self.every}, but checkpoints.export_interval is {'null' if interval is None else interval}"
+            problem += ", and only exports are pushed: give a multiple of it, exports or end"
+            yield "hub.every checkpoints.export_interval", problem
+
+
+class Evaluation(Section):
+    """Losses on rows that are not trained on, and answers to prompts: before training, on the way and at the end."""
+
+    share: Annotated[float, Field(ge=0, lt=1), Wanted("a number from 0, below 1")] = 0.0
+    """Share of every data set's rows that is kept out of training, always the same rows: the set held_out."""
+    datasets: Annotated[tuple[EvaluationDataset, ...], Field(strict=False), Wanted("a list of evaluation sets")] = ()
+    """Evaluation sets of their own: a list of mappings with the keys below."""
+    interval: Positive | None = None
+    """Steps between evaluations; null: only at the start and at the end."""
+    at_start: bool = True
+    """Also evaluate the model before its first step."""
+    tokens_per_batch: Positive | None = None
+    """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
+    patience: Positive | None = None
+    """Stop training after so many evaluations in a row without a better value of metric; null: train to the end."""
+    metric: Text | None = None
+    """What patience watches, as eval/held_out/loss; losses should fall, other metrics rise. null: that of
+    checkpoints.keep_best or, without it, the loss of the first set."""
+    prompts: PathText | None = None
+    """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
+    max_new_tokens: Positive = 48
+    """Longest answer, in tokens."""
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        tokens, data, checkpoints = before.get("tokens"), before.get("data"), before.get("checkpoints")
+        if self.metric is not None and self.patience is None:
+            problem = f"is {self.metric}, but patience is null: set it, or remove the key"
+            yield "evaluation.metric evaluation.patience", problem
+        if tokens and self.tokens_per_batch is not None and self.tokens_per_batch < tokens.sequence_length:
+            problem = f"{self.tokens_per_batch} is below tokens.sequence_length {tokens.sequence_length}"
+            problem += ", and no conversation is split"
+            yield "evaluation.tokens_per_batch tokens.sequence_length", problem
+        if self.share and data and data.streams:
+            problem = f"is {self.share}, but no rows can be held out of a streamed data set; remove the key"
+            yield "evaluation.share data.datasets", problem
+        if not (self.share or self.datasets or self.prompts):
+            wanting = {"evaluation.interval": self.interval, "evaluation.patience": self.patience}
+            wanting["checkpoints.keep_best"] = checkpoints and checkpoints.keep_best
+            for key, value in wanting.items():
+                if value is not None:
+                    problem = f"is {value}, but nothing is evaluated: give evaluation.share, datasets or prompts"
+                    keys = f"{key} evaluation.share evaluation.datasets evaluation.prompts"
+                    yield keys, f"{problem}, or remove the key"
+        elif self.patience is not None and self.interval is None:
+            problem = f"is {self.patience}, but interval is null, so there is no evaluation on the way"
+            yield "evaluation.patience evaluation.interval", f"{problem}: set evaluation.interval"
+
+
+class Wandb(Section):
+    """Logging to Weights & Biases, from rank 0 only."""
+
+    mode: Literal["disabled", "offline", "online"] | None = None
+    """offline writes files to sync later; online needs a project. null: online if logging.to has wandb, else
+    disabled."""
+    project: Text | None = None
+    """The wandb project."""
+    name: Text | None = None
+    """The run's name there; null: general.run_name."""
+    entity: Text | None = None
+    """The user or team; null: the account's default."""
+    group: Text | None = None
+    """Puts runs together, for example those of one ablation."""
+    job_type: Text | None = None
+    """What kind of run it is within its group, for example sft."""
+    tags: Texts = ()
+    """Labels to filter runs by."""
+    notes: Text | None = None
+    """A description of the run."""
+    sample: bool = True
+    """Also send the first pack, as a table and as the page samples.html: text of your data."""
+
+
+class Logging(Section):
+    """What is reported while training. metrics.jsonl in the run directory is always written."""
+
+    to: Trackers = ()
+    """Where the numbers are sent too, by rank 0: any of these, each with its own package. No failure ends the run."""
+
+    interval: Positive = 1
+    """Steps between printed lines."""
+    peak_tflops: PositiveNumber | None = None
+    """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
+    untrained_roles_interval: Positive | None = 20
+    """Steps between measurements of the losses of roles that are not trained, from step 1 on; null: never."""
+    ledger: bool = False
+    """Also write which rows each step trained, so that `sftron audit` can prove it and name those of a step."""
+    wandb: Wandb = Wandb()
+
+    @property
+    def wandb_mode(self) -> Literal["disabled", "offline", "online"]:
+        """logging.wandb.mode, with null resolved."""
+        return self.wandb.mode or ("online" if "wandb" in self.to else "disabled")
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        if len(set(self.to)) < len(self.to):
+            yield "logging.to", f"has one of {', '.join(self.to)} twice; name each logger once"
+        if self.wandb.mode == "disabled" and "wandb" in self.to:
+            yield "logging.wandb.mode logging.to", "is disabled, but logging.to has wandb: remove one of them"
+        if self.wandb_mode == "online" and self.wandb.project is None:
+            problem = f"is missing, but {'mode is online' if self.wandb.mode else 'logging.to has wandb'}"
+            keys = "logging.wandb.project logging.wandb.mode logging.to"
+            yield keys, f"{problem}; set it, or mode: offline"
