@@ -68,6 +68,6 @@ def main(arguments: list[str]) -> int:
         command = shlex.join(["sftron", "verify", *arguments])
         files = {
             page: lambda: page_of(report, subject),
-            card: lambda: card_of(report, subject, subject.config, command),
+            card: lambda: card_of(report, subject, subject.whole_config, command),
         }
         return shown.finish(report, files, options.json)

@@ -77,7 +77,8 @@ class Subject:
     Args:
         scratch: An empty folder for the files of the checks.
         num_rows: The number of rows to look at.
-        num_layers: The number of the model's layers to compute; None for all.
+        num_layers: The number of the model's layers to compute; None for all. `config` has a model of only these, and
+            `whole_config` is the run's.
         num_tokens: The number of tokens in one computation of the model; None to go by the device.
         num_ranks: The number of processes in the check of ranks; None for two.
 
@@ -96,6 +97,7 @@ class Subject:
         num_ranks: int | None = None,
     ) -> None:
         self.scratch, self.num_ranks = scratch, num_ranks or 2
+        self.whole_config = config
         self.model_folder = model_folder(config)
         self.total_layers = read_config(self.model_folder).num_hidden_layers
         self.num_layers = min(self.total_layers, num_layers or self.total_layers)
