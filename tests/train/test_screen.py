@@ -2,7 +2,6 @@
 
 import errno
 import io
-import itertools
 import os
 import re
 import sys
@@ -12,20 +11,17 @@ from fcntl import ioctl
 from pathlib import Path
 from struct import pack
 from termios import TIOCSWINSZ
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from sftron.commands.train import run as main
 from sftron.errors import print_any_text
-from sftron.train import loop
 from sftron.train.logs import console, run_logs
 from sftron.train.logs.run_logs import LineFile
 from sftron.train.start import description
 from sftron.train.trainer import Trainer
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config, run
+from tests.train.runs import make_config
 
 ESCAPE = "\x1b"
 
@@ -212,31 +208,6 @@ def test_a_terminal_that_lacks_the_datas_letters_ends_nothing(monkeypatch: pytes
     print_any_text()
     console.write("日本")
     assert shown.getvalue() == b"\\u65e5\\u672c\n"
-
-
-@pytest.mark.parametrize(
-    ("wall", "processor", "threads", "is_busy"),
-    [(9.0, 4.0, 8, True), (9.0, 4.0, 1, False), (9.0, 8.0, 8, False), (9.0, 60.0, 8, False), (0.9, 0.1, 8, False)],
-)
-def test_a_first_step_that_waited_for_cores_names_the_remedy(
-    wall: float,
-    processor: float,
-    threads: int,
-    is_busy: bool,
-    tmp_path: Path,
-    model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    clocks = {
-        "perf_counter": itertools.count(0.0, wall).__next__,
-        "process_time": itertools.count(0.0, processor).__next__,
-    }
-    monkeypatch.setattr(loop, "time", SimpleNamespace(**clocks))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    run(make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__export_hf=False))
-    warning = f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: "
-    assert capsys.readouterr().out.count(warning) == is_busy
 
 
 def test_a_dry_run_says_what_it_is_doing_before_it_does_it(
