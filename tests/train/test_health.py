@@ -78,7 +78,6 @@ def test_steps_that_break_the_weights_cost_no_checkpoint_and_the_next_start_goes
 
     assert start(tmp_path, model_folder, **options, tokens__train_steps=12) == 0
     said = capsys.readouterr().out
-    assert "goes back  the run ended after step 10 without a finite loss" in said
     assert f"resumed    {tmp_path}/runs/run/checkpoints/step-6, after step 6" in said
     assert result_of(tmp_path)["status"] == "completed"
     assert saved(tmp_path) == ["step-11", "step-12"]

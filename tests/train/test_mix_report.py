@@ -112,7 +112,7 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
     ended = run(make_config(tmp_path, model_folder, **options, data__num_lanes=1))
 
     plan = ended.setup.data.projection
-    assert 3 * plan.tokens_per_epoch == ended.progress.tokens
+    assert 3 * plan.tokens_per_epoch == ended.progress.total.tokens
     assert 3 * (plan.steps_per_epoch or 0) == pytest.approx(ended.progress.step, rel=0.05)
     assert [each.epochs for each in plan.datasets] == pytest.approx([3, 3, 3])
     report = report_of(ended)

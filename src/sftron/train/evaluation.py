@@ -301,15 +301,10 @@ class Evaluator:
                 self.watched = watched
             else:
                 console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
-        if not best:
-            return
-        if best.metric != self._keep_best:
-            problem = f"was chosen by {best.metric}, and checkpoints.keep_best is {self._keep_best}"
-        elif best.of != self._fingerprints:
-            problem = "was chosen on other evaluation sets"
-        elif not main_or_raise(self._setup.ranks, (checkpoints / f"step-{best.step}").is_dir):
-            problem = f"is no longer in {checkpoints}"
-        else:
-            self.best = best
-            return
-        console.write(f"best       step {best.step} {problem}; the search for the best starts again")
+        if best:
+            is_there = main_or_raise(self._setup.ranks, (checkpoints / f"step-{best.step}").is_dir)
+            if is_there and (best.metric, best.of) == (self._keep_best, self._fingerprints):
+                self.best = best
+            else:
+                what = f"step {best.step} was chosen by {best.metric} of other settings, or is no longer there"
+                console.write(f"best       {what}; the search for the best starts again")

@@ -29,7 +29,6 @@ from sftron.train.run_directory import NOT_FINITE, RunDirectory
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
-from sftron.train.start import description
 from sftron.train.start.preflight import Health
 from sftron.train.start.run_data import DataWatch
 from sftron.train.start.sample import mix_report
@@ -76,7 +75,7 @@ class TrainingLoop:
         while not self._is_done():
             started = time.perf_counter()
             fetched = self._fetch(batches)
-            if fetched.counts.conversations == 0:
+            if fetched.counts.total.conversations == 0:
                 # At the end of the data, some lanes run out before others. Without a conversation, there is no step.
                 self._commit(fetched)
                 num_empty += len(fetched.batches) * self.ranks.dp_world_size
@@ -133,14 +132,12 @@ class TrainingLoop:
         progress, interval = self.progress, self.config.logging.untrained_roles_interval
         if progress.step == self.config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
-        is_first = self._started is not None
         if self._started is not None:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
             self._started = None
-        learning_rate = self._length.learning_rate(progress, fetched.counts.rows)
+        learning_rate = self._length.learning_rate(progress, fetched.counts.total.rows)
         set_learning_rate(self.optimizer, learning_rate)
         self.ranks.at(f"step {progress.step + 1}")
-        wall, processor = time.perf_counter(), time.process_time()
         result = train_step(
             self.model,
             self.optimizer,
@@ -153,8 +150,6 @@ class TrainingLoop:
             with_untrained=interval is not None and progress.step % interval == 0,
             sum_over_ranks=self.ranks.sum,
         )
-        if is_first and self.ranks.world_size == 1 and self.ranks.device.type == "cpu":
-            description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
         progress.step += 1
         self._commit(fetched, result.skipped)
         self._health.note(result, fetched.batches)
@@ -191,7 +186,7 @@ class TrainingLoop:
             changed_settings=self._settings.changed_at(progress.step),
         )
         self._logs.write_step(metrics)
-        bar.update(self._length.share_done(progress), metrics.in_short(num_steps))
+        bar.update(self._length.share_done(progress), metrics.for_terminal(num_steps))
         if progress.step % self.config.logging.interval == 0 or result.skipped:
             console.write_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
 

@@ -147,11 +147,7 @@ class StepMetrics:
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
 
-    def in_short(self, num_steps: int | None) -> str:
-        """Returns the description shown in the progress bar."""
-        return " | ".join([*self._head(num_steps), self._speed])
-
-    def for_terminal(self, num_steps: int | None, time_left: str | None) -> str:
+    def for_terminal(self, num_steps: int | None, time_left: str | None = None) -> str:
         """Returns the line for a terminal: a short selection of the numbers, and every warning. `as_line` has all."""
         left = [] if time_left is None else [f"{time_left} left"]
         rate = f"lr {self.learning_rate:.2e}"

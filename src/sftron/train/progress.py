@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,18 @@ from sftron.train.optimizer import learning_rate_factor
 _NUM_ROWS_BEFORE_JUDGING = 200
 
 
+def added(one: Any, other: Any) -> Any:
+    """Returns the sum of two trees of counts, by element; a field of a dataclass may have its own "add"."""
+    if is_dataclass(one) and not isinstance(one, type):
+        pairs = {each: (getattr(one, each.name), getattr(other, each.name)) for each in fields(one)}
+        return type(one)(**{each.name: each.metadata.get("add", added)(*pair) for each, pair in pairs.items()})
+    if isinstance(one, dict):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
+    if isinstance(one, list):
+        return [added(*pair) for pair in zip(one, other, strict=True)]
+    return one + other
+
+
 @dataclass(slots=True)
 class DataSetCount:
     """Counts of the rows of one data set that have been consumed."""
@@ -23,31 +36,21 @@ class DataSetCount:
     conversations: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=dict)
     """The number of rows that were not trained on, by reason."""
-    latest_epoch: int = 0
+    latest_epoch: int = field(default=0, metadata={"add": max})
     """The highest epoch of any consumed row, counted from 0."""
-    first_epoch: int = 0
+    first_epoch: int = field(default=0, metadata={"add": max})
     """The first epoch, counted from 0; it is above 0 if the run had other data before."""
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> DataSetCount:
-        return cls(**{**state, "dropped": Counter(state["dropped"])})
-
-    def state(self) -> dict[str, Any]:
-        # asdict() would turn a Counter into a Counter of its pairs.
-        return {**asdict(self), "dropped": dict(self.dropped)}
-
-    def add(self, other: DataSetCount) -> None:
-        self.conversations += other.conversations
-        self.tokens += other.tokens
-        self.trained_tokens += other.trained_tokens
-        self.dropped += other.dropped
-        self.latest_epoch = max(self.latest_epoch, other.latest_epoch)
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
 
     @property
     def rows(self) -> int:
-        return self.conversations + self.dropped.total()
+        """The number of rows, including dropped ones."""
+        return self.conversations + self.num_dropped
 
     def epochs(self, num_rows: int | None) -> float:
         """Returns how many times the rows were consumed; for a stream (`num_rows` None), the number of whole epochs."""
@@ -80,45 +83,28 @@ class StepCounts:
             lengths = np.diff(pack.cu_seqlens.clip(max=pack.num_tokens)).astype(np.int64)
             counts.sum_squared_lengths += int(lengths @ lengths)
             for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
-                counts.datasets[key.source].add(DataSetCount(1, length, num_trained, latest_epoch=key.epoch))
+                count = counts.datasets[key.source]
+                count.conversations += 1
+                count.tokens += length
+                count.trained_tokens += num_trained
             for drop in pack.dropped_rows:
-                dropped = DataSetCount(dropped=Counter({drop.reason: 1}), latest_epoch=drop.key.epoch)
-                counts.datasets[drop.key.source].add(dropped)
+                dropped = counts.datasets[drop.key.source].dropped
+                dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
+            for key in (*pack.keys, *(drop.key for drop in pack.dropped_rows)):
+                count = counts.datasets[key.source]
+                count.latest_epoch = max(count.latest_epoch, key.epoch)
         return counts
-
-    def state(self) -> dict[str, Any]:
-        return {**asdict(self), "datasets": [count.state() for count in self.datasets]}
 
     @classmethod
     def sum_of(cls, states: Sequence[Mapping[str, Any]]) -> StepCounts:
-        """Returns the sum of the counts of all ranks, each given as its `state`."""
-        total = cls([DataSetCount() for _ in states[0]["datasets"]])
-        for state in states:
-            for count, other in zip(total.datasets, state["datasets"], strict=True):
-                count.add(DataSetCount.from_state(other))
-            total.truncated += state["truncated"]
-            total.num_packs += state["num_packs"]
-            total.num_positions += state["num_positions"]
-            total.sum_squared_lengths += state["sum_squared_lengths"]
-            total.weight_sum += state["weight_sum"]
-        return total
+        """Returns the sum of the counts of all ranks, each given by asdict()."""
+        ranks = [cls(**{**each, "datasets": [DataSetCount(**count) for count in each["datasets"]]}) for each in states]
+        return reduce(added, ranks)
 
     @property
-    def conversations(self) -> int:
-        return sum(count.conversations for count in self.datasets)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows, including dropped ones."""
-        return sum(count.rows for count in self.datasets)
-
-    @property
-    def tokens(self) -> int:
-        return sum(count.tokens for count in self.datasets)
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(count.trained_tokens for count in self.datasets)
+    def total(self) -> DataSetCount:
+        """The sum over data sets."""
+        return reduce(added, self.datasets)
 
 
 @dataclass(slots=True)
@@ -139,43 +125,27 @@ class Progress:
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """Restores the progress from a checkpoint's state. Raises ValueError if the state is invalid."""
         try:
-            datasets = [DataSetCount.from_state(count) for count in state["datasets"]]
+            datasets = [DataSetCount(**count) for count in state["datasets"]]
             if not datasets:
                 raise TypeError("datasets is empty")
-            return cls(**{**state, "datasets": datasets, "before": DataSetCount.from_state(state["before"])})
+            return cls(**{**state, "datasets": datasets, "before": DataSetCount(**state["before"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the checkpoint's progress is invalid ({error!r})") from error
 
-    def state(self) -> dict[str, Any]:
-        before, *datasets = [count.state() for count in self._all]
-        return {**asdict(self), "datasets": datasets, "before": before}
+    @property
+    def total(self) -> DataSetCount:
+        """The sum over data sets and earlier data versions."""
+        return reduce(added, self.datasets, self.before)
 
     @property
-    def _all(self) -> list[DataSetCount]:
-        return [self.before, *self.datasets]
+    def rows(self) -> int:
+        """The number of rows consumed so far, including dropped ones."""
+        return self.total.rows
 
     @property
     def first_epoch(self) -> int:
         """The first epoch of the current data version."""
         return self.datasets[0].first_epoch
-
-    @property
-    def rows(self) -> int:
-        """The number of rows consumed so far, including dropped ones."""
-        return sum(count.rows for count in self._all)
-
-    @property
-    def tokens(self) -> int:
-        return sum(count.tokens for count in self._all)
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(count.trained_tokens for count in self._all)
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """The number of dropped rows by reason, over all data sets."""
-        return sum((count.dropped for count in self._all), Counter())
 
     def epochs(self, num_rows: int) -> float:
         """Returns the position in epochs of `num_rows` rows; epochs of earlier data versions count as whole."""
@@ -183,15 +153,13 @@ class Progress:
 
     def change_data(self, num_datasets: int) -> None:
         """Starts the counts of a new data version; its first epoch follows the latest epoch that has begun."""
-        for count in self.datasets:
-            self.before.add(count)
+        self.before = self.total
         epoch = self.before.latest_epoch + 1
         self.datasets = [DataSetCount(first_epoch=epoch, latest_epoch=epoch) for _ in range(num_datasets)]
 
     def add(self, counts: StepCounts) -> None:
         self.truncated += counts.truncated
-        for count, added in zip(self.datasets, counts.datasets, strict=True):
-            count.add(added)
+        self.datasets = added(self.datasets, counts.datasets)
 
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
         """Raises DataError if more than `max_share` of the consumed rows were dropped.
@@ -201,13 +169,13 @@ class Progress:
         Args:
             num_rows: The number of rows in the whole run, if known.
         """
-        rows, dropped = self.rows - self.before.rows, self.dropped - self.before.dropped
+        count = reduce(added, self.datasets)
         enough = _NUM_ROWS_BEFORE_JUDGING
         if num_rows is not None:
             enough = min(enough, num_rows - self.before.rows)
-        if rows >= enough and dropped.total() > max_share * rows:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-            raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
+        if count.rows >= enough and count.num_dropped > max_share * count.rows:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in Counter(count.dropped).most_common())
+            raise DataError(f"{too_many_dropped(count.num_dropped, count.rows, max_share)} By reason: {reasons}")
 
 
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from sftron.train.exports.model_card import hardware
 from sftron.train.logs import console
 from sftron.train.progress import Progress, RunLength
 from sftron.train.run import Setup
-from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
+from sftron.train.run_directory import RunDirectory, read_result
 from sftron.train.settings import Change, Settings
 
 _LONGEST_SHOWN = 40
@@ -54,7 +54,7 @@ def run_state(setup: Setup, data_state: Mapping[str, Any], progress: Progress, s
 def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str, Any]:
     """Returns the part of the state that is the same on every rank."""
     return {
-        "progress": progress.state(),
+        "progress": asdict(progress),
         "settings": settings.state(),
         "fingerprint": setup.fingerprint,
         "lora": None if setup.model.adapters is None else setup.model.adapters.start.spec.as_dict(),
@@ -133,12 +133,6 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
         )
     for problem in found.rejected:
         console.write(f"broken     {problem}")
-    result = read_result(checkpoints.parent)
-    if result.get("error") == NOT_FINITE:
-        console.write(
-            f"goes back  the run ended after step {result.get('step')} without a finite loss; {start.folder} is the "
-            "newest checkpoint, and its weights gave one"
-        )
     for aside in main_or_raise(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
         console.write(f"set aside  {aside}")
     return start
@@ -206,12 +200,12 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
     would then differ from the pack n of the checkpoint (law 5).
     """
     state, file = read_state(folder), folder / "state.json"
-    for name in ("progress", "data", "fingerprint", "settings", "evaluation"):
-        if not isinstance(state.get(name), dict):
-            raise CheckpointError(
-                f"{file} has no {name}; resume from another checkpoint, or begin with its weights "
-                "(checkpoints.load: weights)"
-            )
+    parts = ("progress", "data", "fingerprint", "settings", "evaluation")
+    if missing := [name for name in parts if not isinstance(state.get(name), dict)]:
+        raise CheckpointError(
+            f"{file} has no {missing[0]}; resume from another checkpoint, or begin with its weights "
+            "(checkpoints.load: weights)"
+        )
     changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
     may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
     if changed and not may_change:
@@ -221,7 +215,6 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
         raise CheckpointError(
             f"{folder} was made with {reason}:\n  "
             + "\n  ".join(changed)
-            + _changed_files(setup, state["fingerprint"])
             + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
             "goes on with other data, though not with another model, and begins the next epoch"
         )
@@ -229,23 +222,7 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    num_saved, num_datasets = len(progress.datasets), len(setup.data.preparation.datasets)
-    if not changed and num_saved != num_datasets:
-        raise CheckpointError(
-            f"{file}: progress.datasets counts {num_saved} data sets, and data.datasets has {num_datasets}; resume "
-            "from another checkpoint (checkpoints.resume)"
-        )
     return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings), progress
-
-
-def _changed_files(setup: Setup, saved: Mapping[str, str]) -> str:
-    """Returns a line that names the data sets with other digests in `saved`; "" if there are none."""
-    names = [
-        each.name
-        for number, each in enumerate(setup.data.preparation.datasets)
-        if saved.get(key := f"data.datasets.{number}") != setup.fingerprint.get(key)
-    ]
-    return f"\nThe rows of a data set, or how they are read, have changed: {', '.join(names)}" if names else ""
 
 
 def _start_with_weights(setup: Setup, folder: Path) -> Start:

@@ -60,7 +60,7 @@ def next_step_batches(
     everyone = ranks.gather(
         {
             "problem": problem and str(problem),
-            "counts": StepCounts.of(own, num_datasets).state(),
+            "counts": asdict(StepCounts.of(own, num_datasets)),
             "flops": [flops.model, flops.hardware],
             "data_seconds": data_seconds,
             "peak_memory_bytes": peak_memory_bytes(ranks.device),
@@ -224,7 +224,8 @@ def measure_step(
 ) -> StepMetrics:
     """Returns the metrics of the last step; `progress` already includes it."""
     counts, losses = batches.counts, result.token_losses
-    tokens_per_second, trained_tokens_per_second = counts.tokens / step_seconds, counts.trained_tokens / step_seconds
+    made, so_far = counts.total, progress.total
+    tokens_per_second, trained_tokens_per_second = made.tokens / step_seconds, made.trained_tokens / step_seconds
     tflops, hardware_tflops = (flops / step_seconds / 1e12 for flops in (batches.flops.model, batches.flops.hardware))
     return StepMetrics(
         step=progress.step,
@@ -235,17 +236,17 @@ def measure_step(
         learning_rate=learning_rate,
         grad_norm=result.grad_norm,
         epoch=None if preparation.weights or preparation.num_rows is None else progress.epochs(preparation.num_rows),
-        tokens=counts.tokens,
-        trained_tokens=counts.trained_tokens,
-        total_tokens=progress.tokens,
-        total_trained_tokens=progress.trained_tokens,
-        fill=counts.tokens / counts.num_positions,
-        trained_share=counts.trained_tokens / max(1, counts.tokens),
-        conversations=counts.conversations,
-        conversations_per_pack=counts.conversations / counts.num_packs,
+        tokens=made.tokens,
+        trained_tokens=made.trained_tokens,
+        total_tokens=so_far.tokens,
+        total_trained_tokens=so_far.trained_tokens,
+        fill=made.tokens / counts.num_positions,
+        trained_share=made.trained_tokens / max(1, made.tokens),
+        conversations=made.conversations,
+        conversations_per_pack=made.conversations / counts.num_packs,
         sum_squared_lengths=counts.sum_squared_lengths,
         sum_squared_lengths_spread=batches.sum_squared_lengths_spread,
-        dropped=dict(progress.dropped),
+        dropped=so_far.dropped,
         truncated=progress.truncated,
         tokens_per_second=tokens_per_second,
         tokens_per_second_per_gpu=tokens_per_second / ranks.world_size,

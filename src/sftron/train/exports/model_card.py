@@ -185,7 +185,7 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
         num_rows = [rows if type(rows := each.get("rows")) is int else None for each in report["datasets"]]
 
     def counted(count: DataSetCount) -> list[str]:
-        return [f"{n:,}" for n in (count.conversations, count.dropped.total(), count.tokens, count.trained_tokens)]
+        return [f"{n:,}" for n in (count.conversations, count.num_dropped, count.tokens, count.trained_tokens)]
 
     rows, fingerprint = [], state.get("fingerprint") or {}
     for n, (dataset, count, known) in enumerate(zip(config.data.datasets, progress.datasets, num_rows, strict=False)):

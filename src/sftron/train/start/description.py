@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sftron import __version__
 from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
@@ -40,8 +38,6 @@ from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _HIGHEST_RATE = 1e-2
-_BUSY = 1.5
-"""A first step that takes so many times its processor time has waited for cores."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -294,41 +290,17 @@ def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
 
 
 def describe_finished(config: Config, status: str, step: int, unused: Sequence[str]) -> None:
-    """Prints why a start does nothing.
-
-    Args:
-        status: The status in result.json, completed or diverged.
-        unused: The differences between the given configuration and data and those of the completed run.
-    """
+    """Prints why a start does nothing, and what differs from the configuration and data of the completed run."""
     console.write(
         f"{status:<10} before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}"
     )
-    if not unused:
-        return
-    console.write("not used   these differ from what the run was made with:")
-    for each in unused:
-        console.write(f"             {each}")
-    by_steps = config.tokens.train_steps is not None
-    more = f"tokens.train_steps above {step}" if by_steps else "tokens.train_epochs"
-    if config.evaluation.patience is not None:
-        more += " or evaluation.patience"
-    console.write(
-        f"           To train further, raise {more}; for a run with these settings, choose another general.run_name"
-    )
-
-
-def warn_of_busy_cores(wall: float, processor: float) -> None:
-    """Warns if the first step waited for processor cores.
-
-    Args:
-        wall, processor: The seconds that the step took, and those of processor time that all threads of the process
-            used. On idle cores the second number is not below the first.
-    """
-    threads = torch.get_num_threads()
-    if threads > 1 and wall > max(_BUSY * processor, processor + 1):
+    if unused:
+        console.write("not used   these differ from what the run was made with:")
+        for each in unused:
+            console.write(f"             {each}")
         console.write(
-            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes "
-            f"use the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
+            "           To train further, raise tokens.train_steps, tokens.train_epochs or evaluation.patience; for a "
+            "run with these settings, choose another general.run_name"
         )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
@@ -105,21 +104,17 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
     """
     if ranks.world_size == 1:
         return
-
-    def write() -> list[str]:
-        token = folder / f"seen-by-all-{secrets.token_hex(8)}"
-        token.touch()
-        return [token.name, socket.gethostname()]
-
-    name, host = main_or_raise(ranks, write)
+    seen = folder / ranks.gather({"name": f"seen-by-all-{secrets.token_hex(8)}"})[0]["name"]
 
     def look() -> None:
+        if ranks.is_main:
+            seen.touch()
         end = time.monotonic() + patience_s
-        while ranks.local_rank == 0 and not (folder / name).exists():
+        while ranks.local_rank == 0 and not seen.exists():
             if time.monotonic() > end:
                 raise ValueError(
-                    f"{socket.gethostname()} does not see what rank 0 on {host} writes to {folder}. "
-                    "general.output_dir has to be on a file system that all nodes share"
+                    f"{socket.gethostname()} does not see what rank 0 writes to {folder}. general.output_dir has to be "
+                    "on a file system that all nodes share"
                 )
             time.sleep(0.1)
 
@@ -127,7 +122,7 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
         ranks.all_or_raise(look)
     finally:
         if ranks.is_main:
-            (folder / name).unlink()
+            seen.unlink()
 
 
 # --- Weights ---

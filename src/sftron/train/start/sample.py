@@ -303,7 +303,7 @@ def mix_report(
     `planned` is estimated from the sampled rows, and its epochs are those at the end of the run. `trained` has the
     counts so far; its `rows` include dropped rows.
     """
-    tokens = progress.tokens - progress.before.tokens  # those of the current data version
+    tokens = sum(count.tokens for count in progress.datasets)  # those of the current data version
     plans, counts = zip(projection.datasets, sample.counts, strict=True), progress.datasets
     entries = zip(preparation.datasets, config.data.datasets, plans, counts, strict=True)
     datasets = [
@@ -332,4 +332,4 @@ def mix_report(
         }
         for dataset, options, (plan, sampled), count in entries
     ]
-    return {"step": progress.step, "tokens": progress.tokens, "datasets": datasets}
+    return {"step": progress.step, "tokens": progress.total.tokens, "datasets": datasets}
