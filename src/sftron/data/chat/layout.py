@@ -14,7 +14,6 @@ order. Nor does a conversation with tools, tool calls or reasoning have a frame.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -84,11 +83,11 @@ class Layout:
 
     def with_texts(self, contents: Iterable[str]) -> Layout:
         """Returns the layout with these contents in place of the texts of the conversation."""
-        layout = copy(self)
-        layout.texts, layout.sizes = self.texts.copy(), self.sizes.copy()
+        texts, sizes = self.texts.copy(), self.sizes.copy()
         for span, content in zip(self.text_spans, contents, strict=True):
-            layout.texts[span], layout.sizes[span] = content, num_bytes(content)
-        return layout
+            texts[span], sizes[span] = content, num_bytes(content)
+        spans = self.roles, self.messages, self.turns, self.text_spans, self.generated_starts
+        return Layout(texts, sizes, *spans, self.left_out, self.num_control, self.holds_control_text)
 
 
 def assign_roles(
