@@ -167,7 +167,7 @@ def test_a_pattern_that_is_taken_over_splits_every_text_as_the_tokenizer_does() 
     def check(words: str, text: str) -> None:
         backend = small_backend(PAIRS)
         backend.pre_tokenizer = split_by(f"{words}|{LLAMA3_WORDS}")
-        renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+        renamed = ControlTokens(backend).renamed_tokenizer
         assert renamed.encode([text]).ids.tolist() == backend.encode(text).ids
         is_taken[renamed.byte_pairs is not None] += 1
 
@@ -221,7 +221,7 @@ def test_the_end_of_a_line_is_not_that_of_the_text() -> None:
     """With `$` tiktoken gives other ids, although the texts that are hard to split are the same."""
     backend, text = small_backend(PAIRS), "1\na"
     backend.pre_tokenizer = split_by(rf"1$|1\n|{LLAMA3_WORDS}")
-    ids = ControlTokens(backend).renamed_tokenizer(0xF0000).encode([text]).ids.tolist()
+    ids = ControlTokens(backend).renamed_tokenizer.encode([text]).ids.tolist()
     assert ids == backend.encode(text).ids
 
 
@@ -229,7 +229,7 @@ def test_what_tiktoken_cannot_encode_is_encoded_by_the_tokenizer(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = tokenizer.backend_tokenizer
-    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    renamed = ControlTokens(backend).renamed_tokenizer
     assert renamed.byte_pairs is not None
     batch = ["Hi there", "", "naïve e\u0301 中"]
     encoded = renamed.encode(batch)
@@ -252,7 +252,7 @@ def test_a_byte_that_the_vocabulary_lacks_is_left_to_the_tokenizer(tokenizer: Pr
     specification["model"]["vocab"].pop(missing)
     specification["model"]["merges"] = [m for m in specification["model"]["merges"] if missing not in "".join(m)]
     backend = Tokenizer.from_str(json.dumps(specification))
-    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    renamed = ControlTokens(backend).renamed_tokenizer
     assert renamed.byte_pairs is not None
     tokens = renamed.encode(["a\U000e0041b"])
     assert tokens.ids.tolist() == backend.encode("a\U000e0041b", add_special_tokens=False).ids
@@ -261,7 +261,7 @@ def test_a_byte_that_the_vocabulary_lacks_is_left_to_the_tokenizer(tokenizer: Pr
 def test_a_text_that_a_normalizer_changes_is_encoded_by_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     backend = backend_like(tokenizer, GPT2)
     backend.normalizer = normalizers.NFC()
-    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    renamed = ControlTokens(backend).renamed_tokenizer
     assert renamed.byte_pairs is not None
     text = "e\u0301te\u0301"
     tokens = renamed.encode([text])
@@ -273,7 +273,7 @@ def test_the_tokens_of_a_text_do_not_depend_on_the_texts_next_to_it(tokenizer: P
     """The second text needs the tokenizer's offsets, in which the bytes of one character have one position."""
     backend = backend_like(tokenizer, GPT2)
     backend.normalizer = normalizers.NFC()
-    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    renamed = ControlTokens(backend).renamed_tokenizer
     texts = ["中 \U0001f600", "e\u0301", "Hi"]
     together, alone = renamed.encode(texts), [renamed.encode([text]) for text in texts]
     first_byte = 0

@@ -156,8 +156,6 @@ def test_rows_that_fit_several_formats_or_none_or_disagree_are_refused(tmp_path:
     message = refused(tmp_path, MESSAGES, {"question": "q", "answer": 7, "text": None})
     assert "fits no format; columns: question (text), answer (the number 7), text (null); name columns" in message
     assert "known formats: messages: column `messages`, a list of {role, content}; sharegpt: column" in message
-    for row in ({"parent_id": "a", "text": "hello"}, {"prompt": {"text": "hi", "replies": [{"text": "hello"}]}}):
-        assert "is part of a tree of messages, not a conversation; columns: " in refused(tmp_path, row)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ UNCLEAR = "set: the datasets library cannot determine which files are meant: "
     [
         (
             ONE.format(name="main", split="train", path="main/*") + ONE.format(name="more", split="train", path="b/*"),
-            "set: has several configurations: main, more; choose one below its path, as in config: main",
+            UNCLEAR + "Config name is missing. Please pick one among the available configs: ['main', 'more']; ",
         ),
         (ONE.format(name="default", split="train", path="gone/*"), UNCLEAR),
         (ONE.format(name="default", split="train", path="../outside/*"), "set: names "),

@@ -33,7 +33,7 @@ TURN = {
 TURNS = st.lists(st.fixed_dictionaries({}, optional=TURN) | JSON, max_size=4)
 CONTROL = [
     *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<think>", "</think>"),
-    *("\U000f0000", "\U00100000", "\ud800"),
+    *("\U000f0000", "\U0010fffc", "\ud800"),
 ]
 TEXT = st.lists(st.sampled_from(CONTROL) | st.text(max_size=8), max_size=6).map("".join)
 

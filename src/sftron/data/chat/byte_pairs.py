@@ -62,7 +62,7 @@ _HARD_TEXTS = (
     "a\x85\x85b\xa0\xa0c",
     'if (x!=y){return[x++,--y];}//...???\n\t\t@#$%^&*_+~`|\\"<>',
     "Né à Łódź, naïve, e\u0301te\u0301, ΑΣ, Привет, שלום, مرحبا, 你好世界, 日本語テスト, 한국어, हिन्दी",
-    "👩‍👩‍👧‍👦🏳️‍🌈 1️⃣ \U000e0041\U0010fffd\ue000 ﬁ ﬀ Ｆｕｌｌ１２３ 𝒜𝟙",
+    "👩‍👩‍👧‍👦🏳️‍🌈 1️⃣ \U000e0041\U000f0041\ue000 ﬁ ﬀ Ｆｕｌｌ１２３ 𝒜𝟙",
     *(f"a{character}b 1{character}2 .{character}! \n{character} {character}" for character in _RECENT),
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 9 + "=" * 400 + " " * 300 + "\n" * 300,
 )

@@ -15,7 +15,7 @@ import functools
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,13 +25,10 @@ import tokenizers
 
 from sftron.data.chat.byte_pairs import BytePairs
 from sftron.data.chat.template import TemplateError
+from sftron.data.types import Role
 
-_PRIVATE_BLOCKS = (0xF0000, 0x100000)
-"""The first code points of Unicode's two large private-use blocks. The names for a text come from the first block of
-which the text has no character."""
-_BLOCK_SIZE = 0xFFFE
-_PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010fffd]")
-_UNUSUAL_CHARACTER = re.compile("[\ud800-\udfff\U000f0000-\U0010fffd]")
+_FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
+"""The last private-use block of Unicode. The names are its last characters, which no font is known to use."""
 _WHITE_SPACE = " \t\n\r\v\f\u2581"
 """The white space in added tokens; SentencePiece writes a space as U+2581."""
 _HTML_TAG = re.compile(
@@ -149,7 +146,7 @@ class ControlTokens:
 
     Control tokens are the added tokens, except those of white space alone (Gemma's newlines) and HTML tags that are not
     marked as special (Gemma's <b>, </table>, ...), which are ordinary text and keep their names. The backend is copied,
-    never changed. Raises TemplateError if there are more control tokens than a private-use block has characters.
+    never changed. Raises TemplateError if there are more control tokens than the private-use block has characters.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -161,13 +158,13 @@ class ControlTokens:
             for token in self._specification["added_tokens"]
             if token["content"].strip(_WHITE_SPACE) and (token["special"] or not _HTML_TAG.fullmatch(token["content"]))
         }
-        if len(self.ids) >= _BLOCK_SIZE:
-            raise TemplateError(
-                f"the tokenizer has {len(self.ids)} added tokens; at most {_BLOCK_SIZE - 1} can be followed"
-            )
+        first_name = _LAST_PRIVATE - len(self.ids)
+        if first_name < _FIRST_PRIVATE:
+            most = _LAST_PRIVATE - _FIRST_PRIVATE
+            raise TemplateError(f"the tokenizer has {len(self.ids)} added tokens; at most {most} can be followed")
         self._first_characters = tuple({content[0] for content in self.ids})
-        self._numbers = {content: number for number, content in enumerate(self.ids)}
-        self._renamed: dict[int, RenamedTokenizer] = {}
+        self._names = {content: chr(first_name + number) for number, content in enumerate(self.ids)}
+        self._refused = re.compile(f"[\ud800-\udfff{chr(first_name)}-{chr(_LAST_PRIVATE)}]")
         self._found: dict[str, Found] = {}
 
     @functools.cached_property
@@ -176,27 +173,20 @@ class ControlTokens:
         by_length = sorted(self.ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
-    def block_for(self, text: str) -> int:
-        """Returns the first private-use block of which the text has no character.
-
-        Raises TemplateError if it has characters of both, or a lone surrogate, which no tokenizer accepts.
-        """
-        if text.isascii():
-            return _PRIVATE_BLOCKS[0]
-        try:
-            str.encode(text)
-        except UnicodeEncodeError as error:
-            problem = f"the text holds half a character ({error.object[error.start]!r}), a surrogate without its pair"
-            raise TemplateError(f"{problem}; write the whole character, or remove it") from None
-        used = {ord(character) & ~0xFFFF for character in _PRIVATE_CHARACTER.findall(text)}
-        for block in _PRIVATE_BLOCKS:
-            if block not in used:
-                return block
-        raise TemplateError("the text holds private-use characters of both planes 15 and 16; remove those of one plane")
+    def require_usable(self, text: str) -> None:
+        """Raises TemplateError if a text has a name's character, or a lone surrogate, which no tokenizer accepts."""
+        if text.isascii() or (found := self._refused.search(text)) is None:
+            return
+        if found[0] <= "\udfff":
+            problem = f"the text holds half a character ({found[0]!r}), a surrogate without its pair"
+            raise TemplateError(f"{problem}; write the whole character, or remove it")
+        raise TemplateError(
+            f"the text holds {found[0]!r}, a private-use character that names a control token; remove it"
+        )
 
     def is_plain(self, text: str) -> bool:
-        """Returns whether the text contains no control token's string, private-use character or lone surrogate."""
-        return (text.isascii() or _UNUSUAL_CHARACTER.search(text) is None) and not self.occurs_in(text)
+        """Returns whether the text contains no control token's string, name of one, or lone surrogate."""
+        return (text.isascii() or self._refused.search(text) is None) and not self.occurs_in(text)
 
     def occurs_in(self, text: str) -> bool:
         """Returns whether the text contains a control token's string."""
@@ -218,31 +208,42 @@ class ControlTokens:
             self._found[text] = found
         return found
 
-    def rename(self, text: str, block: int, found: Found) -> str:
-        """Returns the text with the names from one block in place of the strings that `find` has found in it."""
+    def rename(self, text: str, found: Found) -> str:
+        """Returns the text with names in place of the strings that `find` has found in it."""
         texts, start = list[str](), 0
         for position, content in found:
-            texts += [text[start:position], chr(block + self._numbers[content])]
+            texts += [text[start:position], self._names[content]]
             start = position + len(content)
         return "".join([*texts, text[start:]])
 
-    def renamed_tokenizer(self, block: int) -> RenamedTokenizer:
-        """Returns the copy of the tokenizer with the names from one block. It is made once."""
-        if block not in self._renamed:
-            names = {content: chr(block + number) for content, number in self._numbers.items()}
-            specification = _renamed(self._specification, names)
-            backend = tokenizers.Tokenizer.from_str(json.dumps(specification))
-            vocabulary = backend.get_vocab(with_added_tokens=True)
-            size = 1 + max(vocabulary.values())
-            real_ids, is_control = np.arange(size, dtype=np.int32), np.zeros(size, dtype=bool)
-            id_of_name = {name: vocabulary[name] for name in names.values()}
-            renamed_ids = list(id_of_name.values())
-            real_ids[renamed_ids], is_control[renamed_ids] = list(self.ids.values()), True
-            sizes = _bytes_of_tokens(backend, self._specification, size)
-            separator = chr(block + _BLOCK_SIZE - 1)
-            pairs = None if sizes is None else BytePairs.of(backend, specification, id_of_name, separator)
-            self._renamed[block] = RenamedTokenizer(backend, real_ids, is_control, sizes, pairs)
-        return self._renamed[block]
+    @functools.cached_property
+    def renamed_tokenizer(self) -> RenamedTokenizer:
+        """The copy of the tokenizer in which control tokens have their names."""
+        specification = _renamed(self._specification, self._names)
+        backend = tokenizers.Tokenizer.from_str(json.dumps(specification))
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        size = 1 + max(vocabulary.values())
+        real_ids, is_control = np.arange(size, dtype=np.int32), np.zeros(size, dtype=bool)
+        id_of_name = {name: vocabulary[name] for name in self._names.values()}
+        renamed_ids = list(id_of_name.values())
+        real_ids[renamed_ids], is_control[renamed_ids] = list(self.ids.values()), True
+        sizes = _bytes_of_tokens(backend, self._specification, size)
+        pairs = None if sizes is None else BytePairs.of(backend, specification, id_of_name, chr(_LAST_PRIVATE))
+        return RenamedTokenizer(backend, real_ids, is_control, sizes, pairs)
+
+
+def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
+    """Returns the allowed control tokens by role. Raises TemplateError for an unknown role or control token."""
+    by_name = {role.name.lower(): role for role in Role if role not in (Role.TEMPLATE, Role.PADDING)}
+    for name, strings in allowed.items():
+        if name not in by_name:
+            raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
+        if unknown := sorted(set(strings) - set(known)):
+            raise TemplateError(
+                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is not a control token of the tokenizer; "
+                "remove it, or add the token (tokenizer.add_tokens)"
+            )
+    return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
 
 
 def _bytes_of_tokens(backend: tokenizers.Tokenizer, specification: Mapping[str, Any], size: int) -> np.ndarray | None:

@@ -26,76 +26,68 @@ from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outline:
-    """The roles of the spans of a rendered text, which are the same for all conversations of one frame.
-
-    Attributes:
-        roles: uint8 [spans], the role of each span.
-        messages: The index of the message that each span belongs to; -1 for the template.
-        turns: For each message, the first span of its text, the span after the last, and the span after its stop token
-            or None; None for a message of which nothing is written.
-        texts: The indices of the spans that hold text of the conversation.
-        generated_starts: The indices of the model-generated spans that follow a span of the template.
-        left_out: The texts that the template does not write.
-    """
-
-    roles: np.ndarray
-    messages: tuple[int, ...]
-    turns: tuple[tuple[int, int, int | None] | None, ...]
-    texts: tuple[int, ...]
-    generated_starts: tuple[int, ...]
-    left_out: tuple[str, ...]
-
-    @classmethod
-    def of(cls, rendered: RenderedTurns) -> Outline:
-        spans = rendered.spans
-        number_at = {span.start: number for number, span in enumerate(spans)}
-        number_at[spans[-1].end if spans else 0] = len(spans)
-        roles = [span.role for span in spans]
-        return cls(
-            roles=np.array(roles, dtype=np.uint8),
-            messages=tuple(span.message for span in spans),
-            turns=tuple(
-                turn and (number_at[turn.start], number_at[turn.end], number_at[turn.stop_end] if turn.stop else None)
-                for turn in rendered.turns
-            ),
-            texts=tuple(number for number, span in enumerate(spans) if span.is_text),
-            generated_starts=tuple(
-                number
-                for number, (before, role) in enumerate(pairwise([Role.TEMPLATE, *roles]))
-                if before is Role.TEMPLATE and role in MODEL_ROLES
-            ),
-            left_out=tuple(what for _, what in rendered.left_out),
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Layout:
-    """A rendered conversation, ready to tokenize.
+    """A rendered conversation, ready to tokenize. All but its texts is the same for all conversations of one frame.
 
     Attributes:
         texts: The text of each span, with private names in place of control tokens.
         sizes: The number of bytes of each of these texts.
-        outline: The role of each span.
-        block: The private-use block of the names.
+        roles: uint8 [spans], the role of each span.
+        messages: The index of the message that each span belongs to; -1 for the template.
+        turns: For each message, the first span of its text, the span after the last, and the span after its stop token
+            or None; None for a message of which nothing is written.
+        text_spans: The indices of the spans that hold text of the conversation.
+        generated_starts: The indices of the model-generated spans that follow a span of the template.
+        left_out: The texts that the template does not write.
         num_control: The number of control tokens.
         holds_control_text: Whether a text of the conversation spells a control token.
     """
 
     texts: list[str]
     sizes: list[int]
-    outline: Outline
-    block: int
+    roles: np.ndarray
+    messages: tuple[int, ...]
+    turns: tuple[tuple[int, int, int | None] | None, ...]
+    text_spans: tuple[int, ...]
+    generated_starts: tuple[int, ...]
+    left_out: tuple[str, ...]
     num_control: int
     holds_control_text: bool
+
+    @classmethod
+    def of(cls, rendered: RenderedTurns, texts: list[str], num_control: int, holds_control_text: bool) -> Layout:
+        spans = rendered.spans
+        number_at = {span.start: number for number, span in enumerate(spans)}
+        number_at[spans[-1].end if spans else 0] = len(spans)
+        roles = [span.role for span in spans]
+        return cls(
+            texts=texts,
+            sizes=[num_bytes(each) for each in texts],
+            roles=np.array(roles, dtype=np.uint8),
+            messages=tuple(span.message for span in spans),
+            turns=tuple(
+                turn and (number_at[turn.start], number_at[turn.end], number_at[turn.stop_end] if turn.stop else None)
+                for turn in rendered.turns
+            ),
+            text_spans=tuple(number for number, span in enumerate(spans) if span.is_text),
+            generated_starts=tuple(
+                number
+                for number, (before, role) in enumerate(pairwise([Role.TEMPLATE, *roles]))
+                if before is Role.TEMPLATE and role in MODEL_ROLES
+            ),
+            left_out=tuple(what for _, what in rendered.left_out),
+            num_control=num_control,
+            holds_control_text=holds_control_text,
+        )
 
     def with_texts(self, contents: Iterable[str]) -> Layout:
         """Returns the layout with these contents in place of the texts of the conversation."""
         texts, sizes = self.texts.copy(), self.sizes.copy()
-        for span, content in zip(self.outline.texts, contents, strict=True):
+        for span, content in zip(self.text_spans, contents, strict=True):
             texts[span], sizes[span] = content, num_bytes(content)
-        return Layout(texts, sizes, self.outline, self.block, self.num_control, self.holds_control_text)
+        spans = self.roles, self.messages, self.turns, self.text_spans, self.generated_starts
+        return Layout(texts, sizes, *spans, self.left_out, self.num_control, self.holds_control_text)
 
 
 def assign_roles(
@@ -111,7 +103,6 @@ def assign_roles(
             raise TemplateError(
                 f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
             )
-    outlines = [layout.outline for layout in layouts]
     # One row for each span and one for the byte between two texts. first[i] is the first token of row i.
     sizes = np.fromiter(chain.from_iterable((*layout.sizes, 1) for layout in layouts), dtype=np.int64)
     starts = sizes.cumsum() - sizes
@@ -122,38 +113,37 @@ def assign_roles(
     counts = np.diff(first, append=len(tokens.ids))
     if (counts < 0).any():
         raise TemplateError("the tokenizer does not give its tokens in the order of the text")
-    role_ids = np.concatenate([outline.roles for outline in outlines]).repeat(np.delete(counts, rows[1:] - 1))
+    role_ids = np.concatenate([layout.roles for layout in layouts]).repeat(np.delete(counts, rows[1:] - 1))
 
     # A token that begins in the template and ends in content is a merge that never occurs at inference.
-    owners = np.repeat(np.arange(len(outlines)), [len(outline.generated_starts) for outline in outlines])
-    generated = rows[owners] + np.fromiter(chain.from_iterable(outline.generated_starts for outline in outlines), int)
+    owners = np.repeat(np.arange(len(layouts)), [len(layout.generated_starts) for layout in layouts])
+    generated = rows[owners] + np.fromiter(chain.from_iterable(layout.generated_starts for layout in layouts), int)
     crosses = np.append(0, tokens.ends)[first[generated]] > starts[generated]
-    num_boundary_tokens = np.bincount(owners[crosses], minlength=len(outlines)).tolist()
+    num_boundary_tokens = np.bincount(owners[crosses], minlength=len(layouts)).tolist()
 
     first_in_text = (first - np.repeat(tokens.bounds[:-1], np.diff(rows))).tolist()
     encoded = []
     for number, (layout, conversation) in enumerate(zip(layouts, conversations, strict=True)):
         own_rows, own = slice(rows[number], rows[number + 1]), slice(*tokens.bounds[number : number + 2])
-        outline = layout.outline
         encoded.append(
             TokenizedConversation(
                 tokens.ids[own],
                 role_ids[own],
-                _turns(outline, first_in_text[own_rows], conversation.messages),
+                _turns(layout, first_in_text[own_rows], conversation.messages),
                 conversation.key,
                 num_boundary_tokens[number],
                 layout.holds_control_text,
-                token_weights=_token_weights(outline, conversation.messages, counts[own_rows][:-1]),
-                left_out=outline.left_out,
+                token_weights=_token_weights(layout, conversation.messages, counts[own_rows][:-1]),
+                left_out=layout.left_out,
             )
         )
     return encoded
 
 
-def _turns(outline: Outline, first: Sequence[int], messages: Sequence[Message]) -> tuple[Turn, ...]:
+def _turns(layout: Layout, first: Sequence[int], messages: Sequence[Message]) -> tuple[Turn, ...]:
     """Returns the turn of each message; first[i] is the first token of span i."""
     turns, end = [], 0
-    for message, turn in zip(messages, outline.turns, strict=True):
+    for message, turn in zip(messages, layout.turns, strict=True):
         if turn is None:
             turns.append(Turn(message.role, end, end, None))
             continue
@@ -162,13 +152,13 @@ def _turns(outline: Outline, first: Sequence[int], messages: Sequence[Message]) 
     return tuple(turns)
 
 
-def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
+def _token_weights(layout: Layout, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
     """Returns the weight of each token's message, float32 [n], or None if all weights are 1."""
     weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):
         return None
     weights.append(1.0)  # for message -1, the template
-    return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
+    return np.repeat(np.array([weights[message] for message in layout.messages], dtype=np.float32), counts)
 
 
 def frame_of(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list[str]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -88,3 +88,19 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
             "tokenizer_config.json"
         )
     return (files("sftron.data.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def template_sources(template: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Returns the templates by their names in apply_chat_template: "default", and "tool_use" if there is one.
+
+    Raises TemplateError if there is no default template.
+    """
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, Mapping) and "default" in template:
+        return {name: template[name] for name in ("default", "tool_use") if name in template}
+    found = "none" if not template else "several by name, and none is the default"
+    raise TemplateError(
+        f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template: one of "
+        f"{', '.join([*(template or ()), *TEMPLATE_NAMES])}, or a .jinja file"
+    )

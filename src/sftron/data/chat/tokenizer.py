@@ -19,10 +19,10 @@ from typing import Any
 import tokenizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from sftron.data.chat.control_tokens import ControlTokens, num_bytes
+from sftron.data.chat.control_tokens import ControlTokens, allowed_by_role
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.layout import Layout, Outline, assign_roles, frame_of
-from sftron.data.chat.pretrained import TEMPLATE_NAMES, load_tokenizer, template_source
+from sftron.data.chat.layout import Layout, assign_roles, frame_of
+from sftron.data.chat.pretrained import load_tokenizer, template_source, template_sources
 from sftron.data.chat.spans import RenderedTurns, StopStrings
 from sftron.data.chat.template import ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
@@ -73,10 +73,10 @@ class ChatTokenizer:
         self.added_tokens = tuple(added_tokens)
         self._backend = backend
         self._control = ControlTokens(backend)
-        self._allowed = _allowed_by_role(allow_control_tokens or {}, self._control.ids)
+        self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
         self._templates = {
             name: ChatTemplate(source, tokenizer.special_tokens_map, date)
-            for name, source in _template_sources(tokenizer.chat_template if template is None else template).items()
+            for name, source in template_sources(tokenizer.chat_template if template is None else template).items()
         }
         self._layouts: dict[tuple[str, ...], Layout] = {}
         """The layouts of plain conversations, by the roles of the messages and the frame around them."""
@@ -157,32 +157,22 @@ class ChatTokenizer:
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Returns, for each conversation, what `encode` returns or raises; it is faster than separate calls."""
-        encoded: list[TokenizedConversation | DataError | None] = [None] * len(conversations)
-        laid_out: dict[int, list[tuple[int, Layout]]] = {}
-        for number, conversation in enumerate(conversations):
-            try:
-                layout = self._lay_out(conversation)
-                laid_out.setdefault(layout.block, []).append((number, layout))
-            except TemplateError as error:
-                encoded[number] = _refusal(conversation, error)
-        for numbered in laid_out.values():
-            numbers, layouts = zip(*numbered, strict=True)
-            batch = self._encode_layouts(layouts, [conversations[number] for number in numbers])
-            for number, each in zip(numbers, batch, strict=True):
-                encoded[number] = each
-        return [each for each in encoded if each is not None]
+        found = list(map(self._lay_out, conversations))
+        laid_out = [pair for pair in zip(found, conversations, strict=True) if isinstance(pair[0], Layout)]
+        tokenized = iter(self._tokenize(*zip(*laid_out, strict=True)) if laid_out else ())
+        return [each if isinstance(each, DataError) else next(tokenized) for each in found]
 
-    def _encode_layouts(
+    def _tokenize(
         self, layouts: Sequence[Layout], conversations: Sequence[Conversation]
     ) -> Sequence[TokenizedConversation | DataError]:
-        """Encodes conversations whose control tokens have names from one block.
+        """Returns the tokens and roles of conversations.
 
         An error, or a panic of the tokenizers library, on a batch does not name the conversation, so they are then
-        encoded one by one. As a panic is not an Exception, it would otherwise end a loader worker or the run.
+        tokenized one by one. As a panic is not an Exception, it would otherwise end a loader worker or the run.
         """
         try:
-            tokenizer = self._control.renamed_tokenizer(layouts[0].block)
-            return assign_roles(tokenizer.encode(["".join(layout.texts) for layout in layouts]), layouts, conversations)
+            tokens = self._control.renamed_tokenizer.encode(["".join(layout.texts) for layout in layouts])
+            return assign_roles(tokens, layouts, conversations)
         except BaseException as error:
             is_refused = isinstance(error, TemplateError)
             if not is_refused and type(error).__name__ != "PanicException":
@@ -192,19 +182,19 @@ class ChatTokenizer:
                     return [_refusal(conversations[0], error)]
                 problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
                 return [DataError(f"{conversations[0].location}: {problem}", reason="tokenizer_failed")]
-        return [self._encode_layouts([layout], [each])[0] for layout, each in zip(layouts, conversations, strict=True)]
+        return [self._tokenize([layout], [each])[0] for layout, each in zip(layouts, conversations, strict=True)]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
         text = self.template.render_conversation(probe(messages), add_generation_prompt=True)
-        block = self._control.block_for(text)
+        self._control.require_usable(text)
         renamed, start = "", 0
         for length, origin in text.spans:
             span = str.__getitem__(text, slice(start, start + length))
             is_text = origin is not None and origin.field
-            renamed += span if is_text else self._control.rename(span, block, self._control.find(span))
+            renamed += span if is_text else self._control.rename(span, self._control.find(span))
             start += length
-        return self._control.renamed_tokenizer(block).encode([renamed]).ids.tolist()
+        return self._control.renamed_tokenizer.encode([renamed]).ids.tolist()
 
     def without_control_text(self, text: str) -> str:
         """Returns the text with a space in place of each string that spells a control token."""
@@ -238,26 +228,29 @@ class ChatTokenizer:
     def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
         return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
 
-    def _lay_out(self, conversation: Conversation) -> Layout:
+    def _lay_out(self, conversation: Conversation) -> Layout | DataError:
         """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span.
 
         The roles are determined only if the conversation has no frame (layout.py), or a new one.
         """
         template = self.template_for(conversation)
-        rendered = template.render_conversation(conversation)
-        contents = self._plain_contents(conversation) if template.has_constant_header else None
-        framed = None if contents is None else frame_of(rendered, contents)
-        if framed is None:
-            return self._read_layout(rendered, conversation)
-        gaps, texts = framed
-        frame = (*(each.role_name or each.role.name for each in conversation.messages), *gaps)
-        if (known := self._layouts.get(frame)) is not None:
-            return known.with_texts(texts)
-        layout = self._read_layout(rendered, conversation)
+        try:
+            rendered = template.render_conversation(conversation)
+            contents = self._plain_contents(conversation) if template.has_constant_header else None
+            framed = None if contents is None else frame_of(rendered, contents)
+            if framed is None:
+                return self._read_layout(rendered, conversation)
+            gaps, texts = framed
+            frame = (*(each.role_name or each.role.name for each in conversation.messages), *gaps)
+            if (known := self._layouts.get(frame)) is not None:
+                return known.with_texts(texts)
+            layout = self._read_layout(rendered, conversation)
+        except TemplateError as error:
+            return _refusal(conversation, error)
         # The gaps decide the roles if every text is one span, and the gap before each answer begins with the
         # generation prompt and shows its header once.
         prompts = self._prompts[template]
-        if [layout.texts[span] for span in layout.outline.texts] == texts and all(
+        if [layout.texts[span] for span in layout.text_spans] == texts and all(
             prompt is not None and gaps[number].startswith(prompt.text) and prompts.determines(prompt, gaps[number])
             for number, prompt in prompts.of(conversation).items()
         ):
@@ -279,7 +272,7 @@ class ChatTokenizer:
         return contents if all(contents) else None
 
     def _read_layout(self, text: TrackedStr, conversation: Conversation) -> Layout:
-        block = self._control.block_for(text)
+        self._control.require_usable(text)
         rendered = self._read_turns(text, conversation, self._stops)
         for message, what in rendered.left_out:
             if message is not None and what.endswith(" content"):
@@ -300,11 +293,9 @@ class ChatTokenizer:
                     holds_control_text = holds_control_text or not is_all_allowed
                     found = tuple(each for each in found if each[1] in allowed)
                 num_control += len(found)
-                content = self._control.rename(content, block, found)
+                content = self._control.rename(content, found)
             texts.append(content)
-        return Layout(
-            texts, [num_bytes(each) for each in texts], Outline.of(rendered), block, num_control, holds_control_text
-        )
+        return Layout.of(rendered, texts, num_control, holds_control_text)
 
     def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
         """Raises TemplateError if the template does write a text that was not found, but without its origin.
@@ -327,36 +318,6 @@ class ChatTokenizer:
             raise TemplateError(
                 f"the template writes the {what} of message {message + 1} in a way that cannot be followed"
             )
-
-
-def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
-    """Returns the allowed control tokens by role. Raises TemplateError for an unknown role or control token."""
-    by_name = {role.name.lower(): role for role in Role if role not in (Role.TEMPLATE, Role.PADDING)}
-    for name, strings in allowed.items():
-        if name not in by_name:
-            raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
-        if unknown := sorted(set(strings) - set(known)):
-            raise TemplateError(
-                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is not a control token of the tokenizer; "
-                "remove it, or add the token (tokenizer.add_tokens)"
-            )
-    return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
-
-
-def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the templates by their names in apply_chat_template: "default", and "tool_use" if there is one.
-
-    Raises TemplateError if there is no default template.
-    """
-    if isinstance(template, str):
-        return {"default": template}
-    if isinstance(template, Mapping) and "default" in template:
-        return {name: template[name] for name in ("default", "tool_use") if name in template}
-    found = "none" if not template else "several by name, and none is the default"
-    raise TemplateError(
-        f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template: one of "
-        f"{', '.join([*(template or ()), *TEMPLATE_NAMES])}, or a .jinja file"
-    )
 
 
 def _refusal(conversation: Conversation, error: TemplateError) -> DataError:

@@ -79,7 +79,7 @@ def detect_format(
         if len(fitting) > 1:
             raise _no_format(row, location, f"fits several formats ({', '.join(fitting)})", "set `format`")
         if not fitting:
-            error = _fits_nothing(row, location)
+            error = _no_format(row, location, "fits no format", _remedy(row))
             if not skip_bad_rows:
                 raise error
             ignored = ignored or error
@@ -123,14 +123,6 @@ def _no_format(row: Row, location: str, problem: str, remedy: str) -> DataError:
     known = "; ".join(f"{name}: {spec.wanted}" for name, spec in FORMATS.items())
     found = f"{problem}; columns: {', '.join(held) or 'none'}"
     return refusal(location, "no_format", f"{found}; {remedy}; known formats: {known}")
-
-
-def _fits_nothing(row: Row, location: str) -> DataError:
-    nested = [each for each in (row, *row.values()) if isinstance(each, Mapping)]
-    if any(not each.keys().isdisjoint(("parent_id", "replies")) for each in nested):
-        remedy = "write each way from the root to a leaf as one row, its messages in order under `messages`"
-        return _no_format(row, location, "is part of a tree of messages, not a conversation", remedy)
-    return _no_format(row, location, "fits no format", _remedy(row))
 
 
 def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:

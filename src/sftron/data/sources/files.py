@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.data.sources import arrow, streaming
-from sftron.data.sources.hub import HubSplit, unknown_config
+from sftron.data.sources.hub import HubSplit
 from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, excerpt, kind_of
 from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
@@ -273,11 +273,11 @@ def _files_of_hub_folder(folder: Path, config: str | None, *, declared: bool) ->
     except Exception as error:  # several configurations or broken YAML raise many types
         if isinstance(error, FileNotFoundError) and not declared:
             return {}
-        if problem := unknown_config(str(root), config):
-            raise DataError(f"{folder}: {problem}") from error
         reason = " ".join(str(error).splitlines()[:2])
         problem = f"the datasets library cannot determine which files are meant: {reason}"
-        raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error
+        raise DataError(
+            f"{folder}: {problem}; name one (config: NAME), or the files you want, {folder}/NAME"
+        ) from error
     by_split = {str(split): [Path(os.path.normpath(file)) for file in files] for split, files in found.items()}
     _require_inside(folder, list(chain.from_iterable(by_split.values())))
     return {split: files for split, files in by_split.items() if any(_ending_of(file) in _ENDINGS for file in files)}

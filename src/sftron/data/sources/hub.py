@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftron.data.sources.arrow import ArrowSource, first_line
+from sftron.data.sources.arrow import ArrowSource
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.sources.streaming import RowStream, read_table
 from sftron.data.types import DataError
@@ -75,7 +75,7 @@ class HubSplit:
         import datasets  # slow to import
 
         commit = self.commit()
-        with self._refused(commit):
+        with self._refused():
             builder = datasets.load_dataset_builder(self.path, self.config, revision=commit)
             if builder.hash != commit:  # if the Hub fails, the library takes any commit that it has in its cache
                 problem = f"commit {commit} cannot be loaded from the Hub, and the cache has {builder.hash}"
@@ -83,35 +83,15 @@ class HubSplit:
             yield builder, commit
 
     @contextmanager
-    def _refused(self, commit: str | None = None) -> Iterator[None]:
-        """Raises DataError in place of any error; with a commit, one that lists the configurations if that helps."""
+    def _refused(self) -> Iterator[None]:
+        """Raises DataError in place of any error."""
         try:
             yield
         except DataError:
             raise
         except Exception as error:  # network, authentication and unknown names raise many types
-            if commit is not None and (problem := unknown_config(self.path, self.config, commit)):
-                raise DataError(f"{self.path}: {problem}, or, for sftron init, in {self.path}:CONFIG") from error
             at = "" if self.revision is None else f" of revision {self.revision}"
             problem = f"is no local file or folder, and split {excerpt(self.split)}{at} cannot be loaded from the Hub"
-            raise DataError(f"{self.path}: {problem}: {hub_problem(error) or first_line(error)}") from error
-
-
-def unknown_config(path: str, config: str | None, revision: str | None = None) -> str:
-    """Returns what to do if a data set does not have the configuration, or no default one; "" if it has.
-
-    Args:
-        path: The Hub id, or the folder of a downloaded data set.
-    """
-    import datasets
-
-    names: list[str] = []
-    with suppress(Exception):  # the caller reports the error that led here
-        names = datasets.get_dataset_config_names(path, revision=revision)
-        default = datasets.get_dataset_default_config_name(path, revision=revision)
-        if config in names or (config is None and default is not None):
-            return ""
-    if not names:
-        return ""
-    problem = "has several configurations:" if config is None else f"has no configuration {excerpt(config)}, only"
-    return f"{problem} {', '.join(names)}; choose one below its path, as in config: {names[0]}"
+            # The second line of the library's message names the configurations that there are.
+            reason = hub_problem(error) or " ".join(str(error).splitlines()[:2])
+            raise DataError(f"{self.path}: {problem}: {reason}; `config` names a configuration") from error
