@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from sftron.compare.grid import read_sweep_file
 from sftron.config import ConfigError, describe_config, load_config
 from sftron.config.results_schema import Logging
-from sftron.sweep.grid import read_sweep_file
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES, blocks
 

@@ -19,11 +19,11 @@ import pytest
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, read_json
 from sftron.commands import audit, compare, inspect, train
+from sftron.compare.grid import read_sweep_file
 from sftron.config import ConfigError, load_config
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
-from sftron.sweep.grid import read_sweep_file
 from sftron.train.logs import console
 from sftron.train.ranks import start_ranks
 from sftron.train.run_directory import RunDirectory
