@@ -128,7 +128,7 @@ def test_every_quoted_message_is_in_the_source() -> None:
                 literals.append(node.value)
     source = "\1".join(literals)
     quoted = re.findall(r"^### `(.+)`$", read(DOCS / "troubleshooting.md"), re.MULTILINE)
-    assert len(quoted) > 20
+    assert len(quoted) > 5
     assert not [text for text in quoted if not re.search("[^\1]*".join(map(re.escape, text.split("..."))), source)]
 
 
