@@ -62,6 +62,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/budget.py
 
 test: install lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from sftron.compare.recorded_run import flat_config
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.data_schema import Dataset
 from sftron.config.help import keys_of, locate, section_in, suggest_key
 from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import General, Lora
 from sftron.config.values import Section
-from sftron.sweep.recorded_run import flat_config
 
 GOOD = """\
 general:

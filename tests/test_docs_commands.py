@@ -162,15 +162,6 @@ def test_every_exception_is_needed() -> None:
     assert [part for part in [*PARSED_ONLY, *INSTEAD, *STATUS, *TYPED] if part not in texts] == []
 
 
-@pytest.mark.skipif(not (ROOT / "models/SmolLM2-135M-Instruct").exists(), reason="make quickstart brings its tokenizer")
-def test_the_picture_of_the_masks_is_what_the_tool_draws(tmp_path: Path) -> None:
-    drawn, picture = tmp_path / "pack.svg", ROOT / "docs" / "images" / "pack.svg"
-    options = ["--config", "configs/quickstart.yaml", "-n", "0", "--packs", "1", "--rows", "1", "--picture", str(drawn)]
-    with contextlib.chdir(ROOT):
-        assert run_script("sftron inspect", options)[0] == 0
-    assert drawn.read_text() == picture.read_text(), "draw it again; docs/masks.md has the command"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_option_in_the_running_text_is_one_of_its_tool(page: Path) -> None:
     pattern = r"`(?:python )?(sftron [\w-]+|(?:tools|examples)/[\w/]+\.py) ([^`]*)`"
@@ -184,7 +175,7 @@ def test_every_option_in_the_running_text_is_one_of_its_tool(page: Path) -> None
 
 def test_a_wrong_option_and_a_wrong_key_are_found(sandbox: Path, tmp_path: Path) -> None:
     with contextlib.chdir(sandbox):
-        assert run(["sftron", "inspect", "--config", "sft.yaml", "--pictures", "x.svg"], tmp_path)[0] == 2
+        assert run(["sftron", "inspect", "--config", "sft.yaml", "--htm", "x.html"], tmp_path)[0] == 2
         for words in (
             ["python", "tools/bench_step.py", "--modle", "x"],
             ["sbatch", "examples/slurm/train.sbatch", "--config", "sft.yaml", "--tokens.train_step=5"],

@@ -10,9 +10,6 @@ import pytest
 
 import sftron
 from tests.conftest import ROOT
-from tests.report.test_in_chromium import Browser, browser
-
-__all__ = ["browser"]  # a fixture
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'sftron[docs]'")
 
@@ -29,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_site_has_every_page_the_reference_and_an_index_to_search(site: Path) -> None:
     pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
-    assert len(pages) > 50
+    assert len(pages) > 20
     assert [str(page) for page in pages if not (site / page).with_suffix(".html").exists()] == []
     reference = (site / "reference.html").read_text(encoding="utf-8")
     assert [name for name in sftron.__all__ if f">{name}</span>" not in reference] == []
@@ -60,50 +57,6 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert built.returncode == 1
     assert "no-such-page.md" in built.stdout + built.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_and_follow_the_scheme(site: Path, browser: Browser, scheme: str, width: int) -> None:
-    for name in ("your-data", "index", "verify-any-trainer", "models/index", "reference", "configuration"):
-        opened = browser.open(site / f"{name}.html", scheme=scheme, width=width)
-        look = opened.look(least_contrast=3.0)
-        assert look["num_texts"] > 20, name
-        assert look["overflow"] <= 0, (name, look["wide"])
-        paper = opened.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 300) == (scheme == "dark"), (name, paper)
-
-
-CODE = """(() => {
-    const blocks = [...document.querySelectorAll(".md-typeset pre > code")], style = getComputedStyle(blocks[0]);
-    const ruler = document.createElement("span");
-    ruler.textContent = "x".repeat(100);
-    blocks[0].append(ruler);
-    const width = ruler.getBoundingClientRect().width / 100;
-    ruler.remove();
-    const inner = blocks[0].clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
-    return JSON.stringify({
-        num_columns: Math.floor(inner / width),
-        num_lines: blocks.flatMap(block => block.innerText.split("\\n")).length,
-        num_cut: blocks.filter(block => block.scrollWidth > block.clientWidth).length,
-    });
-})()"""
-
-
-@pytest.mark.nightly
-def test_lines_of_120_characters_of_code_fit_a_window_of_1280_pixels_and_longer_ones_are_wrapped(
-    site: Path, browser: Browser
-) -> None:
-    num_lines = 0
-    pages = [page for page in sorted(site.rglob("*.html")) if "<pre" in page.read_text(encoding="utf-8")]
-    for page in pages:
-        found = json.loads(browser.open(page, width=1280).evaluate(CODE))
-        assert found["num_columns"] >= 120, (page, found)
-        assert found["num_cut"] == 0, (page, found)
-        num_lines += found["num_lines"]
-    assert len(pages) > 30
-    assert num_lines > 1000
 
 
 def test_the_reference_lists_every_role_with_a_sentence_and_every_public_name(site: Path) -> None:

@@ -1,4 +1,4 @@
-"""Measures each model family against transformers, and writes what was found as docs/models/<model_type>.md.
+"""Measures each model family against transformers, and writes its row into docs/models/index.md.
 
     python tools/family_card.py all
     python tools/family_card.py qwen3 gemma3_text
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import json
-import platform
 import re
 import sys
 import tempfile
@@ -51,7 +49,7 @@ from sftron.verify.parity import FP32_TOLERANCE, check_generation
 from sftron.verify.trainers import POSITIONS_ALONE
 from tools.bench_ways import random_rows
 
-FOLDER = Path(__file__).parents[1] / "docs" / "models"
+PAGE = Path(__file__).parents[1] / "docs" / "models" / "index.md"
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 8192}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
 LENGTHS = (320, 17, 200, 63, 64, 65, 1, 130)
@@ -102,11 +100,8 @@ class Speed(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Card:
     model_type: str
-    settings: dict[str, Any]
-    lengths: Sequence[int]
-    num_steps: int
     setting: str
-    """The date, the versions and the machine."""
+    """The date and the versions."""
     packed: dict[str, float]
     alone: dict[str, float]
     """The largest differences by the keys of BOUNDS."""
@@ -236,7 +231,8 @@ def compare_export(native: LlamaForSFT, reference: Any, source: Path, out: Path)
     before, after = reference.state_dict(), again.state_dict()
     num_equal = sum(name in after and after[name].equal(tensor) for name, tensor in before.items())
     missing, unexpected = len(info["missing_keys"]), len(info["unexpected_keys"])
-    text = f"{num_equal} of {len(before)} tensors bitwise equal; keys: {missing} missing, {unexpected} unexpected"
+    text = f"{num_equal} of {len(before)}"
+    text += f"; keys: {missing} missing, {unexpected} unexpected" if missing or unexpected else ""
     return text, len(before) - num_equal + len(before.keys() ^ after.keys()) + sum(map(len, info.values()))
 
 
@@ -305,11 +301,7 @@ def measure(
     speeds = take_turns([native_step, reference_step], sum(lengths), num_steps)
     return Card(
         model_type=model_type,
-        settings=settings,
-        lengths=lengths,
-        num_steps=num_steps,
-        setting=f"Measured on {datetime.date.today()} in fp32 on an {platform.machine()} CPU, threads: "
-        f"{torch.get_num_threads()}, torch {torch.__version__} and transformers {transformers.__version__}",
+        setting=f"{datetime.date.today()}, torch {torch.__version__}, transformers {transformers.__version__}",
         packed=packed,
         alone=alone,
         num_leaks=num_leaks,
@@ -323,12 +315,14 @@ def measure(
     )
 
 
-# --- The pages ---
+# --- The table ---
 
-INDEX = """# Cards of the families
+INDEX = """# Every family, measured
 
-Each card compares a family with transformers' own class of it: the largest differences of logits and gradients in fp32,
-and sftron's speed and memory divided by those of transformers on a flat row. Where a flat row of transformers does not
+Each row compares a family with transformers' own class of it in fp32 on a CPU, with random weights: the largest
+differences of logits and of gradients (divided by the largest value of the gradient), packed and alone; conversations
+that change a bit of another; the tensors of an export that transformers loads with equal bits; and the speed and memory
+of forward and backward, divided by those of transformers on a flat row. Where a flat row of transformers does not
 isolate conversations, its speed is that of one conversation at a time ("alone"). This measures them again:
 
 ```
@@ -336,68 +330,39 @@ python tools/family_card.py all
 ```
 
 """
-HEADER = ("model_type", "logits", "gradients", "isolation", "greedy generation", "speed", "memory")
-
-
-def ratios(card: Card) -> tuple[str, str]:
-    speed = card.native.tokens_per_second / card.reference.tokens_per_second
-    return f"{speed:.2f}", f"{card.native.peak_bytes / card.reference.peak_bytes:.2f}"
+HEADER = (
+    "model_type",
+    "logits",
+    "gradients",
+    "isolation",
+    "export",
+    "greedy generation",
+    "speed",
+    "memory",
+    "measured",
+)
 
 
 def as_row(card: Card) -> list[str]:
     worst = [max(each[key] for each in (card.packed, card.alone)) for key in ("logits", "gradients")]
-    (speed, memory), leaks = ratios(card), f"{card.num_leaks} leaks" if card.num_leaks else "bitwise"
-    speed += "" if card.is_flat else " (alone)"
-    link = f"[{card.model_type}]({card.model_type}.md)"
-    return [link, *(f"{each:.0e}" for each in worst), leaks, card.greedy, speed, memory]
+    speed = (
+        f"{card.native.tokens_per_second / card.reference.tokens_per_second:.2f}{'' if card.is_flat else ' (alone)'}"
+    )
+    memory = f"{card.native.peak_bytes / card.reference.peak_bytes:.2f}"
+    leaks = f"{card.num_leaks} leaks" if card.num_leaks else "bitwise"
+    name = card.model_type if card.passed else f"{card.model_type} **differs**"
+    return [name, *(f"{each:.0e}" for each in worst), leaks, card.export, card.greedy, speed, memory, card.setting]
 
 
 def as_table(*rows: Sequence[str]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def as_page(card: Card) -> str:
-    parity = [
-        [key, f"{card.packed[key]:.1e}", f"{card.alone[key]:.1e}", f"{bound:.0e}"] for key, bound in BOUNDS.items()
-    ]
-    ways = (card.native, card.reference)
-    speed = [
-        ["tokens/s", *(f"{each.tokens_per_second:,.0f}" for each in ways), ratios(card)[0]],
-        ["peak memory, MB", *(f"{each.peak_bytes / 1e6:,.1f}" for each in ways), ratios(card)[1]],
-    ]
-    way = "a flat row" if card.is_flat else "one conversation at a time, since those of a flat row are not isolated"
-    num_pairs = len(card.lengths) * (len(card.lengths) - 1)
-    return f"""# {card.model_type}
-
-{"" if card.passed else "**This family differs from transformers by more than rounding.** "}{card.setting}.
-
-The largest differences from `{FAMILIES[card.model_type].architecture}` of transformers, one conversation at a time.
-That of the loss is divided by the loss, that of a gradient by its largest value.
-
-{as_table(["", "packed", "alone", "accepted"], ["---", *["---:"] * 3], *parity)}
-- Isolation: {card.num_leaks} of {num_pairs} pairs, where a change of one conversation changes any bit of the other.
-- Export: {card.export}.
-- Greedy generation with a cache, against transformers': {card.greedy}.
-
-Forward and backward, the median of {card.num_steps} steps that took turns. Memory is that of tensors, without weights.
-
-{as_table(["", "sftron", f"transformers, {way}", "ratio"], ["---", *["---:"] * 3], *speed)}
-The conversations have {", ".join(map(str, card.lengths))} tokens; the second half of each is trained. The model has
-random weights, and these settings in addition to the defaults of transformers:
-
-```json
-{json.dumps(card.settings)}
-```
-"""
-
-
-def write(card: Card, folder: Path) -> None:
-    """Writes the card, and its row of the index. The rows of other families are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{card.model_type}.md").write_text(as_page(card), encoding="utf-8")
-    index, rows = folder / "index.md", dict[str, str]()
+def write(card: Card, index: Path) -> None:
+    """Writes the row of the card into the page. The rows of other families are kept."""
+    rows = dict[str, str]()
     if index.exists():
-        found = re.findall(r"^(\| \[(\w+)\]\(.*\n)", index.read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.findall(r"^(\| (\w+)\b.*\n)", index.read_text(encoding="utf-8"), re.MULTILINE)
         rows = {model_type: row for row, model_type in found}
     rows[card.model_type] = as_table(as_row(card))
     index.write_text(
@@ -409,7 +374,7 @@ def write(card: Card, folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="+", metavar="FAMILY", help="values of model_type, or all")
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="default: docs/models")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="default: docs/models/index.md")
     parser.add_argument("--quick", action="store_true", help="a tiny shape and one step, to see that everything runs")
     options = parser.parse_args(arguments)
     names = [*FAMILIES] if options.families == ["all"] else options.families
@@ -423,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         card = measure(name, sizes, **measured)
         write(card, options.out)
-        show(f"{options.out / name}.md: {', '.join(as_row(card)[1:])}{'' if card.passed else ': FAILED'}")
+        show(", ".join(as_row(card)))
         failed += [] if card.passed else [name]
         gc.collect()
     return 1 if failed else 0

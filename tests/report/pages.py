@@ -6,15 +6,15 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import cast
 
+from sftron.compare.comparison import compare
+from sftron.compare.recorded_run import read_run
 from sftron.data.types import ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, render
-from sftron.sweep.comparison import compare
-from sftron.sweep.recorded_run import read_run
 from sftron.verify.subject import Subject
 from sftron.verify.table import Check, RunReport
 from sftron.verify.verify_run import RULES, page_of
-from tests.sweep.sweeps import ablation, write_run
+from tests.compare.sweeps import ablation, write_run
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 

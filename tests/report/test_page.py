@@ -1,30 +1,24 @@
-"""Pages and the picture show what is in a pack, need nothing from outside, and keep text of others text."""
+"""Pages show what is in a pack, need nothing from outside, and keep text of others text."""
 
 import json
-import re
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from sftron.data.types import IGNORE_INDEX, Pack, Role
-from sftron.report import page
 from sftron.report.audit import Audit
-from sftron.report.page import Inspection, asset, pack_picture
+from sftron.report.page import Inspection
 from sftron.report.tokens import shown_conversations
 from sftron.visible_text import visible_text
 
-from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack, trained_by_brute_force
+from .bytes_tokenizer import CHATS, awkward_pack, decode, trained_by_brute_force
 from .pages import PAGES
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Page(HTMLParser):
     """Reads a page back: the text of every span with what it stands in, the elements met, the data blocks."""
 
-    VOID = frozenset({"meta", "input", "rect", "path", "br"})
+    VOID = frozenset({"meta", "input", "rect", "path", "br", "img", "source"})
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -119,66 +113,3 @@ def test_every_page_is_whole_and_text_of_others_neither_acts_nor_hides(name: str
     assert all(attributes == {"type": "application/json"} for attributes in scripts)
     assert "<script>alert" not in text
     assert name in ("empty", "inspect", "nothing") or "&lt;script&gt;alert" in text
-
-
-# --- The picture of a pack ---
-
-
-def drawn(shown: Pack, *, source_name: str = "rows.jsonl") -> ElementTree.Element:
-    return ElementTree.fromstring(pack_picture(shown, decode, locate=lambda _: source_name))
-
-
-def of_class(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    return [element for element in root.iter() if name in element.get("class", "").split()]
-
-
-def test_the_filled_tokens_are_those_that_are_trained_and_each_label_points_at_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page, "PICTURE_LINES", 10_000)
-    monkeypatch.setattr(page, "_SHOWN_ENDS", 5_000)
-    shown = pack([conversation(CHATS[0])[1]])
-    root = drawn(shown)
-    boxes = [box for box in of_class(root, "token") if box.get("rx")]
-    filled = ["trained" in box.get("class", "").split() for box in boxes]
-    assert filled == trained_by_brute_force(shown)[: shown.num_tokens]
-    assert len(of_class(root, "arrow")) == sum(filled) > 0
-    lines = [float(box.get("y", "")) for box, is_filled in zip(boxes, filled, strict=True) if is_filled]
-    labeled = [float(re.findall(r"[\d.]+", arrow.get("d", ""))[1]) for arrow in of_class(root, "arrow")]
-    assert np.allclose(np.subtract(lines, labeled), 19 - 10)  # a line is 19 pixels high
-
-
-def test_the_masks_are_those_of_one_document_and_of_one_for_each_conversation() -> None:
-    def area(path: ElementTree.Element) -> float:
-        """Of a triangle "Ma aVbHbz" on the diagonal."""
-        start, _, end, _ = map(float, re.findall(r"[\d.]+", path.get("d", "")))
-        return (end - start) ** 2 / 2
-
-    shown = pack([conversation(chat, row=row)[1] for row, chat in enumerate(CHATS[:3])])
-    root, lengths = drawn(shown), np.diff(shown.conversation_bounds)
-    own = of_class(root, "sees")
-    assert len(of_class(root, "crosses")) == 1
-    assert len(own) == 2 * len(lengths)
-    share = sum(map(area, own)) / 2 / (225**2 / 2)  # a mask's side is 225 pixels
-    assert share == pytest.approx((lengths**2).sum() / lengths.sum() ** 2, rel=0.02)
-
-
-def test_text_in_the_picture_is_text_and_its_colors_are_those_of_the_pages() -> None:
-    shown = pack([conversation([(Role.USER, HOSTILE_TEXT), (Role.ASSISTANT, HOSTILE_TEXT)])[1]])
-    assert shown.num_tokens < len(shown.input_ids), "the example is to have padding"
-    root = drawn(shown, source_name="<script>&")
-    assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {"svg", "style", "rect", "g", "text", "path"}
-    assert any("<script>&" in (element.text or "") for element in root.iter(f"{SVG}text"))
-    assert not of_class(root, "padding")
-    style = root.findtext(f"{SVG}style", "")
-    assert style.count("--assistant:") == asset("page.css").count("--assistant:") == 2
-    assert "prefers-color-scheme: dark" in style
-    assert "body" not in style
-
-
-def test_a_long_conversation_is_cut_and_the_rest_is_counted() -> None:
-    root = drawn(pack([conversation([(Role.USER, "Hi"), (Role.ASSISTANT, "x" * 50)] * 60)[1]]))
-    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
-    assert "…" in texts
-    assert any(re.fullmatch(r"… \d+ tokens more", text) for text in texts)
-    assert 0 < len(of_class(root, "name")) <= page.PICTURE_LINES

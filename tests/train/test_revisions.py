@@ -13,8 +13,8 @@ from sftron.checkpoint.checkpoint import CheckpointError
 from sftron.commands.init import main as init
 from sftron.commands.inspect import main as inspect
 from sftron.commands.verify import main as verify
+from sftron.compare.grid import PlannedRun
 from sftron.config import ConfigError, load_config
-from sftron.sweep.grid import PlannedRun
 from sftron.train.start.revisions import REVISIONS
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
@@ -126,7 +126,7 @@ def test_a_run_trains_on_the_commit_that_it_records_and_resumes_with_it_though_t
     files = hub.repository("models/owner/model").commits[expected["models/owner/model"]]
     assert (resumed.setup.model.folder / "model.safetensors").read_bytes() == files["model.safetensors"]
 
-    assert PlannedRun({}, (), config).state() == "completed"
+    assert PlannedRun((), config).state() == "completed"
     card = (run_dir / "latest" / "README.md").read_text()
     assert f"| `openai/gsm8k (main) @ {expected[GSM8K]}` |" in card
     assert f"| Revision of the base | `{expected['models/owner/model']}` |" in card

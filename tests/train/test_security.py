@@ -19,11 +19,11 @@ import pytest
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, read_json
 from sftron.commands import audit, compare, inspect, train
+from sftron.compare.grid import read_sweep_file
 from sftron.config import ConfigError, load_config
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
-from sftron.sweep.grid import read_sweep_file
 from sftron.train.logs import console
 from sftron.train.ranks import start_ranks
 from sftron.train.run_directory import RunDirectory
@@ -391,7 +391,7 @@ def test_no_file_and_no_line_of_a_run_and_of_the_commands_on_it_has_a_secret(
     )
     config = str(write_config(tmp_path / "a.yaml", tree))
     folder = tmp_path / "runs/run"
-    reports = {name: str(tmp_path / "reports" / name) for name in ("i.html", "i.json", "i.svg", "a.json", "c.json")}
+    reports = {name: str(tmp_path / "reports" / name) for name in ("i.html", "i.json", "a.json", "c.json")}
 
     def fail(step: int) -> None:
         if step == 3:  # the next start goes on counting
@@ -403,14 +403,14 @@ def test_no_file_and_no_line_of_a_run_and_of_the_commands_on_it_has_a_secret(
     failed = (folder / "result.json").read_bytes()
     assert b"the server refuses ['***', " in failed
     assert train.run(["--config", config]) == 0
-    pages = ["--html", reports["i.html"], "--json", reports["i.json"], "--picture", reports["i.svg"]]
+    pages = ["--html", reports["i.html"], "--json", reports["i.json"]]
     assert inspect.main(["--config", config, *pages]) == 0
     assert audit.main([str(folder), "--step", "2", "--json", reports["a.json"]]) == 0
     assert compare.main([str(folder), "--out", str(tmp_path / "reports"), "--json", reports["c.json"]]) == 0
     printed = capsys.readouterr()
     written = [path for part in ("runs", "reports") for path in (tmp_path / part).rglob("*") if path.is_file()]
     suffixes = {path.suffix for path in written}
-    assert {".jsonl", ".json", ".html", ".yaml", ".md", ".log", ".svg", ".safetensors"} <= suffixes, suffixes
+    assert {".jsonl", ".json", ".html", ".yaml", ".md", ".log", ".safetensors"} <= suffixes, suffixes
     shown = {str(path): path.read_bytes() for path in written}
     shown |= {"stdout": printed.out.encode(), "stderr": printed.err.encode(), "the failure": failed}
     assert b"***.jsonl" in shown[str(folder / "samples.html")]

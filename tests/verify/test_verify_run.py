@@ -351,7 +351,7 @@ def test_verify_and_inspect_make_the_folders_of_their_reports_and_name_a_file_th
     verify, inspection = ["--only", "masks"], ["--packs", "2", "--rows", "9"]
     for command, arguments, options in (
         (verify_run.main, verify, ("--html", "--card", "--json")),
-        (inspect.main, inspection, ("--html", "--picture", "--json")),
+        (inspect.main, inspection, ("--html", "--json")),
     ):
         folder = tmp_path / arguments[0]
         files = [(option, str(folder / option / "x")) for option in options]

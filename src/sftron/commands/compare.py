@@ -27,8 +27,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     # Imported here, so that --help takes no time.
-    from sftron.sweep.comparison import compare
-    from sftron.sweep.recorded_run import read_run
+    from sftron.compare.comparison import compare
+    from sftron.compare.recorded_run import read_run
 
     try:
         if len({folder.resolve() for folder in options.runs}) < len(options.runs):

@@ -32,7 +32,6 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
     parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
     parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
-    parser.add_argument("--picture", type=Path, metavar="OUT", help="also draw the first pack and its masks, as SVG")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the audit as JSON")
     return parser.parse_known_args(arguments)
 
@@ -41,9 +40,7 @@ def main(arguments: list[str]) -> int:
     options, overrides = parse_arguments(arguments)
     # Imported here, so that --help takes no time.
     from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
-    from sftron.report.page import pack_picture
     from sftron.report.terminal import wants_color
-    from sftron.train.start import run_data
     from sftron.verify.inspect_run import inspect, open_data
 
     try:
@@ -66,13 +63,6 @@ def main(arguments: list[str]) -> int:
                 options.html.parent.mkdir(parents=True, exist_ok=True)
                 inspection.write_html(options.html)
             show(f"\nwritten: {options.html}")
-        if options.picture:
-            first = next(iter(inspection.packs or run_data.make_dataset(config, preparation)))
-            picture = pack_picture(first, inspection.decode, locate=preparation.location)
-            with writing(options.picture, "choose another place with --picture"):
-                options.picture.parent.mkdir(parents=True, exist_ok=True)
-                options.picture.write_text(picture, encoding="utf-8")
-            show(f"\nwritten: {options.picture}")
         if options.json:
             with writing(options.json, "choose another place with --json"):
                 write_json(options.json, inspection.audit.as_dict())

@@ -1,6 +1,6 @@
 """Runs the grid of a sweep file, one run after another: `sftron sweep configs/sweep_toggles.yaml`.
 
-`wandb sweep` takes the same file.
+`wandb sweep` takes the same file, and `wandb agent` runs what is no grid of plain values, or several runs at once.
 
 A completed run is skipped, and one that has begun continues from its own checkpoints: to continue a sweep, repeat the
 command. A run that fails is reported, and the others are run all the same. At Ctrl-C or SIGTERM the run saves and ends.
@@ -11,105 +11,111 @@ Exit status: 0 all completed, or stopped on request after saving; 1 a run failed
 
 from __future__ import annotations
 
-import argparse
+import os
 import shlex
-import shutil
-import time
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import integers, make_parser
+from sftron.commands.arguments import make_parser
 from sftron.errors import refuse, show
 
 if TYPE_CHECKING:
-    from sftron.sweep.grid import PlannedRun, SweepFile
+    from sftron.compare.grid import PlannedRun, SweepFile
 
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = make_parser("sweep", __doc__)
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
-    parser.add_argument("--only", type=integers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: next to the runs)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
-    parser.add_argument(
-        "--wandb", choices=("disabled", "offline", "online"), default="disabled", help="of the runs (default disabled)"
-    )
-    parser.add_argument(
-        "--drop-checkpoints", action="store_true", help="remove a run's checkpoints once it is completed"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="list the runs, and start none")
-    parser.add_argument("--report-only", action="store_true", help="start none; report what there is")
-    return parser.parse_args(arguments)
+LOG_NAME = "output.log"
+"""The file in the run directory with the output of its processes, over all starts."""
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    parser = make_parser("sweep", __doc__)
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and their commands, and start none")
+    options = parser.parse_args(arguments)
     # Imported here, so that --help takes no time.
-    from sftron.sweep.grid import SweepError, plan_runs, read_sweep_file
+    from sftron.compare.grid import plan_runs, read_sweep_file
 
     try:
         sweep = read_sweep_file(options.sweep)
-        runs = plan_runs(sweep, wandb_mode=options.wandb)
+        runs = plan_runs(options.sweep, sweep)
         states = [run.state() for run in runs]
         if options.dry_run:
-            for number, (run, state) in enumerate(zip(runs, states, strict=True)):
-                show(f"{number:>3}  {state:<9}  {run.name}\n     {shlex.join(run.command)}")
+            for run, state in zip(runs, states, strict=True):
+                show(f"{state:<9}  {run.name}\n     {shlex.join(run.command)}")
             return 0
-        wanted = range(len(runs)) if options.only is None else options.only
-        if beyond := [number for number in wanted if number not in range(len(runs))]:
-            raise SweepError(f"--only {beyond[0]}: the runs are numbered 0 to {len(runs) - 1}")
-        out = options.out or runs[0].folder.parent
-        if options.out is None and (folders := {run.folder.parent for run in runs}) != {out}:
-            raise SweepError(f"the runs are in {len(folders)} folders: give the report's folder with --out")
-        status = 0
-        if not options.report_only:
-            waiting = [runs[number] for number in wanted if states[number] != "completed"]
-            show(f"sweep      {sweep.name}: {len(runs)} runs, {len(wanted) - len(waiting)} completed before")
-            status = run_them(waiting, options)
-        if options.only is None:
-            report(sweep, runs, out, options.json)
+        waiting = [run for run, state in zip(runs, states, strict=True) if state != "completed"]
+        show(f"sweep      {sweep.name}: {len(runs)} runs, {len(runs) - len(waiting)} completed before")
+        status = run_all(waiting)
+        report(sweep, runs)
     except (ValueError, OSError) as error:
         return refuse(error)
     return status
 
 
-def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
-    """Runs the waiting runs one after another. Returns the exit status."""
-    from sftron.sweep.runner import LOG_NAME, Runner
+def run_all(waiting: Sequence[PlannedRun]) -> int:
+    """Runs one run after another. Returns the exit status.
 
-    started, runner, endings = time.monotonic(), Runner(), []
-    if waiting:
-        show(f"           the output of each run is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
-    for outcome in runner.run_all(waiting):
-        endings.append(outcome.ending)
-        num_left = len(waiting) - len(endings)
-        minutes = (time.monotonic() - started) / len(endings) * num_left / 60
-        ahead = f"; about {minutes:.0f} min left" if num_left and not runner.stopping else ""
-        show(
-            f"{outcome.ending:<10} {outcome.run.name}, {outcome.seconds:.0f} s "
-            f"({len(endings)} of {len(waiting)}{ahead}){': ' if outcome.reason else ''}{outcome.reason}"
-        )
-        if outcome.ending == "completed" and options.drop_checkpoints:
-            shutil.rmtree(outcome.run.folder / "checkpoints", ignore_errors=True)
-    if runner.stopping:
-        show("stopped    repeat the command to continue")
-    elif "failed" in endings:
-        show(f"failed     {endings.count('failed')} of {len(waiting)} runs; the same command tries them again")
-    return 1 if "failed" in endings or ("stopped" in endings and not runner.stopping) else 0
+    At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the current run saves and ends, and no other run starts; a second Ctrl-C kills
+    it.
+    """
+    from sftron.data.child_process import heard_signals
 
+    process: subprocess.Popen[bytes] | None = None
+    is_stopping = has_failed = False
 
-def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: Path | None) -> None:
-    from sftron.sweep.comparison import compare
-    from sftron.sweep.recorded_run import read_run
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        if process is not None and process.poll() is None:
+            with suppress(ProcessLookupError):
+                if number == signal.SIGINT and is_stopping:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.terminate()
+        is_stopping = True
 
-    recorded = [read_run(run.folder) for run in runs if run.state() != "new"]
-    if not recorded:
-        show("no report  no run has begun")
-        return
-    comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
+    before = {number: signal.signal(number, stop) for number in heard_signals()}
     try:
-        page = comparison.write(out, json_copy=json_path)
-    except OSError as error:
-        raise ValueError(f"the report cannot be written: {error}") from error
-    show(f"\n{comparison.as_text()}\n\nreport     {page}")
+        for run in waiting:
+            if is_stopping:
+                break
+            run.folder.mkdir(parents=True, exist_ok=True)
+            # torchrun is in the same folder as the Python interpreter.
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+            with (run.folder / LOG_NAME).open("ab") as log:
+                # In its own session: a terminal's Ctrl-C would reach the run a second time.
+                process = subprocess.Popen(
+                    run.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "PATH": path},
+                    start_new_session=True,
+                )
+            if is_stopping:  # it was asked to while this process was made
+                process.terminate()
+            exit_status = process.wait()
+            ending = "completed" if exit_status == 0 and run.state() == "completed" else "failed"
+            ending = "stopped" if ending == "failed" and is_stopping else ending
+            has_failed |= ending == "failed"
+            where = f", exit status {exit_status}: see {run.folder / LOG_NAME}" if ending == "failed" else ""
+            show(f"{ending:<10} {run.name}{where}")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if is_stopping:
+        show("stopped    repeat the command to continue")
+    return 1 if has_failed else 0
+
+
+def report(sweep: SweepFile, runs: Sequence[PlannedRun]) -> None:
+    from sftron.compare.comparison import compare
+    from sftron.compare.recorded_run import read_run
+
+    if recorded := [read_run(run.folder) for run in runs if run.state() != "new"]:
+        comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
+        page = comparison.write(runs[0].folder.parent)
+        show(f"\n{comparison.as_text()}\n\nreport     {page}")

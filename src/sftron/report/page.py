@@ -1,4 +1,4 @@
-"""HTML pages and the picture of a pack, rendered from the templates in pages/, and packs together with their audit.
+"""HTML pages, rendered from the templates in pages/, and packs together with their audit.
 
 Each page is one self-contained file. All values in a template are escaped, and their invisible characters are made
 visible (`visible_text`), whatever their origin. As a second protection, a content security policy allows only the hash
@@ -23,13 +23,12 @@ from markupsafe import Markup, escape
 from sftron.data.types import IGNORE_INDEX, Pack, Role
 from sftron.errors import redacted
 from sftron.report.audit import Audit, AuditedRow
-from sftron.report.charts import chart_svg, line_color, line_dashes
+from sftron.report.charts import chart_images, line_color, line_dashes
 from sftron.report.terminal import pack_as_text
 from sftron.report.tokens import (
     Decode,
     Locate,
     ShownConversation,
-    conversation_ranges,
     key_text,
     num_attention_documents,
     pack_trained_tokens,
@@ -37,13 +36,6 @@ from sftron.report.tokens import (
     shown_conversations,
 )
 from sftron.visible_text import visible_text
-
-PICTURE_LINES = 34
-"""The maximum number of lines in the picture's table of tokens; the remaining tokens are counted."""
-_SHOWN_ENDS = 3
-"""The number of tokens shown at each end of a long span with one role."""
-_LONGEST_TEXT = 16
-"""The maximum number of characters shown for a token."""
 
 
 def render(name: str, **values: Any) -> str:
@@ -176,63 +168,6 @@ def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> di
     }
 
 
-def pack_picture(pack: Pack, decode: Decode, *, locate: Locate) -> str:
-    """Returns an SVG of the pack with its roles, the tokens of its shortest conversation, and its attention mask.
-
-    the pack              ▏conversation 0   ▏conversation 1 ▏ ...
-    shortest one          position  token  label  role  weight, one line per token
-    attention mask        with `remove_cross_attention: false`, and with true
-    """
-    ranges = list(conversation_ranges(pack))
-    number, (start, end) = min(enumerate(ranges), key=lambda each: each[1][1] - each[1][0])
-    trained = pack_trained_tokens(pack).tolist()
-    looks = list(zip(pack.role_ids.tolist(), trained, strict=True))
-    num_own_pairs = sum(length * (length + 1) // 2 for length in (end - start for start, end in ranges))
-    return render(
-        "pack.svg.jinja",
-        pack=pack,
-        ranges=ranges,
-        roles=[role for role in Role if role is not Role.PADDING and role in pack.role_ids],
-        spans=[(Role(look[0]), look[1], *where) for look, *where in equal_spans(looks) if look[0] != Role.PADDING],
-        heading=f"Conversation {number}, {key_text(pack.keys[number], locate)}",
-        lines=list(_picture_lines(pack, decode, trained, start, end)),
-        share=num_own_pairs / (pack.num_tokens * (pack.num_tokens + 1) // 2),
-        palette=asset("page.css").partition("\n* {")[0],  # the colors of all pages are defined before the first rule
-    )
-
-
-def _picture_lines(
-    pack: Pack, decode: Decode, trained: Sequence[bool], start: int, end: int
-) -> Iterator[dict[str, Any] | str]:
-    """Yields the lines of the table for tokens [start, end): a token, or text in place of omitted ones."""
-
-    def text(token_id: int) -> str:
-        shown = decode([token_id]).translate(str.maketrans({"\n": "↵", "\t": "⇥", " ": "·"}))
-        return shown if len(shown) <= _LONGEST_TEXT else shown[: _LONGEST_TEXT - 1] + "…"
-
-    indices: list[int | None] = []
-    for _, at, length in equal_spans(pack.role_ids[start:end].tolist()):
-        own = range(start + at, start + at + length)
-        is_long = length > 2 * _SHOWN_ENDS + 1
-        indices += [*own[:_SHOWN_ENDS], None, *own[-_SHOWN_ENDS:]] if is_long else own
-    for line, index in enumerate(indices):
-        if index is None:
-            yield "…"
-            continue
-        if line >= PICTURE_LINES:
-            yield f"… {end - index} tokens more"
-            return
-        label = int(pack.labels[index])
-        yield {
-            "position": int(pack.position_ids[index]),
-            "text": text(int(pack.input_ids[index])),
-            "label": None if label == IGNORE_INDEX else text(label),
-            "role": Role(int(pack.role_ids[index])),
-            "is_trained": trained[index],
-            "weight": f"{pack.loss_weights[index]:g}",
-        }
-
-
 def _with_line_ends(text: str) -> Markup:
     """Returns the escaped text with each newline in a <u>, which the stylesheet marks with an arrow."""
     return Markup(escape(visible_text(text)).replace("\n", Markup("<u>\n</u>")))
@@ -254,7 +189,7 @@ _ENVIRONMENT = jinja2.Environment(
 )
 _ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 _ENVIRONMENT.globals.update(
-    asset=asset, chart_svg=chart_svg, line_color=line_color, line_dashes=line_dashes, script_source=_script_source
+    asset=asset, chart_images=chart_images, line_color=line_color, line_dashes=line_dashes, script_source=_script_source
 )
 _ENVIRONMENT.filters.update(
     commas=lambda number: f"{number:,}",

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from sftron.compare.grid import config_and_overrides, plan_runs, read_sweep_file
 from sftron.config import load_config
-from sftron.sweep.grid import config_and_overrides, plan_runs, read_sweep_file
+from tests.compare.sweeps import ISOLATED, write_sweep
 from tests.conftest import ROOT, LazyModule
-from tests.sweep.sweeps import ISOLATED, write_sweep
 
 sweeps, utils, wandb_agent = (
     LazyModule(f"wandb.{name}") for name in ("apis.public.sweeps", "sdk.launch.sweeps.utils", "wandb_agent")
@@ -48,12 +48,11 @@ def test_wandbs_agent_trains_what_the_sweep_without_a_server_trains(monkeypatch:
     checked, sweep = sweeps._validate_config_and_fill_distribution(wandb_sweep(TOGGLES)), read_sweep_file(TOGGLES)
     assert checked["method"] == "grid"
     assert list(checked["parameters"]) == list(sweep.parameters)
-    runs = plan_runs(sweep, wandb_mode="online")
-    assert runs[3].settings[ISOLATED] is False
-    for run in runs:
-        words = wandb_command(TOGGLES, run.settings)
-        assert f"--{ISOLATED}={run.settings[ISOLATED]}" in words
-        assert load_config(*config_and_overrides(words)) == run.config
+    for settings, run in zip(sweep.grid(), plan_runs(TOGGLES, sweep), strict=True):
+        words = wandb_command(TOGGLES, settings)
+        assert f"--{ISOLATED}={settings[ISOLATED]}" in words
+        path, overrides = config_and_overrides([word.replace("mode=online", "mode=disabled") for word in words])
+        assert load_config(path, overrides) == run.config
 
 
 def test_a_real_agent_starts_the_runs_in_directories_of_their_own(

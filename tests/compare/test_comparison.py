@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from sftron.commands.compare import main
-from sftron.sweep.comparison import MOST_POINTS, Comparison, compare
-from sftron.sweep.figures import Spread
-from sftron.sweep.grid import Metric
-from sftron.sweep.recorded_run import read_run
+from sftron.compare.comparison import MOST_POINTS, Comparison, Metric, compare
+from sftron.compare.figures import Spread
+from sftron.compare.recorded_run import read_run
 from sftron.train.run_directory import read_records
-from tests.sweep.sweeps import COMPLETIONS, ISOLATED, ablation, step, write_run
+from tests.compare.sweeps import COMPLETIONS, ISOLATED, ablation, step, write_run
 
 
 def comparison_of(*folders: Path) -> Comparison:

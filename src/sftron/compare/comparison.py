@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from sftron.errors import without_secrets
-from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
-from sftron.report.page import render
-from sftron.sweep.figures import (
+from sftron.compare.figures import (
     ANSWERS_LOSS,
     Effect,
     Figure,
@@ -23,13 +21,23 @@ from sftron.sweep.figures import (
     setting_text,
     short_names,
 )
-from sftron.sweep.grid import Metric
-from sftron.sweep.recorded_run import ByStep, RecordedRun
+from sftron.compare.recorded_run import ByStep, RecordedRun
+from sftron.errors import without_secrets
+from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
+from sftron.report.page import render
 
 MOST_POINTS = 200
 """The maximum number of points in a line; longer runs are averaged over this many spans of steps."""
 
 Series = Callable[[RecordedRun], ByStep]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The number by which runs are sorted, by its name in wandb."""
+
+    name: str
+    goal: Literal["minimize", "maximize"] = "minimize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +122,12 @@ class Comparison:
     def as_html(self) -> str:
         return render("comparison.html.jinja", comparison=self)
 
-    def write(self, folder: Path, *, json_copy: Path | None = None) -> Path:
+    def write(self, folder: Path) -> Path:
         """Writes report.html, report.json and plots/*.png. Returns the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / "report.html"
         page.write_text(self.as_html(), encoding="utf-8")
-        for path in filter(None, (folder / "report.json", json_copy)):
-            path.write_text(self.as_json(), encoding="utf-8")
+        (folder / "report.json").write_text(self.as_json(), encoding="utf-8")
         write_images(self.charts, folder / "plots", names=[f"{group.letter}  {group.words}" for group in self.groups])
         return page
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training
+from sftron.compare.recorded_run import ByStep, RecordedRun, decides_training
 
 ANSWERS_LOSS = "roles/assistant/loss"
 """The loss of one role's tokens, which all runs measure, even if they train on different tokens."""

@@ -1,0 +1,154 @@
+"""The grid of a sweep file, which `wandb sweep` takes too: the command and the configuration of each run."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sftron.compare.comparison import Metric
+from sftron.compare.recorded_run import decides_training, flat_config, value_text
+from sftron.config import Config, ConfigError, load_config
+from sftron.config.load import split_arguments
+from sftron.regular_file import read_regular
+from sftron.train.run_directory import read_result
+from sftron.train.start.revisions import pin, read_commits
+
+_MAX_FILE_BYTES = 256 * 2**10
+_LOGGING = "--logging.wandb.mode="
+_PLAIN = bool | int | float | str
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Value(_Plain):
+    value: _PLAIN
+
+    @property
+    def values(self) -> list[_PLAIN]:
+        return [self.value]
+
+
+class _Values(_Plain):
+    values: Annotated[list[_PLAIN], Field(min_length=1)]
+
+
+class SweepFile(_Plain):
+    """A grid over dotted keys of the configuration. What else `wandb sweep` reads is its agent's, and refused."""
+
+    method: Literal["grid"]
+    parameters: Annotated[dict[str, _Value | _Values], Field(min_length=1)]
+    command: Annotated[list[str], Field(min_length=1)]
+    name: str = "sweep"
+    metric: Metric | None = None
+    project: str | None = None
+    entity: str | None = None
+    description: str | None = None
+
+    def grid(self) -> list[dict[str, _PLAIN]]:
+        """Returns the values of each run by key; the last parameter of the file changes fastest."""
+        combinations = itertools.product(*(each.values for each in self.parameters.values()))
+        return [dict(zip(self.parameters, values, strict=True)) for values in combinations]
+
+    def command_of(self, settings: dict[str, _PLAIN]) -> list[str]:
+        """Returns the command as wandb's agent writes it, but without wandb. Raises ValueError for another macro."""
+        macros = {
+            "${env}": ["/usr/bin/env"],
+            "${interpreter}": [sys.executable],
+            "${args}": [f"--{key}={value}" for key, value in settings.items()],
+        }
+        words = [word for word in self.command if not word.startswith(_LOGGING)]
+        if others := [word for word in words if "${" in word and word not in macros]:
+            raise ValueError(f"command: {others[0]} is for `wandb agent`; the macros here are {', '.join(macros)}")
+        if "${args}" not in words:
+            raise ValueError("command: ${args} is missing, so no run would get its parameters: add it")
+        return [*itertools.chain(*(macros.get(word, [word]) for word in words)), f"{_LOGGING}disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run of the grid: its command and its complete configuration."""
+
+    command: tuple[str, ...]
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def name(self) -> str:
+        return self.config.general.run_name
+
+    def state(self) -> Literal["new", "begun", "completed"]:
+        """Returns how far the run is; one that has begun continues from its own checkpoints.
+
+        Raises:
+            ValueError: The folder has a run with another configuration, which must neither be skipped nor continued.
+        """
+        if not (self.folder / "config.yaml").exists():
+            return "new"
+        recorded = flat_config(load_config(self.folder / "config.yaml"))
+        planned = flat_config(pin(self.config, read_commits(self.folder)))
+        changed = [
+            f"{key} is {value_text(recorded.get(key))} there and {value_text(planned.get(key))} in the sweep"
+            for key in recorded | planned
+            if recorded.get(key) != planned.get(key) and decides_training(key)
+        ]
+        if changed:
+            problem = f"{self.folder} holds a run with another configuration: {'; '.join(changed)}"
+            raise ValueError(f"{problem}; choose another general.output_dir, or remove that folder")
+        return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
+
+
+def read_sweep_file(path: Path) -> SweepFile:
+    """Reads a sweep file. Raises ValueError with a line for each problem."""
+    try:
+        # wandb's YAML reader, so that both programs read equal values.
+        return SweepFile.model_validate(yaml.safe_load(read_regular(path, _MAX_FILE_BYTES).decode("utf-8")))
+    except ValidationError as error:
+        lines = [f"{path}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        remedy = "a grid of plain values runs here; `wandb sweep` and `wandb agent` run what else they read"
+        raise ValueError("\n".join([*lines, remedy])) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def plan_runs(path: Path, sweep: SweepFile) -> list[PlannedRun]:
+    """Returns the runs of the grid.
+
+    Raises:
+        ValueError: Configurations have problems, all of which are listed, or runs would share a directory.
+    """
+    runs: dict[Path, PlannedRun] = {}
+    problems: dict[str, None] = {}
+    for settings in sweep.grid():
+        try:
+            command = sweep.command_of(settings)
+            run = PlannedRun(tuple(command), load_config(*config_and_overrides(command)))
+        except ValueError as error:
+            problems |= dict.fromkeys(str(error).splitlines())
+            continue
+        if run.folder in runs:
+            name = "-".join([run.name, *(f"{{{key}}}" for key in settings)])
+            problems[f"two runs would share {run.folder}; put --general.run_name={name} into the command"] = None
+        runs[run.folder] = run
+    if problems:
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+    return list(runs.values())
+
+
+def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the configuration file and the overrides of a command. Raises ConfigError if it does not train."""
+    starts = [number for number, word in enumerate(command) if word == "train" or word.endswith(".py")]
+    if not starts:
+        raise ConfigError([f"command: wanted `sftron train` or run_train.py in {' '.join(command)}"])
+    return split_arguments(command[starts[0] + 1 :])

@@ -1,1 +1,0 @@
-"""Sweeps over configurations, run one after another, and comparisons of runs."""
