@@ -108,14 +108,12 @@ def test_flops_are_those_that_torch_counts_in_a_step() -> None:
     assert attention * causal == attention_flops(LENGTHS) * dense
 
 
-def test_of_experts_those_are_counted_that_a_token_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_experts_those_are_counted_that_a_token_selects() -> None:
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 2}
     sizes = {key: getattr(TINY, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     options = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 16, **experts, **sizes, **heads}
     config, batch = LlamaConfig.from_hf(options), batch_of(LENGTHS)
-    # Without it, products have rows of zeros.
-    monkeypatch.setattr("sftron.models.experts._rows_of_product", lambda *_: 1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         loss_of(LlamaForSFT(config, "sdpa", torch.float32), batch).backward()
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
