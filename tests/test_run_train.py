@@ -177,8 +177,8 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         ["prompts.jsonl:1: a prompt ends in a user turn, this one in assistant"],
     ),
     "a loss that cannot run here": (
-        put(model__loss="cce"),
-        ["loss: 'cce' cannot run here: ", "Choose 'auto', or 'native', which runs anywhere"],
+        put(model__loss="liger"),
+        ["loss: 'liger' cannot run here: ", "Choose 'auto', or 'native', which runs anywhere"],
     ),
     "an attention that cannot run here": (
         put(model__attention="flash_attn"),

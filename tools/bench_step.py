@@ -99,9 +99,7 @@ def summary(way: Way, steps: Sequence[tuple[float, StepBatch]], options: argpars
     num_tokens, seconds = sum(map(len, rows)), sum(each for each, _ in steps)
     num_labeled = sum(int((row.labels != IGNORE_INDEX).sum()) for row in rows)
     config, lengths = LlamaConfig.from_hf(options.hf_config), [len(row) for row in rows]
-    flops = model_flops(
-        config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=lengths, trained=way.trained
-    )
+    flops = model_flops(config, num_labeled=num_labeled, document_lengths=lengths, trained=way.trained)
     peak = find_peak(options.device, None).tflops
     return {
         "tokens/s": num_tokens / seconds,

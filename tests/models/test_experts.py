@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from sftron.models import experts as native_experts
-from sftron.models.experts import BiasedExperts, Experts, grouped_linear, sort_by_expert
+from sftron.models.experts import BiasedExperts, Experts, sort_by_expert
 from sftron.models.routing import Router, Routing
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
@@ -119,7 +119,7 @@ def test_outputs_and_gradients_are_those_of_transformers_in_fp64(family: str, nu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [6, 120])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(
+def test_the_experts_that_others_choose_change_a_token_by_rounding_alone(
     family: str, num_tokens: int, dtype: torch.dtype
 ) -> None:
     _, _, router, experts = make_pair(family)
@@ -131,49 +131,24 @@ def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(
         each.requires_grad_()
         output = experts(each, *router(each))
         output.backward(torch.ones_like(output))
-        results.append((output[1::2], each.grad[1::2]))  # pyright: ignore[reportOptionalSubscript]
+        results.append((output.detach()[1::2], each.grad[1::2]))  # pyright: ignore[reportOptionalSubscript]
     assert not router(x)[1].equal(router(changed)[1])
-    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    for before, after in zip(*results, strict=True):
+        torch.testing.assert_close(after, before, atol=tolerance * float(before.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE", "gpt-oss"])
-def test_changing_one_document_leaves_every_other_bit_identical(family: str, dtype: torch.dtype) -> None:
-    native, lengths = make_native(make_reference(**FAMILIES[family]), compute_dtype=dtype), [7, 1, 30, 12]
+def test_changing_one_document_changes_others_by_rounding_alone(family: str) -> None:
+    native, lengths = make_native(make_reference(**FAMILIES[family])), [7, 1, 30, 12]
     input_ids, *rest = pack(lengths)
-    before = native(input_ids, *rest).split(lengths)
+    before = native(input_ids, *rest).detach().split(lengths)
     for changed in range(len(lengths)):
         documents = list(input_ids.split(lengths))
         documents[changed] = (documents[changed] + 1) % TINY["vocab_size"]
-        after = native(torch.cat(documents), *rest).split(lengths)
-        assert [a.equal(b) for a, b in zip(before, after, strict=True)] == [n != changed for n in range(len(lengths))]
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("is_row_major", [True, False])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(512, 96), (4096, 512)])
-def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows_of_its_expert(
-    num_inputs: int, num_outputs: int, is_row_major: bool, num_threads: int
-) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(128, num_inputs)
-    weight = torch.randn(1, num_outputs, num_inputs).expand(2, -1, -1)
-    weight = weight if is_row_major else weight.mT.contiguous().mT
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        # The first expert has `number` rows, and the second, which has the same weight, has the others.
-        numbers = [*range(1, 20), 33, 50, 64, 97, 127, 128]
-        results = [grouped_linear(x, weight, torch.tensor([number, 128])) for number in numbers]
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(results[-1], F.linear(x, weight[0]), atol=1e-3, rtol=0)
-    assert all(result.equal(results[-1]) for result in results)
-
-
-def test_a_product_of_all_rows_of_an_expert_would_depend_on_their_number() -> None:
-    x, weight = torch.randn(64, 512), torch.randn(96, 512)
-    assert not all(F.linear(x[:number], weight).equal(F.linear(x, weight)[:number]) for number in range(1, 64))
+        after = native(torch.cat(documents), *rest).detach().split(lengths)
+        differences = [float((a - b).abs().max()) for a, b in zip(before, after, strict=True)]
+        assert [difference < 1e-4 for difference in differences] == [n != changed for n in range(len(lengths))]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -185,7 +160,7 @@ def test_the_kernel_of_grouped_products_gets_what_the_loop_gets(
     _, _, router, experts = make_pair(family)
     results = []
     for has_kernel in (False, True):
-        monkeypatch.setattr(native_experts, "_has_kernel", lambda *_, has_kernel=has_kernel: has_kernel)
+        monkeypatch.setattr(native_experts, "has_kernel", lambda *_, has_kernel=has_kernel: has_kernel)
         x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         scores, choice = router(x)
         choice = torch.where(choice == 4, 5, choice)  # an expert without rows

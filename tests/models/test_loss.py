@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sftron.kernels import cross_entropy
 from sftron.models import loss as loss_module
 from sftron.models.head import Head
-from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss
+from sftron.models.loss import LOSSES, LossSum, resolve_loss
 from tests.models.memory import LiveMemory
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -25,25 +25,17 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 DTYPES = {
     "native": (torch.float32, torch.bfloat16),
     "liger": (torch.float32, torch.bfloat16),
-    # It has no fp32, and the interpreter multiplies no bf16 matrices.
-    "cce": (torch.bfloat16,) if ON_GPU else (torch.float16,),
 }
 CASES = [(name, dtype) for name in LOSSES for dtype in DTYPES[name]]
 ROWS = {"some": [1, 2, 5, 8, 13, 14, 21], "one": [3], "all": list(range(T)), "the first and last": [0, T - 1]}
 
 
 @pytest.fixture
-def option(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LossSum]:
+def option() -> Callable[[str], LossSum]:
     def get(name: str) -> LossSum:
         if name == "liger":
             pytest.importorskip("liger_kernel")
-        if name == "cce":
-            tl_utils = pytest.importorskip("cut_cross_entropy.tl_utils")
-            if not ON_GPU:  # CUDA's own library, which cannot be interpreted
-                from triton import language
-
-                monkeypatch.setattr(tl_utils.tl_libdevice, "log1p", lambda x: language.log(1 + x))
-        return lambda hidden, weight, *rest: loss_function(name)(hidden, Head(weight), *rest)
+        return lambda hidden, weight, *rest: LOSSES[name](hidden, Head(weight), *rest)
 
     return get
 
@@ -163,30 +155,24 @@ def test_a_bias_and_a_soft_cap_of_the_head_have_the_fp64_gradients(
 def test_auto_is_native_which_runs_anywhere_and_other_options_are_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for device in (cpu, cuda):
-        assert resolve_loss("auto", device, bf16) == "native"
-        assert resolve_loss("native", device, torch.float32) == "native"
+        assert resolve_loss("auto", device, head_has="a bias") == "native"
+        assert resolve_loss("native", device) == "native"
 
-    def refused(name: str, reason: str, device: torch.device = cuda, dtype: torch.dtype = bf16) -> None:
+    def refused(name: str, reason: str, device: torch.device = cuda) -> None:
         with pytest.raises(ValueError, match=f"loss: '{name}'.*{reason}"):
-            resolve_loss(name, device, dtype)
+            resolve_loss(name, device)
 
-    refused("fused", "is not one of auto, native, liger, cce")
-    for name in ("liger", "cce"):
-        refused(name, "it needs a CUDA device, this is 'cpu'", cpu)
-        monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: None)
-        refused(name, r"the package is not installed \(pip install .+\)\. Choose 'auto', or 'nat")
-        monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: "found")
+    refused("cce", "is not one of auto, native, liger")
+    refused("liger", "it needs a CUDA device, this is 'cpu'", cpu)
+    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: None)
+    refused("liger", r"the package is not installed \(pip install .+\)\. Choose 'auto', or 'nat")
+    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: "found")
     monkeypatch.setattr(loss_module, "_liger_takes_weights", lambda: False)
     refused("liger", r"this liger_kernel has no weights per token; 0\.8\.5 has")
-    refused("cce", "it computes in bfloat16 or float16, the model in float32", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"'liger' cannot run here: the head of this model has a bias, which"):
-        resolve_loss("liger", cuda, bf16, head_has="a bias")
-    assert resolve_loss("auto", cuda, bf16, head_has="a bias") == "native"
-    assert resolve_loss("cce", cuda, bf16) == "cce"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    refused("cce", r"gradients are nondeterministic, and general\.deterministic is true")
+        resolve_loss("liger", cuda, head_has="a bias")
 
 
 # --- The native option ---

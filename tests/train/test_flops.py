@@ -16,9 +16,10 @@ from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConve
 from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.delta import causal_convolution
+from sftron.models.delta_layer import DeltaBlock
 from sftron.models.delta_rule import recurrent_gated_delta_rule
-from sftron.models.llama import LlamaForSFT
-from sftron.train.flops import TrainedMatrices, block_parameters, find_peak, peak_of, step_flops
+from sftron.models.llama import LlamaForSFT, blocks_without_weights
+from sftron.train.flops import TrainedMatrices, find_peak, peak_of, step_flops
 from sftron.train.step import loss_of
 from tests.models.reference import GPT_OSS, QWEN_3_5
 from tests.models.reference import TINY as TINY_REFERENCE
@@ -107,14 +108,12 @@ def test_flops_are_those_that_torch_counts_in_a_step() -> None:
     assert attention * causal == attention_flops(LENGTHS) * dense
 
 
-def test_of_experts_those_are_counted_that_a_token_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_experts_those_are_counted_that_a_token_selects() -> None:
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 2}
     sizes = {key: getattr(TINY, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     options = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 16, **experts, **sizes, **heads}
     config, batch = LlamaConfig.from_hf(options), batch_of(LENGTHS)
-    # Without it, products have rows of zeros.
-    monkeypatch.setattr("sftron.models.experts._rows_of_product", lambda *_: 1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         loss_of(LlamaForSFT(config, "sdpa", torch.float32), batch).backward()
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
@@ -129,10 +128,10 @@ OTHERS = ("bias", "norm.weight", "sinks")
 
 def test_of_gpt_oss_every_weight_is_counted_with_which_a_token_is_multiplied() -> None:
     config = LlamaConfig.from_hf(TINY_REFERENCE | GPT_OSS)
-    for layer, block in zip(config.layers, LlamaForSFT(config, "sdpa", torch.float32).model.layers, strict=True):
+    for block in LlamaForSFT(config, "sdpa", torch.float32).model.layers:
         weights = {name: each.numel() for name, each in block.named_parameters() if not name.endswith(OTHERS)}
         experts = sum(size for name, size in weights.items() if ".experts." in name)
-        assert block_parameters(config, layer) == sum(weights.values()) - experts + experts // 6 * 3
+        assert block.flops([1, 2]).weights == 6 * (sum(weights.values()) - experts + experts // 6 * 3)
         assert len(weights) == 5
 
 
@@ -167,18 +166,19 @@ def test_a_delta_layer_takes_what_torch_counts_in_its_recurrence_written_as_prod
     torch.testing.assert_close(torch.stack(outputs), expected, atol=1e-4, rtol=1e-4)
     bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
     torch.testing.assert_close(F.silu(convolved), causal_convolution(x, taps, bounds), atol=1e-5, rtol=1e-5)
-    assert counter.get_total_flops() == num_tokens * sizes.flops
+    deltas = [block for block in blocks_without_weights(config) if isinstance(block, DeltaBlock)]
+    in_layer = counter.get_total_flops()
+    assert in_layer == deltas[0].flops(LENGTHS).mixing
 
     batch = batch_of(LENGTHS)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         loss_of(LlamaForSFT(config, "sdpa", torch.float32), batch).backward()
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     weights = sum(flops for name, flops in counts.items() if "bmm" not in name)
-    num_recurrent = sum(layer.is_recurrent for layer in config.layers)
-    assert 0 < num_recurrent < config.num_hidden_layers
-    pairs = sum(length * (length + 1) for length in LENGTHS) * (config.num_hidden_layers - num_recurrent)
+    assert 0 < len(deltas) < config.num_hidden_layers
+    pairs = sum(length * (length + 1) for length in LENGTHS) * (config.num_hidden_layers - len(deltas))
     attention = 6 * config.num_attention_heads * config.head_dim * pairs
-    recurrence = 3 * num_recurrent * num_tokens * sizes.flops
+    recurrence = 3 * len(deltas) * in_layer
     assert step_flops(config, [batch], "none").model - attention - recurrence == weights
 
 
@@ -256,7 +256,7 @@ def test_a_run_names_its_peak_and_measures_every_step_against_it(finished: Finis
     config = finished.trainer.setup.model.architecture
     for step in finished.steps:
         flops = step["tflops"] * 1e12 * step["step_seconds"]
-        blocks = 6 * config.num_hidden_layers * block_parameters(config, config.layers[0]) * step["tokens"]
+        blocks = 3 * sum(block.flops([step["tokens"]]).weights for block in blocks_without_weights(config))
         head = 6 * config.hidden_size * config.vocab_size * step["trained_tokens"]
         # Attention is what is left: more than every token that sees itself alone, less than one document of all.
         heads = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim

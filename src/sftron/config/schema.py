@@ -59,7 +59,7 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
     """The attention backend; auto takes the fastest one that keeps documents apart on this device, and the run prints
     it. flash_attn: the newest of the flash-attention packages (2, 3, 4) that is installed and supports the device."""
-    loss: Literal["auto", "native", "liger", "cce"] = "auto"
+    loss: Literal["auto", "native", "liger"] = "auto"
     """Whose cross entropy; auto is native, the only one that needs no package and never waits for the device."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """selective recomputes norms and SwiGLU in the backward pass, and no matrix product: a third less of activations.

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import source_rows
-from sftron.models.linear import LowRank
-from sftron.models.quantization import from_stored
+from sftron.models.layers import Adapter
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
@@ -68,38 +67,6 @@ class AdapterStart:
     """Whole values by `peft_name`; a parameter without one gets its `initial_value`."""
     seed: int = 0
     init: str = "default"
-
-
-class Adapter(nn.Module):
-    """The trained parameters of one projection. `lora_B` starts at zero, so an untrained adapter changes nothing."""
-
-    def __init__(self, first_row: int, num_rows: int, in_features: int, rank: int, scale: float, *, dora: bool) -> None:
-        super().__init__()
-        self.first_row, self.scale = first_row, scale
-        self.lora_A = nn.Parameter(torch.empty(rank, in_features))
-        self.lora_B = nn.Parameter(torch.empty(num_rows, rank))
-        self.lora_magnitude_vector = nn.Parameter(torch.empty(num_rows)) if dora else None
-
-    def low_rank(self) -> LowRank:
-        return LowRank(self.first_row, self.scale, self.lora_A, self.lora_B)
-
-    def magnitude_factor(self, weight_OI: Tensor) -> Tensor:
-        """Returns magnitude / |W'| for the rows of this projection, [O] in fp32. Only the magnitude has a gradient."""
-        assert self.lora_magnitude_vector is not None
-        last_row = self.first_row + len(self.lora_B)
-        with torch.no_grad():
-            rows_OI = from_stored(weight_OI[self.first_row : last_row], torch.float32)
-            norms_O = torch.addmm(rows_OI, self.lora_B.float(), self.lora_A.float(), alpha=self.scale).norm(dim=1)
-        return self.lora_magnitude_vector.float() / norms_O
-
-
-def magnitude_factors(weight_OI: Tensor, adapters: Sequence[Adapter]) -> Tensor:
-    """Returns the factor of each column of a linear layer's output with DoRA, [O] in fp32; 1 for rows without one."""
-    parts, row = [], 0
-    for adapter in sorted(adapters, key=lambda each: each.first_row):
-        parts += [weight_OI.new_ones(adapter.first_row - row, dtype=torch.float32), adapter.magnitude_factor(weight_OI)]
-        row = adapter.first_row + len(adapter.lora_B)
-    return torch.cat([*parts, weight_OI.new_ones(len(weight_OI) - row, dtype=torch.float32)])
 
 
 # --- The projections of a model ---

@@ -22,12 +22,13 @@ __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The structure of one transformer block. Three fields are keys of tables of classes; see llama.py."""
+    """The structure of one block. Three fields are keys of tables of classes; see block.py."""
 
     block: str = "norm_before"
     """The key of BLOCKS; it determines the positions of norms and residual connections."""
     attention: str = "rotary"
-    """The key of ATTENTIONS; it determines whether heads are normalized or clipped before they are rotated."""
+    """The key of ATTENTIONS; it determines whether heads are normalized or clipped before they are rotated. A block
+    without attention does not read it."""
     mlp: str = "gated"
     """The key of MLPS."""
     window: int | None = None
@@ -40,11 +41,6 @@ class Layer:
     """Whether each head has a trained logit that takes part in the softmax but has no value."""
     rope: int | None = 0
     """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the layer has a state in place of attention; see models/delta.py."""
-        return self.block == "delta"
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -46,11 +46,6 @@ class DeltaSizes:
         """The rows of the projections in_proj_qkv, in_proj_z (the output gate), in_proj_b and in_proj_a."""
         return [sum(self.widths), self.widths[2], self.num_value_heads, self.num_value_heads]
 
-    @property
-    def flops(self) -> int:
-        """The FLOPs of a token's forward pass through a layer, other than those of its projections."""
-        return 6 * self.num_value_heads * self.key_dim * self.value_dim + 2 * self.num_taps * sum(self.widths)
-
 
 @cache
 def bytes_for_backward(sizes: DeltaSizes, num_tokens: int, longest: int, dtype: torch.dtype) -> int:

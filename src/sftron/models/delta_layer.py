@@ -6,13 +6,18 @@ W channels of the convolution: K * D queries, K * D keys, N * E values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sftron.models.architecture import Layer, LlamaConfig
-from sftron.models.delta import Recur
+from sftron.models.block import Documents, Flops, ResidualBlock
+from sftron.models.delta import CachedRecur, Recur, RecurInDocuments
+from sftron.models.feed_forward import MLPS
 from sftron.models.layers import GatedLinear, Norm, NormedLinear, RMSNorm
+from sftron.models.projections import make_norm
 
 Mixed = tuple[Tensor, Tensor, Tensor, Tensor]
 """The channels of the convolution, the logarithm of the decay, the learning rate, and the output gate."""
@@ -21,13 +26,14 @@ Mixed = tuple[Tensor, Tensor, Tensor, Tensor]
 class GatedDeltaNet(nn.Module):
     """The projections before and after the delta rule, and its parameters. Heads have no positions."""
 
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
         sizes, hidden_size = config.delta, config.hidden_size
         assert sizes is not None
         self.sizes = sizes
         options = {"bias": False, "initializer_range": config.initializer_range, "recompute": recompute}
-        self.in_proj = NormedLinear(hidden_size, sum(sizes.rows), **options)
+        parts = {f"in_proj_{part}": rows for part, rows in zip(("qkv", "z", "b", "a"), sizes.rows, strict=True)}
+        self.in_proj = NormedLinear(hidden_size, sum(sizes.rows), parts=parts, **options)
         self.conv1d = _Taps(sizes.rows[0], sizes.num_taps, config.initializer_range)
         self.A_log = nn.Parameter(torch.zeros(sizes.num_value_heads))
         self.dt_bias = nn.Parameter(torch.ones(sizes.num_value_heads))
@@ -59,3 +65,44 @@ class _Taps(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
         nn.init.normal_(self.weight, std=initializer_range)
+
+
+class DeltaBlock(ResidualBlock):
+    """A pre-norm block with a state in place of attention (arXiv 2412.06464); heads have no positions."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config)
+        self.input_layernorm = make_norm(config, config.hidden_size)
+        self.linear_attn = GatedDeltaNet(config, recompute)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.mlp = MLPS[layer.mlp](config, recompute)
+
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, mix: Recur) -> Tensor:
+        *mixed, gate = self.before_attention(x_TH)
+        return self.after_attention(x_TH, self.linear_attn.recur(mix, *mixed), gate)
+
+    def before_attention(self, x_TH: Tensor) -> Mixed:
+        return self.linear_attn.mixed(x_TH, self.input_layernorm)
+
+    def after_attention(self, x_TH: Tensor, read_TNE: Tensor, gate: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.linear_attn.output(read_TNE, gate))
+        return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
+
+    def within(self, documents: Documents) -> Recur:
+        return documents.once(_recur_within)
+
+    def cache(self, capacity: int) -> Recur:
+        return CachedRecur()
+
+    def flops(self, lengths: Sequence[int]) -> Flops:
+        """In each head, a token reads the state for its key, corrects it, and reads it for its query, 2 D E FLOPs each.
+        Each channel of a convolution of J taps takes 2 J. What a computation in chunks needs beyond that is not
+        counted."""
+        sizes, num_tokens = self.linear_attn.sizes, sum(lengths)
+        state = 6 * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
+        convolution = 2 * sizes.num_taps * sum(sizes.widths)
+        return Flops(self.flops_of_weights(num_tokens), (state + convolution) * num_tokens)
+
+
+def _recur_within(documents: Documents) -> Recur:
+    return RecurInDocuments(documents.cu_seqlens, recompute=documents.recompute)

@@ -10,7 +10,8 @@ Per token the experts keep x and the K * 2F outputs of their first products for 
 again from these: the gathered rows, the gated products, and nothing that needs a matrix product. The score multiplies
 the gated product, not the output, so the outputs need not be kept for the gradient of the scores.
 
-No result of a token depends on how many other tokens select its experts (law 7): see `grouped_linear`.
+How many other tokens select its experts changes no bit of a token's results where there is a kernel (law 7), and no
+more than their rounding elsewhere: see `grouped_linear`.
 
     shape suffixes: T tokens, H hidden_size, E experts, K experts per token, S = T * K slots, F intermediate size of an
     expert, I input size, O output size
@@ -18,8 +19,8 @@ No result of a token depends on how many other tokens select its experts (law 7)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,6 @@ from torch.autograd.function import once_differentiable
 
 from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
 from sftron.kernels.swiglu import swiglu, swiglu_backward
-
-_MOST_ROWS, _ROW_STEP = 128, 16
-"""The largest number of rows of one product in `grouped_linear`, and the step of the smaller numbers."""
 
 
 class Gating(NamedTuple):
@@ -190,33 +188,22 @@ def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Returns x @ W_e^T for the rows of each expert e, [S, O] in the type of x.
 
     On a GPU in bf16 it is one kernel, which computes a row the same way wherever it is. Elsewhere it is a loop over
-    experts. There a matrix product may round a row differently for another number of rows, and how many rows an expert
-    has depends on other documents. So all products have a number of rows that is known to round alike, filled up with
-    rows of the next experts or zeros, and the bits of a row do not depend on its position among them.
+    experts, in which a product may round a row differently if another document gives the expert more rows.
     """
-    if _has_kernel(x_SI, weight_EOI):
+    if has_kernel(x_SI, weight_EOI):
         return F.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).transpose(1, 2), offs=ends_E)
-    num_slots, num_experts = len(x_SI), len(weight_EOI)
-    num_rows = _rows_of_product(num_slots, num_experts)
-    like = (weight_EOI.shape[1:], weight_EOI.stride(2) == 1, x_SI.dtype, x_SI.device, torch.get_num_threads())
-    sizes = _sizes_that_round_alike(num_rows, *like)
-    output_SO = x_SI.new_empty(num_slots, weight_EOI.shape[1])
-    for expert, start, end in _ranges(ends_E):
-        weight_IO = weight_EOI[expert].to(x_SI.dtype).T
-        for first in range(start, end, num_rows):
-            last = first + next(size for size in sizes if size >= min(num_rows, end - first))
-            if last <= num_slots:
-                # The outputs beyond `end` are those of the next experts, which overwrite them.
-                torch.mm(x_SI[first:last], weight_IO, out=output_SO[first:last])
-            else:
-                padded_RI = F.pad(x_SI[first:end], (0, 0, 0, last - end))
-                output_SO[first:end] = (padded_RI @ weight_IO)[: end - first]
+    output_SO = x_SI.new_empty(len(x_SI), weight_EOI.shape[1])
+    start = 0
+    for weight_OI, end in zip(weight_EOI, ends_E.tolist(), strict=True):
+        if start < end:
+            torch.mm(x_SI[start:end], weight_OI.to(x_SI.dtype).T, out=output_SO[start:end])
+        start = end
     return output_SO
 
 
 def grouped_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns grad^T @ x over the rows of each expert, [E, O, I] in `dtype`; zero for an expert without rows."""
-    if _has_kernel(grad_SO, x_SI):
+    if has_kernel(grad_SO, x_SI):
         gradient_EOI = F.grouped_mm(grad_SO.T, x_SI, offs=ends_E)
         has_rows_E = ends_E.diff(prepend=ends_E.new_zeros(1)) > 0
         # The kernel need not write the products of an expert without rows.
@@ -232,7 +219,15 @@ def grouped_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, dtype: torch
     return gradient_EOI
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
+def rounds_with_neighbors(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Returns whether a model, computed in `dtype`, has experts whose products are a loop; see `grouped_linear`."""
+    experts = (module for module in model.modules() if isinstance(module, Experts | BiasedExperts))
+    return any(
+        not has_kernel(each.down_proj.new_empty((0, *each.down_proj.shape[1:]), dtype=dtype)) for each in experts
+    )
+
+
+def has_kernel(*tensors: Tensor) -> bool:
     """Returns whether torch's grouped product has a kernel: on a GPU of compute capability 8.0, with bf16 rows, all of
     whole 16 bytes."""
     rows = tensors[0]
@@ -242,40 +237,3 @@ def _has_kernel(*tensors: Tensor) -> bool:
         and all(size % 8 == 0 for each in tensors for size in each.shape[1:])
         and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     )
-
-
-def _rows_of_product(num_slots: int, num_experts: int) -> int:
-    """Returns the number of rows of each product: a power of two near the mean rows of an expert. It depends on the
-    number of slots alone, not on the routing."""
-    return min(_MOST_ROWS, 1 << (max(1, num_slots // num_experts) - 1).bit_length())
-
-
-@cache
-def _sizes_that_round_alike(
-    num_rows: int, size_OI: torch.Size, is_row_major: bool, dtype: torch.dtype, device: torch.device, _num_threads: int
-) -> list[int]:
-    """Returns the numbers of rows, ascending, of products in which each row has the bits that it has among `num_rows`.
-
-    The library selects the order of its sums by the sizes, the layout and the number of threads, not by the values. So
-    random values show, once in a process, which sizes agree: with MKL in fp32 most do from 16 rows on, but for 4096
-    inputs, 512 outputs and two threads, only those from 57 on.
-    """
-    smaller = range(_ROW_STEP, num_rows, _ROW_STEP)
-    if not smaller:
-        return [num_rows]
-    num_outputs, num_inputs = size_OI
-    generator = torch.Generator(device).manual_seed(0)
-    x_RI = torch.randn(num_rows, num_inputs, generator=generator, device=device).to(dtype)
-    weight_IO = torch.randn(num_inputs, num_outputs, generator=generator, device=device).to(dtype)
-    weight_IO = weight_IO.T.contiguous().T if is_row_major else weight_IO
-    product_RO = x_RI @ weight_IO
-    return [*(size for size in smaller if (x_RI[:size] @ weight_IO).equal(product_RO[:size])), num_rows]
-
-
-def _ranges(ends_E: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yields each expert with rows, with their range. On a GPU this waits for the device."""
-    start = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > start:
-            yield expert, start, end
-        start = end

@@ -160,7 +160,6 @@ FAMILIES: dict[str, Family] = {
         layer_of={LINEAR: {"block": "delta", "attention": "delta"}},
         # The sections of a head are for positions in images; all of them are equal in text.
         rope=RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
-        names={"linear_attn.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))},
     ),
     "olmo": Family(
         architecture="OlmoForCausalLM",

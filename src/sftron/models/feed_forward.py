@@ -21,7 +21,8 @@ class LlamaMLP(nn.Module):
         super().__init__()
         options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
         sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
-        self.gate_up_proj = NormedLinear(config.hidden_size, 2 * config.intermediate_size, **options)
+        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.gate_up_proj = NormedLinear(config.hidden_size, 2 * config.intermediate_size, parts=parts, **options)
         self.down_proj = GatedLinear(*sizes, activation=activation, **options)
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
@@ -51,6 +52,8 @@ class ExpertsMLP(nn.Module):
         assert mixture is not None
         self.gate = Router(size, mixture.num_experts, mixture.num_selected, normalizes=mixture.normalizes, **options)
         self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
+        # The router and a shared expert have their own.
+        self.weights_per_token = 3 * size * mixture.intermediate_size * mixture.num_selected
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
         normed_TH = x_TH if norm is None else norm(x_TH)

@@ -11,29 +11,32 @@ rows here. A family may have other names, or these tensors already concatenated;
 No rows are permuted, and each direction is bitwise the inverse of the other (law 9).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sftron.models.architecture import LlamaConfig
 from sftron.models.families import FAMILIES
+from sftron.models.llama import blocks_without_weights
 from sftron.models.mixtures import FUSED, is_expert, mixture_names
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
-}
+
+@cache
+def _parts_of(config: LlamaConfig) -> dict[str, Mapping[str, int]]:
+    """Returns the parts of each fused layer, with their numbers of rows, by the names in a block."""
+    return {name: parts for block in blocks_without_weights(config) for name, parts in block.source_rows().items()}
 
 
 def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -> tuple[str, ...]:
     """Returns the Hugging Face names that make up a native tensor, in the order of concatenation."""
     if config.mixture and (names := mixture_names(native_name, config.mixture.num_experts, spelling)):
         return names
-    for native, parts in (_NAMES | dict(FAMILIES[config.model_type].names)).items():
+    fused = {native: tuple(parts) for native, parts in _parts_of(config).items()}
+    for native, parts in (fused | dict(FAMILIES[config.model_type].names)).items():
         if f".{native}." in f".{native_name}":
             num_heads = config.num_key_value_heads if "k_norm" in native else config.num_attention_heads
             parts = [part.format(head=head) for part in parts for head in range(num_heads if "{head}" in part else 1)]
@@ -44,13 +47,9 @@ def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -
 def _num_rows(native_name: str, whole: int, config: LlamaConfig, spelling: str) -> list[int]:
     """Returns the number of rows of each of the `source_names`; the native tensor has `whole` rows."""
     num_parts = len(source_names(native_name, config, spelling))
-    if ".linear_attn.in_proj." in native_name and config.delta is not None:
-        return config.delta.rows
-    if ".qkv_proj." in native_name and num_parts == 3:
-        # The rows of an output gate are in those of the queries.
-        num_q, num_kv = config.num_attention_heads * (1 + config.output_gate), config.num_key_value_heads
-        heads = (num_q, num_kv, num_kv)
-        return [num * config.head_dim for num in heads]
+    for native, parts in _parts_of(config).items():
+        if f".{native}." in native_name and num_parts == len(parts):
+            return list(parts.values())
     return [whole // num_parts] * num_parts
 
 

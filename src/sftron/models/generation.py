@@ -1,6 +1,6 @@
 """Text generation with a key-value cache, using the same blocks as training.
 
-Shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-value heads, D head size, V vocab_size.
+Shape suffixes: T new tokens, H hidden_size, V vocab_size.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sftron.models.attention_kernels import PLAIN, Scores
-from sftron.models.delta import CachedRecur
 from sftron.models.llama import LlamaForSFT
-from sftron.models.sdpa_attention import attend_causally
 
 Choose = Callable[[Tensor], int]
 """A function that selects the next token, given its logits (fp32 [V])."""
@@ -26,27 +23,6 @@ class Generation:
     """The new tokens, including the stop token if one was generated."""
     margins: tuple[float, ...]
     """The logit of the selected token minus that of the second best. A margin near 0 may depend on rounding."""
-
-
-class _CachedAttention:
-    """The attention of one layer, with cached keys and values of all previous tokens."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.num_cached = 0
-        self.keys = self.values = torch.empty(0)
-
-    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
-        if self.num_cached == 0:
-            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k_TKD, v_TKD))
-        start, self.num_cached = self.num_cached, self.num_cached + len(k_TKD)
-        self.keys[start : self.num_cached] = k_TKD
-        self.values[start : self.num_cached] = v_TKD
-        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], scores)
-
-
-def _empty_caches(model: LlamaForSFT, capacity: int) -> list[CachedRecur | _CachedAttention]:
-    return [CachedRecur() if layer.is_recurrent else _CachedAttention(capacity) for layer in model.config.layers]
 
 
 def generate(
@@ -73,7 +49,7 @@ def generate(
         raise ValueError("The prompt has no tokens.")
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity, is_generated=True)
-    caches = _empty_caches(model, capacity)
+    caches = [block.cache(capacity) for block in model.blocks]
     with torch.no_grad():
         head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0
@@ -81,7 +57,7 @@ def generate(
     for _ in range(max_new_tokens):
         if model.rope_tables.changes(start, len(new_ids)):
             # All keys in the cache would be rotated differently in a document of this length.
-            caches = _empty_caches(model, capacity)
+            caches = [block.cache(capacity) for block in model.blocks]
             new_ids, start = all_ids, 0
         with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
             position_ids = torch.arange(start, start + len(new_ids), device=head.weight.device)

@@ -1,9 +1,9 @@
-"""The parts of blocks: linear layers, and the norms and activations that are computed with them.
+"""The parts of blocks: linear layers and their adapters, and the norms and activations that are computed with them.
 
-shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, N heads, D head_dim
+shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, N heads, D head_dim, O output size
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,65 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sftron.kernels.rms_norm import rms_norm
-from sftron.models.adapters import Adapter, magnitude_factors
-from sftron.models.linear import linear
+from sftron.models.linear import LowRank, linear
+from sftron.models.quantization import from_stored
+
+
+class Adapter(nn.Module):
+    """The trained parameters of one projection. `lora_B` starts at zero, so an untrained adapter changes nothing."""
+
+    def __init__(self, first_row: int, num_rows: int, in_features: int, rank: int, scale: float, *, dora: bool) -> None:
+        super().__init__()
+        self.first_row, self.scale = first_row, scale
+        self.lora_A = nn.Parameter(torch.empty(rank, in_features))
+        self.lora_B = nn.Parameter(torch.empty(num_rows, rank))
+        self.lora_magnitude_vector = nn.Parameter(torch.empty(num_rows)) if dora else None
+
+    def low_rank(self) -> LowRank:
+        return LowRank(self.first_row, self.scale, self.lora_A, self.lora_B)
+
+    def magnitude_factor(self, weight_OI: Tensor) -> Tensor:
+        """Returns magnitude / |W'| for the rows of this projection, [O] in fp32. Only the magnitude has a gradient."""
+        assert self.lora_magnitude_vector is not None
+        last_row = self.first_row + len(self.lora_B)
+        with torch.no_grad():
+            rows_OI = from_stored(weight_OI[self.first_row : last_row], torch.float32)
+            norms_O = torch.addmm(rows_OI, self.lora_B.float(), self.lora_A.float(), alpha=self.scale).norm(dim=1)
+        return self.lora_magnitude_vector.float() / norms_O
+
+
+def magnitude_factors(weight_OI: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """Returns the factor of each column of a linear layer's output with DoRA, [O] in fp32; 1 for rows without one."""
+    parts, row = [], 0
+    for adapter in sorted(adapters, key=lambda each: each.first_row):
+        parts += [weight_OI.new_ones(adapter.first_row - row, dtype=torch.float32), adapter.magnitude_factor(weight_OI)]
+        row = adapter.first_row + len(adapter.lora_B)
+    return torch.cat([*parts, weight_OI.new_ones(len(weight_OI) - row, dtype=torch.float32)])
 
 
 class Linear(nn.Linear):
     """A linear layer that computes in the type of its input, whatever the type of its parameters.
 
-    With `recompute` it saves less for the backward pass; see models/linear.py. Its `adapters`, by the name of the
-    projection, are empty unless models/adapters.py adds some.
+    Args:
+        recompute: Whether it saves less for the backward pass; see models/linear.py.
+        parts: For a layer that is several layers of Hugging Face, their names and numbers of rows, in order.
+
+    Its `adapters`, by the name of the projection, are empty unless models/adapters.py adds some.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, initializer_range: float, recompute: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        initializer_range: float,
+        recompute: bool = False,
+        parts: Mapping[str, int] | None = None,
     ) -> None:
-        self.initializer_range, self.recompute = initializer_range, recompute
+        self.initializer_range, self.recompute, self.parts = initializer_range, recompute, parts or {}
         super().__init__(in_features, out_features, bias=bias)
+        self.weights_per_token = in_features * out_features
         self.adapters = nn.ModuleDict()
 
     def reset_parameters(self) -> None:

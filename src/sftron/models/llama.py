@@ -6,145 +6,28 @@
 Parameters are fp32 master weights; each linear layer casts its weight to the type of its input. Fused weights are plain
 concatenations in Hugging Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]). Each `Layer` in
 architecture.py selects the classes of its block from the tables BLOCKS, ATTENTIONS (projections.py) and MLPS
-(feed_forward.py).
+(feed_forward.py). All that depends on the kind of a block is in its class; see `Block` in block.py.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from itertools import islice
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sftron.kernels.rope import Heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
-from sftron.models.attention import BACKENDS, Attend, attend_documents
-from sftron.models.attention_kernels import Scores
-from sftron.models.delta import Recur, RecurInDocuments
-from sftron.models.delta_layer import Mixed
-from sftron.models.feed_forward import MLPS
+from sftron.models.attention import BACKENDS
+from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, ParallelBlock
+from sftron.models.delta_layer import DeltaBlock
 from sftron.models.head import Head
-from sftron.models.layers import Linear, Norm
-from sftron.models.projections import ATTENTIONS, make_norm
+from sftron.models.layers import Linear
+from sftron.models.projections import make_norm
 
-
-class LlamaBlock(nn.Module):
-    """A pre-norm transformer block: attention and MLP, each with a norm before it and a residual connection.
-
-    With `recompute`, the backward pass recomputes RMS norms, activations and casts of weights, but no matrix product.
-    """
-
-    num_norms = (2, 0)
-    """The numbers of norms that are computed before and after linear layers, for the prediction of memory."""
-    input_layernorm: Norm | None
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.residual_multiplier = config.residual_multiplier
-        self.scores = Scores(layer.window, layer.scale, layer.softcap)
-        self.input_layernorm = make_norm(config, config.hidden_size)
-        self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
-        self.post_attention_layernorm = make_norm(config, config.hidden_size)
-        self.mlp = MLPS[layer.mlp](config, recompute)
-
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
-        q_TND, k_TKD, v_TKD, *gate = self.before_attention(x_TH, position_ids, table_PD)
-        attended_TND = attend(q_TND, k_TKD, v_TKD, self.scores._replace(sinks_N=self.self_attn.sinks))
-        return self.after_attention(x_TH, attended_TND, *gate)
-
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
-        return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
-
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.self_attn.output(attended_TND, *gate))
-        return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
-
-    def add(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
-        """Returns the residual connection, x + residual_multiplier * change."""
-        return torch.add(x_TH, change_TH, alpha=self.residual_multiplier)
-
-    def compile(self, **options: Any) -> None:
-        """Compiles what is before and after attention with these options of torch.compile; attention is one kernel."""
-        # Bound methods, not closures, with which a copy of the block would use the weights of the original.
-        self.before_attention = MethodType(_compiled(type(self).before_attention, **options), self)
-        self.after_attention = MethodType(_compiled(type(self).after_attention, **options), self)
-
-
-def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a method that is compiled only if gradients are enabled; in generation the row grows at each step."""
-    compiled = torch.compile(method, fullgraph=True, **options)
-
-    @wraps(method)
-    def call(block: LlamaBlock, *arguments: Tensor) -> Any:
-        return (compiled if torch.is_grad_enabled() else method)(block, *arguments)
-
-    return call
-
-
-class NormAroundBlock(LlamaBlock):
-    """The block of Gemma 2: both what attention and MLP read and what they add is normalized (arXiv 2408.00118)."""
-
-    num_norms = (2, 2)
-    pre_feedforward_layernorm: Norm | None
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
-        self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
-
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.post_attention_layernorm(self.self_attn.output(attended_TND, *gate)))
-        return self.add(x_TH, self.post_feedforward_layernorm(self.mlp(x_TH, self.pre_feedforward_layernorm)))
-
-
-class NormAfterBlock(NormAroundBlock):
-    """The block of OLMo 2: not what attention and MLP read is normalized, but what they add (arXiv 2501.00656)."""
-
-    num_norms = (0, 2)
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        self.input_layernorm = self.pre_feedforward_layernorm = None
-
-
-class ParallelBlock(LlamaBlock):
-    """A block whose attention and MLP both read the same normalized x (GPT-J, Phi, Cohere)."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        del self.post_attention_layernorm
-
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        # The norm is computed twice, because attention, which is not compiled, lies between.
-        attended_TH, mlp_TH = self.self_attn.output(attended_TND), self.mlp(x_TH, self.input_layernorm)
-        return self.add(self.add(x_TH, attended_TH), mlp_TH)
-
-
-class DeltaBlock(LlamaBlock):
-    """A pre-norm block with a state in place of attention (arXiv 2412.06464); heads have no positions."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        self.linear_attn = self.self_attn
-        del self.self_attn
-
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, recur: Recur) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *mixed, gate = self.before_attention(x_TH, position_ids, table_PD)
-        return self.after_attention(x_TH, self.linear_attn.recur(recur, *mixed), gate)
-
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Mixed:
-        return self.linear_attn.mixed(x_TH, self.input_layernorm)
-
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.linear_attn.output(attended_TND, *gate))
-        return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
-
-
-BLOCKS: dict[str, type[LlamaBlock]] = {
+BLOCKS: dict[str, type[LlamaBlock | DeltaBlock]] = {
     "norm_before": LlamaBlock,
     "norm_after": NormAfterBlock,
     "norm_around": NormAroundBlock,
@@ -157,7 +40,7 @@ ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 the proportions of an 8B model, is 17 for "none", 11.5 for "selective" and 1 for "full"."""
 
 
-def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> LlamaBlock:
+def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> LlamaBlock | DeltaBlock:
     """Returns the block of a layer; activation_checkpointing is one of ACTIVATION_CHECKPOINTING."""
     block = BLOCKS[layer.block](config, layer, recompute=activation_checkpointing == "selective")
     if activation_checkpointing == "full":
@@ -166,8 +49,16 @@ def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str 
     return block
 
 
+@cache
+def blocks_without_weights(config: LlamaConfig) -> tuple[Block, ...]:
+    """Returns the blocks of a model on the meta device, of which equal layers share one."""
+    with torch.device("meta"):
+        blocks = {layer: make_block(config, layer) for layer in config.layers}
+    return tuple(blocks[layer] for layer in config.layers)
+
+
 class LlamaModel(nn.Module):
-    """The embeddings, the blocks and the final norm; the caller provides the attention function of each block."""
+    """The embeddings, the blocks and the final norm; the caller provides the function by which each block mixes."""
 
     def __init__(self, config: LlamaConfig, activation_checkpointing: str) -> None:
         super().__init__()
@@ -178,14 +69,12 @@ class LlamaModel(nn.Module):
         self.rope_of_layer = [layer.rope for layer in config.layers]
         self.multipliers = config.embedding_multiplier, config.logit_scale
 
-    def forward(
-        self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend | Recur], dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, rotations: Rotations, mixes: Iterable[Any], dtype: torch.dtype) -> Tensor:
         embedding_multiplier, logit_scale = self.multipliers
         x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
-        attends = islice(attends, len(self.layers))
-        for block, rope, attend in zip(self.layers, self.rope_of_layer, attends, strict=True):
-            x_TH = block(x_TH, *rotations[rope], attend)
+        mixes = islice(mixes, len(self.layers))
+        for block, rope, mix in zip(self.layers, self.rope_of_layer, mixes, strict=True):
+            x_TH = block(x_TH, *rotations[rope], mix)
         return _times(self.norm(x_TH), logit_scale)
 
 
@@ -237,6 +126,10 @@ class LlamaForSFT(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, **options)
 
     @property
+    def blocks(self) -> Sequence[Block]:
+        return list(self.model.layers)  # pyright: ignore[reportReturnType]
+
+    @property
     def head_weight(self) -> Tensor:
         """The weight of the output projection, [V, H]; with tied embeddings, the embeddings themselves."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
@@ -264,26 +157,23 @@ class LlamaForSFT(nn.Module):
         self.check_positions(max_seqlen)
         if self.attention != "sdpa":
             cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
-        attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
-        recur = RecurInDocuments(cu_seqlens, recompute=self.recomputes)
-        attends = [recur if layer.is_recurrent else attend for layer in self.config.layers]
-        return self._hidden_states(attends, input_ids, position_ids, self.compute_dtype)
+        documents = Documents(self.attention, cu_seqlens, max_seqlen, len(input_ids), self.recomputes)
+        mixes = [block.within(documents) for block in self.blocks]
+        return self._hidden_states(mixes, input_ids, position_ids, self.compute_dtype)
 
-    def attend_with(
-        self, attends: Iterable[Attend | Recur], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
-    ) -> Tensor:
+    def attend_with(self, mixes: Iterable[Any], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Computes the same as `forward`, but in `dtype` and with one function per layer, e.g. with a cache.
 
         It is a separate method because sharding registers it with FSDP as a second forward pass.
         """
-        return self._hidden_states(attends, input_ids, position_ids, dtype)
+        return self._hidden_states(mixes, input_ids, position_ids, dtype)
 
     def _hidden_states(
-        self, attends: Iterable[Attend | Recur], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+        self, mixes: Iterable[Any], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
         rotations = self.rope_tables.at(position_ids)
         with torch.autocast(input_ids.device.type, enabled=False):
-            return self.model(input_ids, rotations, attends, dtype)
+            return self.model(input_ids, rotations, mixes, dtype)
 
     def check_positions(self, num_positions: int, *, is_generated: bool = False) -> None:
         """Raises ValueError if num_positions exceed the RoPE table, or what can be generated with a cache."""

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from sftron.kernels.cross_entropy import add_product_, cross_entropy_gradient_, empty_logits
 from sftron.models.head import Head, bound_
-from sftron.models.quantization import dtype_name
 
 
 class RowMeasures(NamedTuple):
@@ -160,7 +159,7 @@ def rows_per_chunk(vocab_size: int, element_size: int) -> int:
     return min(MAX_ROWS_PER_CHUNK, max(128, fitting // 128 * 128))
 
 
-# --- Implementations in other packages ---
+# --- Liger's implementation ---
 
 
 def liger_loss_sum(
@@ -195,21 +194,7 @@ def _liger_gradients(
     return losses_R[None], grad_hidden_RH, None if grad_head_VH is None else grad_head_VH.float(), None
 
 
-def cce_loss_sum(
-    hidden_TH: Tensor, head: Head, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, RowMeasures]:
-    """Computes `weighted_loss_sum` with cut_cross_entropy, which accumulates gradients in bf16, with its filter off."""
-    from cut_cross_entropy import linear_cross_entropy
-
-    hidden_RH, head_VH = hidden_TH[label_positions], head.weight.to(hidden_TH.dtype)
-    if len(hidden_RH):
-        losses_R = linear_cross_entropy(hidden_RH, head_VH, labels, reduction="none", filter_eps=None).float()
-    else:
-        losses_R = (hidden_RH @ head_VH[:1].T).sum(dim=1).float()
-    return (losses_R * loss_weights).sum(), RowMeasures(losses_R.detach())
-
-
-LOSSES: dict[str, LossSum] = {"native": weighted_loss_sum, "liger": liger_loss_sum, "cce": cce_loss_sum}
+LOSSES: dict[str, LossSum] = {"native": weighted_loss_sum, "liger": liger_loss_sum}
 
 
 def loss_function(name: str) -> LossSum:
@@ -217,25 +202,21 @@ def loss_function(name: str) -> LossSum:
     return LOSSES[name]
 
 
-_PACKAGES = {"liger": ("liger_kernel", "liger-kernel"), "cce": ("cut_cross_entropy", "cut-cross-entropy")}
-"""The name of the module and the name of the package for pip."""
-
-
-def resolve_loss(name: str, device: torch.device, dtype: torch.dtype, *, head_has: str | None = None) -> str:
+def resolve_loss(name: str, device: torch.device, *, head_has: str | None = None) -> str:
     """Returns the entry of LOSSES for `name`; "auto" is native, which needs no package and never synchronizes.
 
     Args:
         head_has: What the head of the model computes besides a product, which only "native" implements.
 
     Raises:
-        ValueError: The option cannot run on `device` in `dtype`; the message has the reason and the remedy. There is no
+        ValueError: The option cannot run on `device`; the message has the reason and the remedy. There is no
             fallback.
     """
     if name == "auto":
         return "native"
     if name not in LOSSES:
         raise ValueError(f"loss: {name!r} is not one of auto, {', '.join(LOSSES)}.")
-    reason = None if name == "native" else _reason_against(name, device, dtype)
+    reason = None if name == "native" else _reason_against_liger(device)
     if name != "native" and head_has:
         reason = f"the head of this model has {head_has}, which only 'native' implements"
     if reason:
@@ -243,19 +224,12 @@ def resolve_loss(name: str, device: torch.device, dtype: torch.dtype, *, head_ha
     return name
 
 
-def _reason_against(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _reason_against_liger(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type!r}"
-    module, package = _PACKAGES[name]
-    if importlib.util.find_spec(module) is None:
-        return f"the package is not installed (pip install {package})"
-    if name == "liger":
-        return None if _liger_takes_weights() else "this liger_kernel has no weights per token; 0.8.5 has"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, the model in {dtype_name(dtype)}"
-    if torch.are_deterministic_algorithms_enabled():
-        return "its sums of gradients are nondeterministic, and general.deterministic is true"
-    return None
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "the package is not installed (pip install liger-kernel)"
+    return None if _liger_takes_weights() else "this liger_kernel has no weights per token; 0.8.5 has"
 
 
 def _liger_takes_weights() -> bool:

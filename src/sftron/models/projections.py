@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.models.architecture import Layer, LlamaConfig
-from sftron.models.delta_layer import GatedDeltaNet
 from sftron.models.layers import NORMS, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -34,11 +33,14 @@ class LlamaAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
-        width = (self.num_heads * (1 + config.output_gate) + 2 * self.num_kv_heads) * self.head_dim
-        o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
-        options = {"initializer_range": initializer_range, "recompute": recompute}
-        self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
-        self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # The rows of an output gate are in those of the queries.
+        parts = {"q_proj": width * (1 + config.output_gate), "k_proj": kv_width, "v_proj": kv_width}
+        options = {"initializer_range": config.initializer_range, "recompute": recompute}
+        self.qkv_proj = NormedLinear(
+            config.hidden_size, sum(parts.values()), bias=config.qkv_bias, parts=parts, **options
+        )
+        self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias, **options)
         self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
@@ -140,6 +142,5 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
     "gated_rotary": GatedAttention,
-    "delta": GatedDeltaNet,
     "position_scaled": PositionScaledAttention,
 }

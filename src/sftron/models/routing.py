@@ -33,6 +33,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.num_selected, self.normalizes = num_selected, normalizes
+        self.weights_per_token = num_experts * hidden_size
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size).normal_(std=initializer_range))
         self.bias: nn.Parameter | None = None
         self.routing: Routing | None = None

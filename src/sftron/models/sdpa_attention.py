@@ -38,6 +38,23 @@ class SdpaAttention:
         return torch.cat([attend_causally(q, k, v, scores) for q, k, v in documents])
 
 
+class CachedAttention:
+    """The attention of one layer, with cached keys and values of all previous tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_cached = 0
+        self.keys = self.values = torch.empty(0)
+
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
+        if self.num_cached == 0:
+            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k_TKD, v_TKD))
+        start, self.num_cached = self.num_cached, self.num_cached + len(k_TKD)
+        self.keys[start : self.num_cached] = k_TKD
+        self.values[start : self.num_cached] = v_TKD
+        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], scores)
+
+
 def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores = PLAIN) -> Tensor:
     """Returns the attention output within one document of S tokens. The queries are its last T tokens; T is 1 or S.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sftron.data.types import Batch
-from sftron.models.architecture import Layer, LlamaConfig
+from sftron.models.architecture import LlamaConfig
+from sftron.models.llama import blocks_without_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +23,6 @@ class StepFlops:
     """The FLOPs that the model requires for the real tokens, without padding."""
     hardware: int
     """The FLOPs that are computed, including recomputation and padding."""
-
-
-def block_parameters(config: LlamaConfig, layer: Layer) -> int:
-    """Returns the number of weights in the matrices of a block that a token is multiplied by: q, k, v, o, gate, up and
-    down; of experts, the router and those that the token selects."""
-    if layer.is_recurrent:
-        assert config.delta is not None
-        return config.hidden_size * (sum(config.delta.rows) + config.delta.widths[2] + 3 * config.intermediate_size)
-    width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    width, mixture = (2 if layer.mlp == "plain" else 3) * config.intermediate_size, config.mixture
-    if mixture is not None and layer.mlp != "gated":
-        width = mixture.num_experts + 3 * mixture.num_selected * mixture.intermediate_size
-        width += 0 if mixture.shared_size is None else 3 * mixture.shared_size + 1
-    # The rows of an output gate are as many as those of q.
-    return config.hidden_size * ((2 + config.output_gate) * width_q + 2 * width_kv + width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +39,41 @@ class TrainedMatrices:
 def model_flops(
     config: LlamaConfig,
     *,
-    num_tokens: int,
     num_labeled: int,
-    document_lengths: Iterable[int],
+    document_lengths: Sequence[int],
     trained: TrainedMatrices = TrainedMatrices(),
 ) -> int:
     """Returns the FLOPs that forward and backward require: the numerator of MFU.
 
-        6 * P_blocks * T  +  6 * H * V * T_labeled  +  12 * Hq * D * pairs
+        6 * P_blocks * T  +  6 * H * V * T_labeled  +  3 * mixing
 
     A product with a weight of P numbers takes P multiply-adds per token, which are 2 P FLOPs. The backward pass takes
     two products of the same size (the gradients of the input and of the weight), so the total is 6 P. A frozen matrix
     needs no gradient of its weight, which makes 4 P, and adapters of A numbers in all add 6 A per token. The head is
     counted for labeled positions only, and the embedding lookup is not counted.
 
-    A delta layer with N value heads, keys of D and values of E numbers reads its state for the key, corrects it and
-    reads it for the query, 2 D E FLOPs each: 6 N D E per token forward, in place of the pairs, and 2 J for each of its
-    channels in a convolution of J taps. What a computation in chunks needs beyond that is not counted.
-
-    In a layer, query i of a document attends to i keys, so l tokens have l (l + 1) / 2 pairs; through a window of w < l
-    tokens, they have w (w + 1) / 2 + (l - w) w. In each of Hq heads, a pair takes 2 D FLOPs for its score and 2 D for
-    its value: 4 Hq D forward, and three times that with the backward pass. Norms, RoPE, softmax, activations and the
-    optimizer are not counted. The formula follows PaLM (arXiv 2204.02311, appendix B), but with causal attention within
-    documents.
+    What a block takes, for its weights and for mixing tokens within documents, its own `flops` tells. Norms, RoPE,
+    softmax, activations and the optimizer are not counted. The formula follows PaLM (arXiv 2204.02311, appendix B), but
+    with causal attention within documents.
 
     Args:
         config: The architecture.
-        num_tokens: The number of real tokens.
         num_labeled: The number of tokens that have a label.
-        document_lengths: The lengths of the documents within which attention is computed: one conversation each, or
-            the whole pack without remove_cross_attention.
+        document_lengths: The lengths of the documents within which tokens are mixed: one conversation each, or the
+            whole pack without remove_cross_attention.
     """
-    blocks, adapters, attention = _forward_flops(config, num_tokens, document_lengths, trained)
+    blocks, adapters, mixing = _forward_flops(config, document_lengths, trained)
     head = 2 * config.hidden_size * config.vocab_size * num_labeled
-    return (3 if trained.blocks else 2) * blocks + 3 * (adapters + attention) + (3 if trained.head else 2) * head
+    return (3 if trained.blocks else 2) * blocks + 3 * (adapters + mixing) + (3 if trained.head else 2) * head
 
 
-def _forward_flops(
-    config: LlamaConfig, num_tokens: int, document_lengths: Iterable[int], trained: TrainedMatrices
-) -> tuple[int, int, int]:
-    """Returns the FLOPs of the forward pass of all blocks: of their matrices, of the adapters, and of attention."""
-    lengths = list(document_lengths)
-    windows = Counter(layer.window for layer in config.layers if not layer.is_recurrent)
-    pairs = sum(count * sum(_num_pairs(length, window) for length in lengths) for window, count in windows.items())
-    blocks = 2 * sum(block_parameters(config, layer) for layer in config.layers) * num_tokens
-    attention = 4 * config.num_attention_heads * config.head_dim * pairs
-    num_recurrent = sum(layer.is_recurrent for layer in config.layers)
-    if config.delta is not None:
-        attention += num_recurrent * sum(lengths) * config.delta.flops
-    return blocks, 2 * trained.adapter_parameters * num_tokens, attention
-
-
-def _num_pairs(length: int, window: int | None) -> int:
-    """Returns the number of pairs of a query and a key that it attends to, in a document of `length` tokens."""
-    in_window = length if window is None else min(length, window)
-    return in_window * (in_window + 1) // 2 + (length - in_window) * in_window
+def _forward_flops(config: LlamaConfig, lengths: Sequence[int], trained: TrainedMatrices) -> tuple[int, int, int]:
+    """Returns the FLOPs of the forward pass of all blocks: of their weights, of the adapters, and of mixing tokens."""
+    weights = mixing = 0
+    for block, count in Counter(blocks_without_weights(config)).items():
+        flops = block.flops(lengths)
+        weights, mixing = weights + count * flops.weights, mixing + count * flops.mixing
+    return weights, 2 * trained.adapter_parameters * sum(lengths), mixing
 
 
 def step_flops(
@@ -123,17 +89,13 @@ def step_flops(
     """
     model = hardware = 0
     for batch in batches:
-        num_labeled, num_real, num_tokens = len(batch.label_positions), batch.pack.num_tokens, len(batch.input_ids)
-        real = np.diff(batch.pack.cu_seqlens.clip(max=num_real)).tolist()
-        model += model_flops(
-            config, num_tokens=num_real, num_labeled=num_labeled, document_lengths=real, trained=trained
-        )
+        num_labeled = len(batch.label_positions)
+        real = np.diff(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)).tolist()
+        model += model_flops(config, num_labeled=num_labeled, document_lengths=real, trained=trained)
         computed = np.diff(batch.cu_seqlens.numpy()).tolist()
-        hardware += model_flops(
-            config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=computed, trained=trained
-        )
+        hardware += model_flops(config, num_labeled=num_labeled, document_lengths=computed, trained=trained)
         if activation_checkpointing == "full":
-            hardware += sum(_forward_flops(config, num_tokens, computed, trained))
+            hardware += sum(_forward_flops(config, computed, trained))
     return StepFlops(model=model, hardware=hardware)
 
 

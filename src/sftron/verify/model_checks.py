@@ -21,7 +21,7 @@ from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
 from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import hidden_states, loss_of, train_step
-from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits
+from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
 from sftron.verify.reference import load_reference
 from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
@@ -133,14 +133,24 @@ def isolation(subject: Subject) -> Finding:
     def outputs(ids: Tensor) -> Tensor:
         return hidden_states(model, replace(batch, input_ids=ids[0]))[None]
 
+    longest = max(documents[1::2], key=len)
+
+    def beside_copies(number: int) -> Tensor:
+        return hidden_states(model, subject.batch([longest] * number))[: len(longest)]
+
+    allowed = "0, to the bit"
     try:
         with torch.no_grad():
-            found = compare_documents(outputs, batch.input_ids[None], indices, lambda _: 0.0)
+            found = compare_documents(
+                outputs, batch.input_ids[None], indices, lambda _: rounding_of_experts(model, beside_copies)
+            )
     except NotMeasuredError as error:
-        return Finding(False, str(error), "0, to the bit")
+        return Finding(False, str(error), allowed)
     worst = max(found.difference, found.past_difference)
     measured = f"{len(documents)} conversations: others change by {worst:.2g}"
-    return Finding(found.isolated, measured, "0, to the bit", _setting(subject))
+    if found.rounding:
+        allowed = f"{found.rounding:.2g}, the rounding of experts"
+    return Finding(found.isolated, measured, allowed, _setting(subject))
 
 
 def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:

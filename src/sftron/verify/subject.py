@@ -43,7 +43,8 @@ from sftron.data.types import (
     Pack,
     TokenizedConversation,
 )
-from sftron.models.adapters import ALL_LINEAR, A, Adapter, B, match_targets
+from sftron.models.adapters import ALL_LINEAR, A, B, match_targets
+from sftron.models.layers import Adapter
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.models.quantization import from_stored

@@ -114,7 +114,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         attention=resolve_attention(
             config.model.attention, ranks.device, compute_dtype, architecture.head_dim, architecture.layers
         ),
-        loss=resolve_loss(config.model.loss, ranks.device, compute_dtype, head_has=architecture.head_has),
+        loss=resolve_loss(config.model.loss, ranks.device, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=ids_to_initialize(config, folder, data.chat_tokenizer, data.sample.control_ids),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
