@@ -7,15 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import sftron
 from sftron.__main__ import main
-from sftron.data.loader import collate
-from sftron.data.packing import lay_out
-from sftron.data.types import ConversationKey, LabeledConversation, TokenizedConversation
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
 
@@ -162,21 +158,3 @@ def test_errors_of_users_are_values_errors_and_public(tmp_path: Path) -> None:
     with pytest.raises(sftron.ConfigError) as caught:
         sftron.load_config(tmp_path / "absent.yaml")
     assert caught.value.problems == (f"{tmp_path / 'absent.yaml'}: cannot be read: No such file or directory",)
-
-
-def test_reprs_say_what_a_thing_holds_and_print_no_array() -> None:
-    length, key = 5000, ConversationKey(1, 59)
-    ids, labels = np.arange(length, dtype=np.int32), np.full(length, -100, np.int32)
-    labels[4000:4999] = 7
-    role_ids = np.full(length, sftron.Role.USER, np.uint8)
-    weights = (labels != -100).astype(np.float32)
-    labeled = LabeledConversation(ids, labels, weights, role_ids, key)
-    pack = lay_out([labeled, labeled], token_budget=10_240, pad_id=0, remove_cross_attention=True)
-    holds = "2 conversations, 10000 tokens, 1998 trained, budget 10240"
-    expected = {
-        f"LabeledConversation(5000 tokens, 999 trained, {key})": labeled,
-        f"TokenizedConversation(5000 tokens, 0 turns, {key})": TokenizedConversation(ids, role_ids, (), key),
-        f"Pack(0: {holds})": pack,
-        f"Batch(10240 positions, 3 documents, 1998 labels, on cpu, of Pack(0: {holds}))": collate(pack, keep_tail=True),
-    }
-    assert {repr(each): each for each in expected.values()} == expected

@@ -47,14 +47,6 @@ def test_every_configuration_loads(path: Path) -> None:
         load_config(path)
 
 
-def test_the_sweeps_page_shows_the_sweep_of_the_toggles(tmp_path: Path) -> None:
-    (text,) = fenced(DOCS / "sweeps.md", "yaml sweep")
-    (tmp_path / "sweep.yaml").write_text(text, encoding="utf-8")
-    shown, whole = read_sweep_file(tmp_path / "sweep.yaml"), read_sweep_file(ROOT / "configs" / "sweep_toggles.yaml")
-    assert shown.parameters == whole.parameters
-    assert [word for word in whole.command if word in shown.command] == [*shown.command]
-
-
 def test_the_page_of_ones_own_data_shows_the_configuration_whose_three_keys_are_changed() -> None:
     (text,) = fenced(DOCS / "your-data.md", "yaml")
     assert read(ROOT / "configs" / "your-data.yaml").endswith(text)
@@ -154,24 +146,6 @@ def test_every_test_that_a_page_names_exists() -> None:
 # --- Files and links ---
 
 
-def test_the_commands_of_docker_are_those_of_the_dockerfile() -> None:
-    dockerfile, page = read(ROOT / "Dockerfile"), read(DOCS / "launch.md")
-    in_file = [line.strip("# \\") for line in dockerfile.splitlines() if line.startswith("#   ")]
-    (block,) = (block for block in fenced(DOCS / "launch.md", "") if block.startswith("docker "))
-    for words in map(str.split, " ".join(in_file).replace("docker ", "\ndocker ").strip().splitlines()):
-        assert " ".join(words) in block
-    tags = set(re.findall(r"docker build -t (\S+)", page))
-    for line in re.findall(r"(?m)^docker run .*", page):
-        assert len([word for word in line.split() if word in tags]) == 1, line
-    assert set(re.findall(r"--build-arg (\w+)=", page)) == set(re.findall(r"(?m)^ARG (\w+)", dockerfile))
-    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    (installed,) = re.findall(r"/build\[(.*?)\]", dockerfile)
-    assert set(installed.split(",")) <= extras.keys()
-    assert all(
-        (ROOT / name).exists() for names in re.findall(r"(?m)^COPY (.+) \S+$", dockerfile) for name in names.split()
-    )
-
-
 def test_every_tested_logger_has_an_extra_of_its_name() -> None:
     extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
     loggers = get_args(get_args(Logging.model_fields["to"].annotation)[0])
@@ -215,17 +189,6 @@ def test_every_page_is_reached_from_the_readme() -> None:
             reached.add(page)
             waiting += [page.parent / link for link in re.findall(r"\]\(([^)#]+)", read(page)) if "://" not in link]
     assert not [str(page) for page in DOCS.rglob("*.md") if page.resolve() not in reached]
-
-
-def test_the_architecture_page_has_every_room_and_no_other() -> None:
-    tree = next(text for text in fenced(ARCHITECTURE, "") if "src/sftron/" in text).partition("src/sftron/")[2]
-    named, parents = set(), [""]
-    for indent, name in re.findall(r"^( +)(\w+)/ ", tree, re.MULTILINE):
-        del parents[len(indent) // 2 :]
-        parents.append(f"{parents[-1]}{name}/")
-        named.add(parents[-1])
-    package = ROOT / "src" / "sftron"
-    assert named == {f"{path.parent.relative_to(package)}/" for path in package.glob("*/**/__init__.py")}
 
 
 def test_nightly_commands_are_listed_with_the_day_of_their_last_green_run_and_ci_runs_make_test() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,24 +44,14 @@ def write_json(path: Path | None, content: Any) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, remedy: str = "choose another place with --out") -> Iterator[None]:
-    """Words an OSError of writing to `path`, to its temporary files, its parents or its contents.
-
-    An OSError of another file, such as one that is read, is raised as it is.
-    """
+    """Words an OSError of writing to `path`."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, BrokenPipeError) or not _belongs_to(path, error):
-            raise
+        at = Path(str(error.filename or path)).absolute()
+        if isinstance(error, ConnectionError) or not at.is_relative_to(path.absolute().parent):
+            raise  # of the reader of standard output, of the Hub, or of another file
         raise OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
-
-
-def _belongs_to(path: Path, error: OSError) -> bool:
-    if error.filename is None:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    path, other = path.absolute(), Path(str(error.filename)).absolute()
-    is_temporary = str(other).startswith((f"{path}.", f"{path.parent / ('.' + path.name)}."))
-    return is_temporary or other.is_relative_to(path) or path.is_relative_to(other)
 
 
 def integers(text: str) -> list[int]:
