@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "wandb that is not installed": (
         put(logging__wandb={"mode": "offline"}),
-        ["logging.wandb.mode is offline but the package wandb is not installed"],
+        ["pip install 'sftron[wandb]'", "logging.wandb.mode"],
     ),
     "an output folder that cannot be made": (
         put(general__output_dir="{tmp}/rows.jsonl"),
