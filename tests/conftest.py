@@ -10,6 +10,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hypothesis import settings
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.child_process import STOP_SIGNALS
+from sftron.data.child_process import STOP_SIGNALS, parent_of
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 ASSETS = Path(__file__).parent / "assets"
@@ -115,3 +116,13 @@ def _handlers_as_before() -> Iterator[None]:
     yield
     for number, handler in zip(STOP_SIGNALS, before, strict=True):
         signal.signal(number, handler)
+
+
+def children_of(process: int) -> list[int]:
+    """Returns the process ids of a process's children, on Linux; elsewhere none."""
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended in the meantime
+            if parent_of(int(folder.name)) == process:
+                children.append(int(folder.name))
+    return children

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from sftron.commands.sweep import main
-from sftron.data.child_process import children_of
 from tests.compare.sweeps import ISOLATED, write_sweep
-from tests.conftest import ROOT, rest_nightly
+from tests.conftest import ROOT, children_of, rest_nightly
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
 
 RATE = "optimizer.learning_rate"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sftron.data.child_process import children_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, children_of
 from tests.train import ranks
 from tests.train.chaos import is_alive
 from tests.train.runs import metrics, settings, write_config, write_rows

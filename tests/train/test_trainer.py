@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sftron.commands.train import run as main
-from sftron.data.child_process import children_of
 from sftron.data.types import Batch
 from sftron.train import loop, step
 from sftron.train.progress import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
+from tests.conftest import children_of
 from tests.train.ranks import start_forked
 from tests.train.runs import (
     NUM_ROWS,

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -36,16 +35,6 @@ def parent_of(process: int) -> int:
     """Returns the process id of the parent, on Linux. Raises OSError if the process has ended."""
     # The file is "pid (name) state parent ...", and the name may contain any character.
     return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
-
-
-def children_of(process: int) -> list[int]:
-    """Returns the process ids of a process's children, on Linux; elsewhere none."""
-    children = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended in the meantime
-            if parent_of(int(folder.name)) == process:
-                children.append(int(folder.name))
-    return children
 
 
 def start_worker(_worker_id: int, *, parent: int) -> None:
