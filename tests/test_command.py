@@ -78,7 +78,6 @@ def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> No
     [
         ("check --model m --device gpu", "argument --device: gpu: "),
         ("check --model m --device cuda:99", "argument --device: cuda:99: "),
-        ("sweep x.yaml --only 1,a", "argument --only: '1,a' is not a list of whole numbers separated by commas"),
         ("convert a b --stop-token-ids 1;2", "argument --stop-token-ids: '1;2' is not a list of whole numbers"),
         ("generate --model m --max-new-tokens 0", "argument --max-new-tokens: invalid positive value: '0'"),
     ],
