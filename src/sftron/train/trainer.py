@@ -35,7 +35,7 @@ from sftron.train.signals import StopRequest
 from sftron.train.start import description, dry_run
 from sftron.train.start.preflight import Health, require_finite, require_one_folder
 from sftron.train.start.revisions import REVISIONS, find_commits, pin
-from sftron.train.start.run_data import DataWatch, measure_rows_once
+from sftron.train.start.run_data import measure_rows_once
 from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
@@ -65,7 +65,6 @@ class Trainer(TrainingLoop):
             torch.use_deterministic_algorithms(True)
         self.config = config = pin(config, self._commits)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
-        self._data_watch = DataWatch(config)
         self.setup = set_up(config, self.ranks)
         self._new_row_lengths = measure_rows_once(self.setup, self.directory.row_lengths)
         self._length = RunLength(config, self.setup.data.preparation.num_rows)

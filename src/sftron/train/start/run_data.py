@@ -278,55 +278,44 @@ def _read_row_lengths(file: Path, fingerprint: str) -> list[int | str] | None:
 # --- Data files that change while a run reads them ---
 
 
-class DataWatch:
-    """A snapshot of the metadata of all data files (inode, size, mtime, ctime); data sets on the Hub are left out.
+def file_stamps(config: Config) -> list[tuple[str, int, int, int, int]]:
+    """Returns path, inode, size, mtime and ctime of all data files; data sets on the Hub are left out.
 
     A write in place that keeps the size and restores the mtime still changes the ctime.
     """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._stamps = self._look()
-
-    def require_unchanged(self, setup: Setup) -> None:
-        """Raises DataError on all ranks if the content of a data set has changed since the run was set up.
-
-        Every rank calls this. The content is read only if the metadata of a file has changed.
-        """
-        changed = self._changed(setup) if setup.ranks.local_rank == 0 else None
-        if first := next(filter(None, (facts["changed"] for facts in setup.ranks.gather({"changed": changed}))), None):
-            raise DataError(
-                f"{first} was changed while the run reads it, so it is not known which content the steps since the "
-                "last checkpoint have read, and nothing is saved. Restore it, and the same command resumes from that "
-                "checkpoint; checkpoints.allow_data_change: true resumes with the changed data"
-            )
-
-    def _changed(self, setup: Setup) -> str | None:
-        """Returns the names of the data sets that have changed; None if there are none."""
-        stamps, data = self._look(), setup.data
-        if stamps == self._stamps:
-            return None
-        saved = data.preparation.fingerprint
+    stamps = []
+    for each in config.data.datasets:
         try:
-            now = open_data(self._config, data.chat_tokenizer).fingerprint
-        except DataError as error:
-            return f"data.datasets ({error})"
-        names = [
-            name
-            for index, name in enumerate(data.preparation.source_names)
-            if now.get(f"data.datasets.{index}") != saved.get(f"data.datasets.{index}")
-        ]
-        if not names:
-            self._stamps = stamps
-        return ", ".join(names) or None
+            files = find_files(each.path, each.split, each.config) or []
+            stats = [(str(file), file.stat()) for file in files]
+        except (OSError, DataError):
+            continue  # opening the data set reports the problem
+        stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
+    return stamps
 
-    def _look(self) -> list[tuple[str, int, int, int, int]]:
-        stamps = []
-        for each in self._config.data.datasets:
-            try:
-                files = find_files(each.path, each.split, each.config) or []
-                stats = [(str(file), file.stat()) for file in files]
-            except (OSError, DataError):
-                continue  # opening the data set reports the problem
-            stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
-        return stamps
+
+def require_unchanged(setup: Setup) -> None:
+    """Raises DataError on all ranks if the content of a data set has changed since the run was set up.
+
+    Every rank calls this. The content is read only if the metadata of a file has changed.
+    """
+    changed = ""
+    if setup.ranks.local_rank == 0 and file_stamps(setup.config) != setup.data.file_stamps:
+        changed = _changed_datasets(setup)
+    if first := next(filter(None, (facts["changed"] for facts in setup.ranks.gather({"changed": changed}))), None):
+        raise DataError(
+            f"{first} was changed while the run reads it, so it is not known which content the steps since the last "
+            "checkpoint have read, and nothing is saved. Restore it, and the same command resumes from that "
+            "checkpoint; checkpoints.allow_data_change: true resumes with the changed data"
+        )
+
+
+def _changed_datasets(setup: Setup) -> str:
+    preparation = setup.data.preparation
+    try:
+        now = open_data(setup.config, setup.data.chat_tokenizer).fingerprint
+    except DataError as error:
+        return f"data.datasets ({error})"
+    keys = [f"data.datasets.{index}" for index in range(len(preparation.datasets))]
+    names = zip(keys, preparation.source_names, strict=True)
+    return ", ".join(name for key, name in names if now.get(key) != preparation.fingerprint.get(key))
