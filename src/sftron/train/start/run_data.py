@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sftron import __version__
-from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.model_folder import check_files
 from sftron.config import Config
 from sftron.config.data_schema import Rows
@@ -30,10 +26,9 @@ from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import find_files, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
-from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
-from sftron.train.run import EvaluationSet, Setup, data_fingerprint
+from sftron.train.run import EvaluationSet, Setup
 from sftron.train.start.revisions import tokenizer_folder
 from sftron.train.start.sample import check_sample
 
@@ -43,7 +38,6 @@ RESERVED_NAMES = ("seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
-_MAX_ROW_LENGTHS_BYTES = 2**30
 
 
 # --- The tokenizer and the data sets ---
@@ -225,54 +219,23 @@ def maximal_batch(config: Config) -> Batch:
 # --- Row lengths, for planned packing ---
 
 
-def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
-    """Sets the row lengths of a dataset with planned packing: those in `file`, or measured if it has none of this data.
+def plan_packs(setup: Setup) -> None:
+    """Measures the rows of a dataset with planned packing; each rank measures its share. Every rank calls this.
 
-    Each rank measures its share of the rows. Every rank calls this, after `set_up`.
-
-    Returns:
-        The content to write to `file` for the next start; None if `file` is up to date or packing is not planned.
-
-    Raises:
-        ValueError: On all ranks, if any rank has a bad row.
+    Raises ValueError on all ranks if any rank has a bad row.
     """
     ranks, dataset, preparation = setup.ranks, setup.data.dataset, setup.data.preparation
     num_rows = preparation.num_rows
     if not dataset.is_planned or num_rows is None:
-        return None
-    facts = {**data_fingerprint(setup.config, dataset), "sftron": __version__}
-    fingerprint = _digest(sorted(facts.items()))
-    known = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint))
-    rows = known or [0] * num_rows
-    if not known:
-        if num_rows >= _LONG_ENOUGH_TO_REPORT:
-            console.write(f"measuring  {num_rows:,} rows, once, so that packs are full to the end of an epoch")
-        own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
-        measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
-        for rank, each in enumerate(ranks.gather({"rows": measured})):
-            rows[rank :: ranks.dp_world_size] = each["rows"]
+        return
+    if num_rows >= _LONG_ENOUGH_TO_REPORT:
+        console.write(f"measuring  {num_rows:,} rows, so that packs are full to the end of an epoch")
+    own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
+    measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
+    rows: list[int | str] = [0] * num_rows
+    for rank, each in enumerate(ranks.gather({"rows": measured})):
+        rows[rank :: ranks.dp_world_size] = each["rows"]
     dataset.plan(rows)
-    return None if known else {"fingerprint": fingerprint, "digest": _digest(fingerprint, rows), "rows": rows}
-
-
-def _digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _read_row_lengths(file: Path, fingerprint: str) -> list[int | str] | None:
-    """Returns the rows of `file`; None if it belongs to other data or settings, or is damaged, which is reported."""
-    if not file.exists():
-        return None
-    try:
-        kept = read_json_value(file, _MAX_ROW_LENGTHS_BYTES)
-        if kept["fingerprint"] != fingerprint:
-            return None
-        if kept["digest"] == _digest(fingerprint, kept["rows"]):
-            return kept["rows"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    console.write(f"measuring  {file} is damaged or cannot be read: the rows are measured again")
-    return None
 
 
 # --- Data files that change while a run reads them ---
