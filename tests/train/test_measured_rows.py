@@ -1,6 +1,5 @@
-"""By default a small set is planned: its rows are measured once, by all ranks, and the next start knows them."""
+"""By default a small set is planned: its rows are measured at the start, by all ranks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from sftron.data.types import DataError
 from sftron.train.start import run_data
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
-from tests.train.runs import chat_line, make_config, metrics, run, write_rows
+from tests.train.runs import chat_line, make_config, metrics, run
 
 EPOCH = {"data__num_lanes": "auto", "tokens__train_steps": None, "tokens__train_epochs": 1}
 
@@ -29,40 +28,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(run_data, "measure_rows", counted)
     monkeypatch.setattr("sftron.data.dataset.measure_rows", counted)
     return counts
-
-
-def test_rows_are_measured_at_the_first_start_and_known_at_the_next_unless_data_or_settings_changed(
-    tmp_path: Path, model_folder: Path, measured: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = run(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False))
-    assert measured == [30]
-    assert trainer.progress.rows == 30
-    file = trainer.directory.row_lengths
-    kept = file.read_bytes()
-    assert len(json.loads(kept)["rows"]) == 30
-
-    for _ in range(2):
-        Trainer(make_config(tmp_path, model_folder, **EPOCH))
-    assert measured == [30]
-    for change in ({"tokens__sequence_length": 95}, {"data__reasoning": "strip"}):
-        Trainer(make_config(tmp_path, model_folder, **EPOCH | change))
-        assert measured.pop() == 30
-    write_rows(tmp_path / "rows.jsonl", 31)
-    Trainer(make_config(tmp_path, model_folder, **EPOCH))
-    assert measured.pop() == 31
-    write_rows(tmp_path / "rows.jsonl", 30)
-    assert file.read_bytes() == kept, "a start that was not built has written"
-
-    assert "damaged" not in capsys.readouterr().out
-    lengths = json.loads(kept)["rows"]
-    longer = json.dumps(json.loads(kept) | {"rows": [*lengths[:5], lengths[5] + 105, *lengths[6:]]}).encode()
-    old = json.dumps({name: value for name, value in json.loads(kept).items() if name != "digest"}).encode()
-    for broken in (kept[:-9], kept.replace(b"[", b"[1,", 1), longer, old):
-        file.write_bytes(broken)
-        again = Trainer(make_config(tmp_path, model_folder, **EPOCH))
-        assert measured.pop() == 30
-        assert again.setup.data.dataset.row_lengths == lengths
-        assert f"{file} is damaged or cannot be read: the rows are measured again" in capsys.readouterr().out
 
 
 def test_a_run_whose_packs_were_the_pools_is_not_resumed_with_those_of_best_fit_decreasing(
@@ -123,6 +88,4 @@ def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_
             assert two[key] == one[key]
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert sum(each["conversations"] for each in ours) == 61
-    kept = [json.loads((tmp_path / "runs" / name / "row_lengths.json").read_text()) for name in ("on-1", "on-2")]
-    assert kept[0] == kept[1]
     assert [audit([str(tmp_path / "runs" / name)]) for name in ("on-1", "on-2")] == [0, 0]

@@ -12,9 +12,9 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.prepare import DataSet
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped, TokenizedConversation
+from sftron.train.run import data_fingerprint
 from sftron.train.start.description import describe_data
 from sftron.train.start.run_data import (
-    data_fingerprint,
     make_dataset,
     num_workers,
     open_data,

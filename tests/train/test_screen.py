@@ -13,8 +13,6 @@ from sftron.commands.train import run as main
 from sftron.errors import print_any_text
 from sftron.train.logs import console, run_logs
 from sftron.train.logs.run_logs import LineFile
-from sftron.train.start import description
-from sftron.train.trainer import Trainer
 from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config
 
@@ -156,14 +154,3 @@ def test_a_dry_run_says_what_it_is_doing_before_it_does_it(
         ["memory", "predicted", "for"],
         ["dry", "run", "all"],
     ]
-
-
-def test_a_processor_that_emulates_bfloat16_is_reported(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cpuinfo").write_text("flags : sse avx2 avx512f\n")
-    monkeypatch.setattr(description, "_CPU_INFO", tmp_path / "cpuinfo")
-    Trainer(make_config(tmp_path, model_folder, model__compute_dtype="bfloat16")).dry_run()
-    assert "model.compute_dtype: float32 is faster" in capsys.readouterr().out
-    (tmp_path / "cpuinfo").write_text("flags : sse avx2 avx512f amx_bf16\n")
-    assert not description.emulates_bf16()

@@ -293,10 +293,11 @@ class Evaluator:
         try:
             kept = state["evaluation"]
             self.evaluated_step = kept["evaluated_step"]
-            best, watched = (kept[name] and Best(**kept[name]) for name in ("best", "watched"))
+            watched = kept["watched"] if self._watched_metric else None
+            best, watched = (each and Best(**each) for each in (kept["best"], watched))
         except (TypeError, KeyError) as error:
             raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
-        if watched and self._watched_metric:
+        if watched:
             if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
                 self.watched = watched
             else:

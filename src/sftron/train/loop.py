@@ -30,7 +30,7 @@ from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
 from sftron.train.start.preflight import Health
-from sftron.train.start.run_data import DataWatch
+from sftron.train.start.run_data import require_unchanged
 from sftron.train.start.sample import mix_report
 from sftron.train.step import StepBatches, StepResult, measure_step, next_step_batches, train_step
 
@@ -58,7 +58,6 @@ class TrainingLoop:
     _exports: RunExports
     _logs: RunLogs
     _health: Health
-    _data_watch: DataWatch
     _save_time: Stopwatch
     _evaluation_time: Stopwatch
     _started: float | None
@@ -241,7 +240,7 @@ class TrainingLoop:
         Raises DataError if the data files changed meanwhile, because the state would not describe what was trained.
         """
         step = self.progress.step
-        self._data_watch.require_unchanged(self.setup)
+        require_unchanged(self.setup)
         self.ranks.at(f"saving step {step}")
         with self._save_time:
             if not self._is_healthy("saved"):

@@ -70,6 +70,8 @@ class RunData:
     projection: Projection
     evaluation_sets: tuple[EvaluationSet, ...]
     questions: list[Question]
+    file_stamps: list[tuple[str, int, int, int, int]]
+    """The metadata of the data files before they were opened."""
 
     @property
     def preparation(self) -> Preparation:

@@ -165,7 +165,6 @@ class RunDirectory:
         self.metrics = folder / "metrics.jsonl"
         self.evaluations = folder / "evaluations.jsonl"
         self.samples = folder / "samples.html"
-        self.row_lengths = folder / "row_lengths.json"
         self.console_log = folder / "console.log"
 
     def acquire(self) -> None:

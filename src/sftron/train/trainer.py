@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import AbstractContextManager
@@ -35,7 +34,7 @@ from sftron.train.signals import StopRequest
 from sftron.train.start import description, dry_run
 from sftron.train.start.preflight import Health, require_finite, require_one_folder
 from sftron.train.start.revisions import REVISIONS, find_commits, pin
-from sftron.train.start.run_data import DataWatch, measure_rows_once
+from sftron.train.start.run_data import plan_packs
 from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
@@ -65,9 +64,8 @@ class Trainer(TrainingLoop):
             torch.use_deterministic_algorithms(True)
         self.config = config = pin(config, self._commits)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
-        self._data_watch = DataWatch(config)
         self.setup = set_up(config, self.ranks)
-        self._new_row_lengths = measure_rows_once(self.setup, self.directory.row_lengths)
+        plan_packs(self.setup)
         self._length = RunLength(config, self.setup.data.preparation.num_rows)
         self._logs = RunLogs(self.setup, self.directory)
         self._evaluator = Evaluator(self.setup, self._is_stop_requested)
@@ -149,8 +147,6 @@ class Trainer(TrainingLoop):
             directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
         if self._commits:
             directory.write(REVISIONS, self._commits)
-        if self._new_row_lengths is not None:
-            directory.write(directory.row_lengths.name, json.dumps(self._new_row_lengths, separators=(",", ":")) + "\n")
         self._has_begun = True
         directory.write_result("running")
         description.describe_settings(changed_settings(setup, start), is_done=is_done)

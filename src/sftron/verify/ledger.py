@@ -21,6 +21,7 @@ from sftron.data.types import ConversationKey, Pack
 from sftron.models.architecture import is_of_the_model
 from sftron.train.logs.ledger import Ledger, LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
+from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
 from sftron.train.start import run_data
 from sftron.verify.table import Check, aligned, check_lines
@@ -203,7 +204,7 @@ def _data_is_unchanged(run: OpenedRun) -> Check:
         return Check(name, True, f"{rows} rows, tokenizer, template and packing are unchanged")
     saved = run.saved_states[-1]["fingerprint"] if run.saved_states else {}
     saved = {key: value for key, value in saved.items() if not is_of_the_model(key)}
-    now = run_data.data_fingerprint(run.config, run.dataset)
+    now = data_fingerprint(run.config, run.dataset)
     return _check(name, changes(saved=saved, now=now) or ["it has changed since"], "")
 
 

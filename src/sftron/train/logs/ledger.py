@@ -28,7 +28,7 @@ from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import Batch
 from sftron.regular_file import read_lines
-from sftron.train.start.run_data import data_fingerprint
+from sftron.train.run import data_fingerprint
 
 _BEGINS = b'{"begins": '
 

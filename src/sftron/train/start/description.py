@@ -38,7 +38,6 @@ from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _HIGHEST_RATE = 1e-2
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 # --- Before the steps ---
@@ -152,8 +151,8 @@ def _describe_model(setup: Setup) -> None:
         exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
         console.write(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
     _describe_adapters(setup)
-    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and emulates_bf16():
-        console.write("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
+    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16":
+        console.write("           most processors emulate bfloat16: model.compute_dtype: float32 is faster on them")
     if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
         console.write(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
@@ -236,15 +235,6 @@ def _describe_evaluation_sets(setup: Setup) -> None:
                 f"WARNING    optimizer.schedule {schedule} falls over the full length of the run; if "
                 "evaluation.patience ends it earlier, it ends at a higher rate. schedule constant has no length"
             )
-
-
-def emulates_bf16() -> bool:
-    """Returns whether the processor is known to lack instructions for bfloat16 matrix products."""
-    try:
-        flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
-    except OSError:  # another system
-        return False
-    return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
 def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import unicodedata
@@ -25,7 +24,7 @@ from sftron.train.logs import console
 from sftron.train.ranks import Ranks, start_ranks
 from sftron.train.run import Setup
 from sftron.train.start import run_data
-from sftron.train.start.description import describe_memory, describe_setup, emulates_bf16
+from sftron.train.start.description import describe_memory, describe_setup
 from sftron.train.start.measured_memory import total_memory
 from sftron.train.start.memory import RESERVE_OF, StepMemory
 from sftron.train.start.revisions import model_folder, tokenizer_folder
@@ -68,7 +67,7 @@ def write_first_config(data: str, model: str, out: Path) -> None:
         "tokens": {"sequence_length": _UNMEASURED, "train_epochs": _EPOCHS},
         "optimizer": {"learning_rate": 1e-5},
     }
-    if ranks.device.type == "cpu" and emulates_bf16():
+    if ranks.device.type == "cpu":
         tree["model"]["compute_dtype"] = "float32"
     positions = _look_at_model(tree, ranks)
     sample, num_rows, meaning = _look_at_rows(tree)
@@ -78,7 +77,8 @@ def write_first_config(data: str, model: str, out: Path) -> None:
     setup = open_run(Config.model_validate(tree), ranks)
     describe_setup(setup)
     _, predictions = describe_memory(setup)
-    _write_checked(_render(setup, sample, predictions, tree, meaning, out), out)
+    out.write_text(_render(setup, sample, predictions, tree, meaning, out), encoding="utf-8")
+    load_config(out)
     length = setup.config.tokens.sequence_length
     quantiles = f"half have up to {lengths.quantile(0.5):,} tokens, the longest {max(lengths):,}"
     show(f"lengths    {_share_that_fits(lengths, length)} of the sampled rows fit {length:,} tokens; {quantiles}")
@@ -232,15 +232,3 @@ def _scalar(text: str) -> str:
     is_name = re.fullmatch(r"[A-Za-z_][\w.-]*|[\w.-]*(/[\w.-]+)+", text, re.ASCII)
     is_plain = is_name and text.lower() not in ("null", "true", "false")
     return text if is_plain else json.dumps(text, ensure_ascii=False)
-
-
-def _write_checked(text: str, out: Path) -> None:
-    """Writes the file if it is a valid configuration."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        load_config(partial)
-        with out.open("x", encoding="utf-8") as file:  # fails if another process has written it
-            file.write(text)
-    finally:
-        partial.unlink(missing_ok=True)

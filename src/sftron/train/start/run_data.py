@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sftron import __version__
-from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.model_folder import check_files
 from sftron.config import Config
 from sftron.config.data_schema import Rows
@@ -30,10 +26,9 @@ from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import find_files, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
-from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
-from sftron.train.run import EvaluationSet, Setup, data_fingerprint
+from sftron.train.run import EvaluationSet, Setup
 from sftron.train.start.revisions import tokenizer_folder
 from sftron.train.start.sample import check_sample
 
@@ -43,7 +38,6 @@ RESERVED_NAMES = ("seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
-_MAX_ROW_LENGTHS_BYTES = 2**30
 
 
 # --- The tokenizer and the data sets ---
@@ -225,108 +219,66 @@ def maximal_batch(config: Config) -> Batch:
 # --- Row lengths, for planned packing ---
 
 
-def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
-    """Sets the row lengths of a dataset with planned packing: those in `file`, or measured if it has none of this data.
+def plan_packs(setup: Setup) -> None:
+    """Measures the rows of a dataset with planned packing; each rank measures its share. Every rank calls this.
 
-    Each rank measures its share of the rows. Every rank calls this, after `set_up`.
-
-    Returns:
-        The content to write to `file` for the next start; None if `file` is up to date or packing is not planned.
-
-    Raises:
-        ValueError: On all ranks, if any rank has a bad row.
+    Raises ValueError on all ranks if any rank has a bad row.
     """
     ranks, dataset, preparation = setup.ranks, setup.data.dataset, setup.data.preparation
     num_rows = preparation.num_rows
     if not dataset.is_planned or num_rows is None:
-        return None
-    facts = {**data_fingerprint(setup.config, dataset), "sftron": __version__}
-    fingerprint = _digest(sorted(facts.items()))
-    known = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint))
-    rows = known or [0] * num_rows
-    if not known:
-        if num_rows >= _LONG_ENOUGH_TO_REPORT:
-            console.write(f"measuring  {num_rows:,} rows, once, so that packs are full to the end of an epoch")
-        own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
-        measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
-        for rank, each in enumerate(ranks.gather({"rows": measured})):
-            rows[rank :: ranks.dp_world_size] = each["rows"]
+        return
+    if num_rows >= _LONG_ENOUGH_TO_REPORT:
+        console.write(f"measuring  {num_rows:,} rows, so that packs are full to the end of an epoch")
+    own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
+    measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
+    rows: list[int | str] = [0] * num_rows
+    for rank, each in enumerate(ranks.gather({"rows": measured})):
+        rows[rank :: ranks.dp_world_size] = each["rows"]
     dataset.plan(rows)
-    return None if known else {"fingerprint": fingerprint, "digest": _digest(fingerprint, rows), "rows": rows}
-
-
-def _digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _read_row_lengths(file: Path, fingerprint: str) -> list[int | str] | None:
-    """Returns the rows of `file`; None if it belongs to other data or settings, or is damaged, which is reported."""
-    if not file.exists():
-        return None
-    try:
-        kept = read_json_value(file, _MAX_ROW_LENGTHS_BYTES)
-        if kept["fingerprint"] != fingerprint:
-            return None
-        if kept["digest"] == _digest(fingerprint, kept["rows"]):
-            return kept["rows"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    console.write(f"measuring  {file} is damaged or cannot be read: the rows are measured again")
-    return None
 
 
 # --- Data files that change while a run reads them ---
 
 
-class DataWatch:
-    """A snapshot of the metadata of all data files (inode, size, mtime, ctime); data sets on the Hub are left out.
+def file_stamps(config: Config) -> list[tuple[str, int, int, int, int]]:
+    """Returns path, inode, size, mtime and ctime of all data files; data sets on the Hub are left out.
 
     A write in place that keeps the size and restores the mtime still changes the ctime.
     """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._stamps = self._look()
-
-    def require_unchanged(self, setup: Setup) -> None:
-        """Raises DataError on all ranks if the content of a data set has changed since the run was set up.
-
-        Every rank calls this. The content is read only if the metadata of a file has changed.
-        """
-        changed = self._changed(setup) if setup.ranks.local_rank == 0 else None
-        if first := next(filter(None, (facts["changed"] for facts in setup.ranks.gather({"changed": changed}))), None):
-            raise DataError(
-                f"{first} was changed while the run reads it, so it is not known which content the steps since the "
-                "last checkpoint have read, and nothing is saved. Restore it, and the same command resumes from that "
-                "checkpoint; checkpoints.allow_data_change: true resumes with the changed data"
-            )
-
-    def _changed(self, setup: Setup) -> str | None:
-        """Returns the names of the data sets that have changed; None if there are none."""
-        stamps, data = self._look(), setup.data
-        if stamps == self._stamps:
-            return None
-        saved = data.preparation.fingerprint
+    stamps = []
+    for each in config.data.datasets:
         try:
-            now = open_data(self._config, data.chat_tokenizer).fingerprint
-        except DataError as error:
-            return f"data.datasets ({error})"
-        names = [
-            name
-            for index, name in enumerate(data.preparation.source_names)
-            if now.get(f"data.datasets.{index}") != saved.get(f"data.datasets.{index}")
-        ]
-        if not names:
-            self._stamps = stamps
-        return ", ".join(names) or None
+            files = find_files(each.path, each.split, each.config) or []
+            stats = [(str(file), file.stat()) for file in files]
+        except (OSError, DataError):
+            continue  # opening the data set reports the problem
+        stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
+    return stamps
 
-    def _look(self) -> list[tuple[str, int, int, int, int]]:
-        stamps = []
-        for each in self._config.data.datasets:
-            try:
-                files = find_files(each.path, each.split, each.config) or []
-                stats = [(str(file), file.stat()) for file in files]
-            except (OSError, DataError):
-                continue  # opening the data set reports the problem
-            stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
-        return stamps
+
+def require_unchanged(setup: Setup) -> None:
+    """Raises DataError on all ranks if the content of a data set has changed since the run was set up.
+
+    Every rank calls this. The content is read only if the metadata of a file has changed.
+    """
+    changed = ""
+    if setup.ranks.local_rank == 0 and file_stamps(setup.config) != setup.data.file_stamps:
+        changed = _changed_datasets(setup)
+    if first := next(filter(None, (facts["changed"] for facts in setup.ranks.gather({"changed": changed}))), None):
+        raise DataError(
+            f"{first} was changed while the run reads it, so it is not known which content the steps since the last "
+            "checkpoint have read, and nothing is saved. Restore it, and the same command resumes from that "
+            "checkpoint; checkpoints.allow_data_change: true resumes with the changed data"
+        )
+
+
+def _changed_datasets(setup: Setup) -> str:
+    preparation = setup.data.preparation
+    try:
+        now = open_data(setup.config, setup.data.chat_tokenizer).fingerprint
+    except DataError as error:
+        return f"data.datasets ({error})"
+    keys = [f"data.datasets.{index}" for index in range(len(preparation.datasets))]
+    names = zip(keys, preparation.source_names, strict=True)
+    return ", ".join(name for key, name in names if now.get(key) != preparation.fingerprint.get(key))

@@ -84,6 +84,7 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
     read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
     chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
     questions = read_questions(config.evaluation.prompts)
+    file_stamps = run_data.file_stamps(config)
     preparation = run_data.open_data(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)
     evaluation_sets = run_data.open_evaluation_sets(config, preparation)
@@ -96,6 +97,7 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
         projection=project(config, dataset, sample, dp_world_size=dp_world_size),
         evaluation_sets=evaluation_sets,
         questions=questions,
+        file_stamps=file_stamps,
     )
 
 
