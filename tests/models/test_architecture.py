@@ -1,8 +1,10 @@
 """config.json: read as transformers reads it, or refused by name."""
 
+import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 import transformers
 
 from sftron.kernels.activation import ACTIVATIONS
-from sftron.models.architecture import FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
+from sftron.models import architecture
+from sftron.models.architecture import DROPOUTS, FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
 from sftron.models.mixtures import Mixture, stated_aux_coefficient
 from tests.models.reference import (
     EXPERTS,
@@ -233,6 +236,40 @@ def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use
             config = {"output_router_logits": True, **stated}
             assert stated_aux_coefficient(config, FAMILIES[model_type].defaults) == expected
             assert stated_aux_coefficient(stated, FAMILIES[model_type].defaults) == 0
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_that_transformers_reads_is_read_or_refused_and_any_other_is_ignored(model_type: str) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 32}
+    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes}
+    reference = transformers.AutoConfig.for_model(model_type)
+    source = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[type(reference)]))
+    asked = set(re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', source)) - _HAVE_NO_EFFECT
+    declared = reference.to_dict().keys() - _HAVE_NO_EFFECT - _HAS_NO_EFFECT_IN.get(model_type, set())
+    assert len(declared) > 10
+    for key in declared | asked:
+        with pytest.raises(ValueError, match=rf"\b{key}\b"):
+            LlamaConfig.from_hf(config | {key: "a value that no key has"})
+    unheard_of = {"unheard_of": 3, "transformers.js_config": {}, "unsloth_version": "2026"}
+    assert LlamaConfig.from_hf(config | unheard_of) == LlamaConfig.from_hf(config)
+
+
+_HAVE_NO_EFFECT = {
+    *("architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "return_dict", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+    *("output_attentions", "output_hidden_states", *DROPOUTS),
+}
+
+
+# Beside layer_types, and without longrope.
+_HAS_NO_EFFECT_IN = {"gemma3_text": {"_sliding_window_pattern"}, "phi3": {"original_max_position_embeddings"}}
+
+
+def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_default_config", lambda _: SimpleNamespace(later=1.5))
+    assert LlamaConfig.from_hf(BASE | {"later": 1.5}) == LlamaConfig.from_hf(BASE)
+    with pytest.raises(ValueError, match=r"later: 2\.5, but no such key is implemented"):
+        LlamaConfig.from_hf(BASE | {"later": 2.5})
 
 
 REFUSED = {
