@@ -220,7 +220,8 @@ def test_a_tensor_that_no_part_of_the_model_has_is_refused_by_name(tmp_path: Pat
             {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
             r"tie_word_embeddings contradicts",
         ),
-        ({"audio_config": {}}, r"audio_config: \{\}, but no such key"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: True, but no such key"),
+        ({"sliding_window": 9}, "sliding_window: 9, but no such key"),
     ],
 )
 def test_wrong_keys_of_a_wrapper_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

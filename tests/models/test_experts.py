@@ -21,6 +21,8 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from sftron.models import experts as native_experts
 from sftron.models.experts import BiasedExperts, Experts, sort_by_expert
 from sftron.models.routing import Router, Routing
+from sftron.models.sdpa_attention import SdpaAttention
+from sftron.verify.parity import native_logits, rounding_of_experts
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
 HIDDEN, NUM_EXPERTS, NUM_SELECTED, INNER = 48, 10, 3, 40
@@ -149,6 +151,22 @@ def test_changing_one_document_changes_others_by_rounding_alone(family: str) -> 
         after = native(torch.cat(documents), *rest).detach().split(lengths)
         differences = [float((a - b).abs().max()) for a, b in zip(before, after, strict=True)]
         assert [difference < 1e-4 for difference in differences] == [n != changed for n in range(len(lengths))]
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "gpt-oss", "Qwen 3"])
+def test_a_check_allows_the_rounding_of_experts_and_no_leak(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    native, documents = make_native(make_reference(**FAMILIES[family])), [[5, 6, 7], [8, 9, 10, 11], [3, 4]]
+    with torch.no_grad():
+        alone = native_logits(native, documents[1:2])[0]
+        limit = rounding_of_experts(native, lambda number: native_logits(native, documents[1:2] * number)[0])
+        assert (limit > 0) == (family != "Qwen 3")
+        assert limit < 1e-4
+
+        attend = SdpaAttention.__call__
+        monkeypatch.setattr(SdpaAttention, "__call__", lambda *args: attend(*args) + 1e-2 * attend(*args).mean(0))
+        leaking = [native_logits(native, [first, documents[1]])[1] for first in (documents[0], [50, 60, 70])]
+    assert (leaking[0] - leaking[1]).abs().max() > 4 * limit
+    assert not leaking[0].equal(alone)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -80,19 +81,16 @@ DROPOUTS = (
 
 _IRRELEVANT = frozenset(
     {
-        *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-        *("max_sequence_length", "_name_or_path", "_model_name_or_path", "is_llama_config", "tokenizer_class"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
-        *("transformers.js_config", "_commit_hash", "_flash_attn_2_enabled", "_attn_implementation_autoset"),
-        *("torchscript", "unsloth_fixed", "unsloth_version", "use_bfloat16"),
+        *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+        *("output_attentions", "output_hidden_states", "return_dict"),
         # Splits matrix products and adds the partial results, which only changes the order of summation.
         "pretraining_tp",
         # Training options. This project trains without dropout, and the trainer reports the keys.
         *DROPOUTS,
     }
 )
-"""Keys that do not affect the forward pass."""
+"""Keys that transformers' config classes declare, but that do not affect the forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +161,7 @@ class LlamaConfig:
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
         problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
-        problems += _unknown(others, _IRRELEVANT)
+        problems += _unknown(others, _IRRELEVANT, others.get("model_type"))
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
         windows = [] if wrong_sizes else _windows(values, family)
@@ -241,15 +239,44 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> 
         found["quantization_config.quant_method"] = quant_method(given)
         del found["quantization_config"]
     known = read | {"head_dim"} | fixed.keys() | _IRRELEVANT | family.irrelevant
-    return _unknown(found, known) + [
+    return _unknown(found, known, given.get("model_type")) + [
         f"{key}: {found[key]!r}, implemented is {value!r}"
         for key, value in fixed.items()
         if key in found and found[key] != value
     ]
 
 
-def _unknown(given: Mapping[str, Any], known: Set[str]) -> list[str]:
-    return [f"{key}: {value!r}, but no such key is implemented" for key, value in given.items() if key not in known]
+_OF_SOME_FAMILY = {key for family in FAMILIES.values() for key in (*family.defaults, *family.fixed, *family.rope.read)}
+
+
+def _unknown(given: Mapping[str, Any], known: Set[str], model_type: Any) -> list[str]:
+    """Returns a problem for each key that is not known and could change the model.
+
+    A key that transformers' config class does not declare, or that has its default, cannot change transformers' model.
+    But a few models ask for keys that only other classes declare, so no such key is ignored.
+    """
+    problems = []
+    for key, value in given.items():
+        if key in known:
+            continue
+        never_ignored = key in ("auto_map", "quantization_config") or key in _OF_SOME_FAMILY
+        if never_ignored or getattr(_default_config(model_type), key, value) != value:
+            problems.append(f"{key}: {value!r}, but no such key is implemented")
+    return problems
+
+
+@cache
+def _default_config(model_type: Any) -> Any:
+    """Returns transformers' config with all defaults; None if the installed transformers, if any, has no such class.
+
+    The table knows all keys that a class declared when it was added, so this finds those of later transformers.
+    """
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[model_type]()
+    except (ImportError, KeyError):
+        return None
 
 
 def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,6 @@ _GEMMA_2 = without("hidden_act") | {
     "layer_types": None,
 }
 _GEMMA_LAYER = {"block": "norm_around", "scale": lambda values: values["query_pre_attn_scalar"] ** -0.5}
-_GEMMA_IRRELEVANT = frozenset({"hidden_act", "cache_implementation", "sliding_window_size"})
 _GLM = COMMON | {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -118,7 +117,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         defaults=COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32} | QWEN_WINDOW,
-        fixed={"attention_bias": True, "mlp_bias": False, "use_mrope": False},
+        fixed={"attention_bias": True, "mlp_bias": False},
         model={"qkv_bias": True, "o_bias": False},
         slides=_beyond_max_window_layers,
     ),
@@ -149,10 +148,8 @@ FAMILIES: dict[str, Family] = {
         | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False}
         | {"layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
-        # The recurrence is in fp32 whatever its key states; transformers does not compute the heads of mtp.
-        irrelevant=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
-        # It is the activation of delta layers, too.
-        fixed={"mlp_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "hidden_act": "silu"},
+        # hidden_act is the activation of delta layers, too.
+        fixed={"mlp_bias": False, "mlp_only_layers": [], "hidden_act": "silu"},
         model={"norm": "rms_offset", "output_gate": True, "activation": "silu"}
         | {"delta": lambda values: DeltaSizes(**{size: values[key] for size, key in _DELTA.items()})},
         layer={"attention": "gated_rotary"},
@@ -214,7 +211,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         architecture="Phi3ForCausalLM",
         defaults=COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
-        fixed=BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        fixed=BIASES,
         # The code in the folders of the published models is what became transformers' class.
         irrelevant=frozenset({"auto_map"}),
         # As in transformers.
@@ -227,8 +224,6 @@ FAMILIES: dict[str, Family] = {
         | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "hidden_act": "gelu_pytorch_tanh"}
         | {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "tie_word_embeddings": True}
         | {"initializer_range": 0.018042},
-        fixed={"mlp_type": "default", "norm_type": "layer_norm"},
-        irrelevant=frozenset({"activation_function", "layer_norm_epsilon"}),
         model={"norm": "layer", "norm_eps": key("norm_epsilon")}
         | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), key("use_bias")),
         layer={"mlp": "plain"},
@@ -266,7 +261,7 @@ FAMILIES: dict[str, Family] = {
         | {"max_position_embeddings": 8192}
         | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         fixed=_CAUSAL,
-        irrelevant=_GEMMA_IRRELEVANT,
+        irrelevant=frozenset({"hidden_act"}),
         model=_GEMMA | {"activation": key("hidden_activation"), "logit_softcap": key("final_logit_softcapping")},
         layer=_GEMMA_LAYER | {"softcap": key("attn_logit_softcapping")},
         slides=not_every(2),
@@ -277,7 +272,7 @@ FAMILIES: dict[str, Family] = {
         | {"max_position_embeddings": 131072}
         | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
         fixed=_CAUSAL | {"attn_logit_softcapping": None},
-        irrelevant=_GEMMA_IRRELEVANT | {"_sliding_window_pattern"},
+        irrelevant=frozenset({"hidden_act", "_sliding_window_pattern"}),
         model=_GEMMA | {"activation": key("hidden_activation"), "logit_softcap": key("final_logit_softcapping")},
         layer=_GEMMA_LAYER | {"attention": "normed_rotary"},
         slides=lambda values: not_every(values["sliding_window_pattern"])(values),
@@ -306,7 +301,6 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(
         architecture="CohereForCausalLM",
         defaults=_COHERE | {"head_dim": None, "use_qk_norm": False},
-        irrelevant=frozenset({"model_max_length"}),
         model=_COHERE_MODEL,
         layer={"block": "parallel"}
         | {"attention": lambda values: "each_normed_rotary" if values["use_qk_norm"] else "rotary"},
@@ -315,9 +309,6 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family(
         architecture="Cohere2ForCausalLM",
         defaults=_COHERE | {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
-        fixed={"rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True, "layer_switch": 4}
-        | {"position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first"},
-        irrelevant=frozenset({"cache_implementation", "use_embedding_sharing", "use_parallel_embedding"}),
         model=_COHERE_MODEL,
         layer={"block": "parallel"},
         slides=lambda values: not_every(values["sliding_window_pattern"])(values),

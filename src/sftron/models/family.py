@@ -28,7 +28,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """The keys that this family does not read; if one is present, its value must be this one."""
     irrelevant: frozenset[str] = frozenset()
-    """Further keys that this family does not read, and which may have any value."""
+    """Keys of other families, or declared by transformers' class, that have no effect in this one."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """The fields of LlamaConfig that differ from `MODEL`."""
     layer: Mapping[str, Any] = field(default_factory=dict)

@@ -90,8 +90,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         | _MIXTURE
         | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         fixed={"hidden_act": "silu"},
-        # Older names of num_experts_per_tok and of an entry of rope_scaling.
-        irrelevant=frozenset({"experts_per_token", "initial_context_length"}),
         model={"activation": "silu"},
         layer={"mlp": "biased_experts", "sinks": True},
         slides=not_every(2),

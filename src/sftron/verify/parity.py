@@ -312,7 +312,9 @@ def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Tensor]) ->
     if not rounds_with_neighbors(model, model.compute_dtype):
         return 0.0
     alone, beside = outputs(1), outputs(2)
-    return max((alone - beside).abs().max().item(), torch.finfo(model.compute_dtype).eps * alone.abs().max().item())
+    # At least a quarter of the spacing of numbers of this type, as the copy may round alike by chance.
+    spacing = torch.finfo(model.compute_dtype).eps * alone.abs().max().item()
+    return max((alone - beside).abs().max().item(), spacing / 4)
 
 
 # -- generation ------------------------------------------------------------------------------------------------------
