@@ -17,7 +17,7 @@ from sftron.checkpoint.checkpoint import (
     steps_in,
     verify_checkpoint,
 )
-from sftron.checkpoint.convert import lora_of, read_trained_adapter, require_base
+from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, read_trained_adapter, require_base
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, read_config
@@ -112,7 +112,7 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
 def _load_adapted(checkpoint: Path, base: Path, device: torch.device | str) -> LlamaForSFT:
     """Loads the base of a checkpoint of adapters with these. Raises ValueError if it is not their base."""
     state, tensors, vocab_size = read_trained_adapter(checkpoint, ExportSource.read(base))
-    require_base(base, state["fingerprint"])
+    require_base(base, str(state["fingerprint"].get(BASE_WEIGHTS)))
     return load_model(
         base,
         compute_dtype=torch.float32,

@@ -24,7 +24,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from sftron import __version__
 from sftron.checkpoint.adapter import vllm_limits
-from sftron.checkpoint.convert import BASE_WEIGHTS
+from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport
 from sftron.config import Config, dump_config
