@@ -31,6 +31,7 @@ class Screen(io.StringIO):
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     return Screen()
 
 
