@@ -11,12 +11,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint, write_checkpoint
-from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
+from sftron.checkpoint.export import check_export, differing, hf_to_checkpoint, opened, plan_export, write_export
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.commands.convert import main
 from tests.models.reference import make_reference
 from tests.train.conftest import model_folder as model_folder
 from tests.train.runs import make_config, make_model_folder, run
+
+
+def to_folder(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype, stops: list[int] | None = None) -> None:
+    files = ExportSource.read(source)
+    with opened(checkpoint, files, stops) as (state, read, vocab_size):
+        plan = plan_export(state, files, vocab_size, dtype=dtype, model_dtype=dtype)
+        write_export(plan, read(), folder)
+        assert check_export(plan, read(), folder)[1] == []
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -31,7 +39,7 @@ def test_a_folder_comes_back_from_a_checkpoint_as_it_was_and_a_single_bit_is_a_d
     make_reference(tie_word_embeddings=tied).to(dtype).save_pretrained(source)
     hf_to_checkpoint(source, tmp_path / "checkpoint")
     assert verify_checkpoint(tmp_path / "checkpoint") is None
-    checkpoint_to_hf(tmp_path / "checkpoint", tmp_path / "again", source=ExportSource.read(source), dtype=dtype)
+    to_folder(tmp_path / "checkpoint", tmp_path / "again", source, dtype)
 
     before, after = tensors(source), tensors(tmp_path / "again")
     assert before.keys() == after.keys()
@@ -98,9 +106,8 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
 def test_stop_tokens_are_those_of_the_run_or_those_that_are_given(tmp_path: Path, model_folder: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     hf_to_checkpoint(model_folder, checkpoint)
-    source = ExportSource.read(model_folder)
-    checkpoint_to_hf(checkpoint, tmp_path / "target", source=source, dtype=torch.float32, stop_token_ids=[7])
+    to_folder(checkpoint, tmp_path / "target", model_folder, torch.float32, [7])
     assert 7 in json.loads((tmp_path / "target" / "generation_config.json").read_text())["eos_token_id"]
     write_checkpoint(checkpoint, 0, {"model": {}, "optimizer": {}}, state=b'{"step": 0}')
     with pytest.raises(CheckpointError, match="has no stop_token_ids; give them with --stop-token-ids"):
-        checkpoint_to_hf(checkpoint, tmp_path / "other", source=source, dtype=torch.float32)
+        to_folder(checkpoint, tmp_path / "other", model_folder, torch.float32)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint.adapter import read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, state_text, write_checkpoint
-from sftron.checkpoint.convert import BASE_WEIGHTS, adapter_to_hf, differing_weights
+from sftron.checkpoint.export import BASE_WEIGHTS, differing_weights
 from sftron.checkpoint.hf_export import export_hf, stop_ids_of
 from sftron.checkpoint.hf_weights import digest_of, file_digests, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
@@ -19,6 +19,7 @@ from sftron.commands.convert import main
 from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import architecture_facts
 from sftron.models.fusion import split_state_dict
+from sftron.train.exports.conversion import convert
 from tests.checkpoint.test_adapter import ALL_CASES, IDS, logits_of, make_base, native_model
 from tests.conftest import rest_nightly
 from tests.models.reference import FAMILIES, make_reference
@@ -87,7 +88,9 @@ def test_the_report_has_the_share_of_the_delta_that_rounding_lost_by_kind_of_mat
     assert f"down_proj {report.lost['down_proj']:.1%}" in "".join(report.lines())
 
 
-def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(tmp_path: Path) -> None:
+def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = make_base(tmp_path / "base", "Llama 3")
     spec, tensors = make_adapter("Llama 3", target_modules=["q_proj"])
     write_adapter(
@@ -97,15 +100,15 @@ def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(
         source=source,
         base_model="base",
     )
-    options: dict[str, Any] = {"base": tmp_path / "base"}
+    options: dict[str, Any] = {"model": tmp_path / "base", "dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=r"lost the whole adapter.*Merge in float32, or serve the adapter"):
-        adapter_to_hf(tmp_path / "tiny", tmp_path / "out", dtype=torch.bfloat16, **options)
+        convert(tmp_path / "tiny", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
     zero = {name: each * 0 if "lora_B" in name else each for name, each in tensors.items()}
     write_adapter(tmp_path / "zero", zero, spec, source=source, base_model="base")
-    report = adapter_to_hf(tmp_path / "zero", tmp_path / "out", dtype=torch.bfloat16, **options)
-    assert report.lines() == ["the adapter is zero: the merged weights are those of the base"]
+    convert(tmp_path / "zero", tmp_path / "out", **options)
+    assert capsys.readouterr().out == "the adapter is zero: the merged weights are those of the base\n"
 
 
 def test_the_base_of_a_merge_can_be_what_was_trained_on(tmp_path: Path) -> None:
@@ -135,12 +138,12 @@ def test_a_checkpoint_of_adapters_becomes_an_adapter_folder_or_a_merged_model(ca
     checkpoint = tmp_path / "checkpoint"
     write_checkpoint(checkpoint, 3, shards | {OPTIMIZER: {}}, state=state_text(3, facts))
 
-    def convert(*arguments: object) -> None:
+    def convert_by_command(*arguments: object) -> None:
         assert main([*map(str, arguments), "--model", base, "--dtype", "float32"]) == 0
 
-    convert(checkpoint, tmp_path / "adapter")
-    convert(checkpoint, tmp_path / "merged", "--merge")
-    convert(tmp_path / "adapter", tmp_path / "again")
+    convert_by_command(checkpoint, tmp_path / "adapter")
+    convert_by_command(checkpoint, tmp_path / "merged", "--merge")
+    convert_by_command(tmp_path / "adapter", tmp_path / "again")
     found = read_adapter(tmp_path / "adapter", source.architecture)
     assert found.spec == spec
     assert all(found.tensors[name].equal(tensor) for name, tensor in tensors.items())

@@ -286,9 +286,9 @@ def test_without_a_token_or_offline_a_push_is_refused_at_the_start(monkeypatch: 
         ({"checkpoints__export_hf": False}, "hub.push_to: is me/tiny, but checkpoints.export_hf is false"),
         ({"hub__every": 3}, "hub.every: is 3, but checkpoints.export_interval is null"),
         ({"hub__every": 3, "checkpoints__export_interval": 2}, "hub.every: is 3, but checkpoints.export_interval is 2"),
-        ({"hub__push_to": None, "hub__private": False}, "hub.private: is false, but push_to is null"),
-        ({"hub__push_to": None, "hub__every": "exports"}, "hub.every: is exports, but push_to is null"),
-        ({"logging__to": ["mlflow", "mlflow"]}, "logging.to: has mlflow twice; name each logger once"),
+        ({"hub__push_to": None, "hub__private": False}, "hub.private: is set, but push_to is null"),
+        ({"hub__push_to": None, "hub__every": "exports"}, "hub.every: is set, but push_to is null"),
+        ({"logging__to": ["mlflow", "mlflow"]}, "logging.to: has .*mlflow twice"),
         ({"hub__push_to": "tiny"}, 'found "tiny" .text.; wanted the name of a repository, user/name'),
     ],
 )

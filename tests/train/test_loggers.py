@@ -175,17 +175,6 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
     assert capfd.readouterr().out.count("has 5 calls waiting; what does not fit is missing there") == 1
 
 
-def test_a_copy_of_a_run_directory_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    store_id("mlflow", tmp_path / "a", "7")
-    (tmp_path / "b/mlflow.json").write_text((tmp_path / "a/mlflow.json").read_text())
-    assert (known_id("mlflow", tmp_path / "a"), known_id("mlflow", tmp_path / "b")) == ("7", None)
-    (tmp_path / "a").rename(tmp_path / "c")
-    assert known_id("mlflow", tmp_path / "c") == "7"
-    assert known_id("trackio", tmp_path / "c") is None
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "comet_ml", "wandb"])
 def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
     monkeypatch.setattr(make_loggers, "find_spec", lambda _: None)

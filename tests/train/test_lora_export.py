@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sftron.checkpoint import export
 from sftron.checkpoint.hf_weights import load_model
 from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.train.exports import exporter
 from sftron.train.exports.chat import open_chat_model
 from sftron.train.exports.exporter import export_checkpoint
 from sftron.train.start.lora import adapter_tensors, logits_of
@@ -91,7 +91,7 @@ def test_a_merge_that_changes_the_model_is_not_written(
     def unmerged(source: Path, *_: Any, **__: Any) -> Any:
         return load_model(source, compute_dtype=torch.float32).named_parameters()
 
-    monkeypatch.setattr(exporter, "merged_weights", unmerged)
+    monkeypatch.setattr(export, "merged_weights", unmerged)
     trainer = run(config_of(tmp_path, model_folder))
     assert "not merged: KL" in capsys.readouterr().out
     assert not list((trainer.directory.folder / "hf").iterdir())
@@ -153,7 +153,7 @@ def test_the_best_checkpoint_is_exported_as_adapter_and_merge(tmp_path: Path, mo
 def test_the_merge_of_the_best_is_compared_with_the_model_of_its_own_step(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = exporter.merged_weights
+    real = export.merged_weights
     calls = []
 
     def wrong_at_second(source: Path, *arguments: Any, **options: Any) -> Any:
@@ -162,7 +162,7 @@ def test_the_merge_of_the_best_is_compared_with_the_model_of_its_own_step(
             return real(source, *arguments, **options)
         return load_model(source, compute_dtype=torch.float32).named_parameters()
 
-    monkeypatch.setattr(exporter, "merged_weights", wrong_at_second)
+    monkeypatch.setattr(export, "merged_weights", wrong_at_second)
     trainer, best = best_of(tmp_path, model_folder)
     assert len(calls) == 2
     assert trainer.directory.refused_merges() == {best}

@@ -44,8 +44,6 @@ def test_the_numbers_are_the_runs(finished: FinishedRun) -> None:
     assert rows["Tokens seen"] == [f"{last['total_tokens']:,}"]
     assert rows["Tokens trained"] == [f"{last['total_trained_tokens']:,}"]
     assert rows["Training loss of the last step"] == [f"{last['loss']:.4f}"]
-    assert rows["Fill"] == [f"{last['total_tokens'] / (6 * 2 * 96):.2%}"]
-    assert rows["Conversations a pack"] == [f"{sum(line['conversations'] for line in lines) / 12:.1f}"]
     assert rows["Tokens a pack"] == ["96"]
     data = rows["rows.jsonl"]
     assert (data[0], data[1], data[4]) == ("41", f"{last['epoch']:.2f}", f"{last['total_tokens']:,}")
@@ -180,7 +178,6 @@ def card_of(name: str, config: str = "") -> str:
         "stop_tokens": [name],
         "last_loss": "1.0",
         "learning_rate": "1e-4",
-        "packing": [],
         "changes": [[name, "1 to 2", name]],
         "evaluations": [[name, "1", "2.0", "0.5", "7"]],
     }

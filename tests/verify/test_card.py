@@ -154,12 +154,11 @@ def test_paths_with_spaces_and_in_urls_have_no_folder(
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("of /home/jane doe/x and /home/jane doe/deeper/x.", "of x and x."),
+        ("of /srv/of all/x and /home/jane/deeper/x.", "of x and x."),
         ("/home/jane doe, its folder", "~, its folder"),
-        ("file:///home/jane doe/x", "file://x"),
+        ("file:///srv/of all/x", "file://x"),
         ("file:///home/jane/x", "file://x"),
-        ("hf:/home/jane/x", "hf:x"),
-        ("~jane/x ~/y ../z/x", "x y x"),
+        ("/home/jane doe/y ~/y", "y y"),
         ("/srv/of all/x", "x"),
         ("https://host/jane/x org/name data/x 1/2", "https://host/jane/x org/name data/x 1/2"),
         ("s3://bucket/srv/of all/x", "s3://bucket/srv/of all/x"),

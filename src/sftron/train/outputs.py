@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sftron.checkpoint.atomic import all_or_raise, main_or_raise
-from sftron.checkpoint.convert import read_trained_adapter
+from sftron.checkpoint.export import read_trained_adapter
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
@@ -66,7 +66,7 @@ class RunExports:
             repository=setup.config.hub.push_to if pusher else None,
         )
         if setup.model.adapters is not None:
-            folder = self._export_adapters(exporter, setup.model.adapters.start.spec)
+            folder = self._export_adapters(exporter)
         else:
             folder = self._directory.hf(step)
             self._export_model(exporter, folder)
@@ -103,7 +103,7 @@ class RunExports:
 
         all_or_raise(self._ranks, write if self._ranks.is_main else gather_the_rest)
 
-    def _export_adapters(self, exporter: Exporter, spec: LoraSpec) -> Path:
+    def _export_adapters(self, exporter: Exporter) -> Path:
         """Writes adapter/step-N and, if it is wanted and accepted, the merge hf/step-N. Returns the last one."""
         setup, model, step = self._setup, self._model, self._progress.step
         folder, merged_folder = self._directory.adapter(step), self._directory.hf(step)
@@ -112,10 +112,10 @@ class RunExports:
         logits = logits_of(model, texts) if is_merged else []
 
         def write() -> str:
-            exporter.write_adapter(tensors, spec, folder)
+            exporter.write_adapter(tensors, folder)
             if not is_merged:
                 return str(folder)
-            merge = exporter.write_merged(tensors, spec, merged_folder, trained=model, texts=texts, logits=logits)
+            merge = exporter.write_merged(tensors, merged_folder, trained=model, texts=texts, logits=logits)
             self._directory.record_merge(step, merge)
             return str(merged_folder if merge["is_accepted"] else folder)
 
@@ -161,12 +161,10 @@ class RunExports:
         state, tensors, vocab_size = read_trained_adapter(checkpoint, parts.source)
         start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
         exporter = Exporter(config, parts, state, directory.folder, vocab_size=vocab_size, repository=None)
-        exporter.write_adapter(tensors, start.spec, directory.adapter(step))
+        exporter.write_adapter(tensors, directory.adapter(step))
         if config.lora.merge:
             # The merge is compared with the model of that step, which is loaded for it.
             texts = texts_of(setup.data)
             logits = logits_of(load_whole_model(setup, start), texts)
-            merge = exporter.write_merged(
-                tensors, start.spec, directory.hf(step), trained=self._model, texts=texts, logits=logits
-            )
+            merge = exporter.write_merged(tensors, directory.hf(step), trained=self._model, texts=texts, logits=logits)
             directory.record_merge(step, merge)

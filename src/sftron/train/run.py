@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.convert import BASE_WEIGHTS
+from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer

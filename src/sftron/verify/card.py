@@ -29,15 +29,11 @@ from sftron.verify.subject import Subject
 from sftron.verify.table import Check, RunReport
 from sftron.verify.verify_run import select
 
-_FOLDERS = re.compile(
-    r"(?:(?<![\w.~/:-])|(?<=:)(?!//)|(?<=file://))(?:~[\w.-]*/(?:[^\s/,;:'\"]+/)*|\.{0,2}/(?:[^\s/,;:'\"]+/)+)",
-    re.IGNORECASE,
-)
-"""Matches the folders of an absolute path, or of one that begins with ~, ~user or a dot, also after `file://`."""
 _START = r"(?<![\w.~-])"
 """Matches where a path may begin: not within a name or another path."""
-_PATH = re.compile(r"(?:--[^=]*=)?(?:\w+:(?://)?(?=/))?([/~.](?!/).*)", re.DOTALL)
-"""Matches an argument or a value of the configuration whose group 1 is a path that `_FOLDERS` would shorten."""
+_NAME = r"/[^\s/,;:'\"]+"
+_FOLDERS = re.compile(rf"(?:(?<![\w.~/:-])|(?<=file://))(?:~(?:{_NAME})*|(?:{_NAME})+)/")
+"""Matches the folders of an absolute path, or of one in the user's folder, also after `file://`."""
 
 
 def card_of(report: RunReport, subject: Subject, config: Config, command: str) -> str:
@@ -103,10 +99,11 @@ def _row(check: Check) -> dict[str, Any]:
 def _folders(subject: Subject, config: Config, command: str) -> list[str]:
     """Returns the folders of all known paths, the longest first: a space in a path cannot be recognized in text."""
     texts = [*shlex.split(command), *_strings(config.model_dump(mode="json"))]
-    paths = [match[1] for text in texts if (match := _PATH.fullmatch(text))]
-    paths += map(str, (subject.model_folder, subject.scratch / "file", config.run_dir.absolute(), Path.cwd() / "file"))
-    parents = {_from_home(str(Path(each).parent)) for path in paths for each in (path, os.path.realpath(path))}
-    return sorted(parents - {"/", ".", "..", "~"}, key=len, reverse=True)
+    words = [text.rpartition("=")[2].removeprefix("file://") for text in texts]
+    paths = [Path(word).expanduser() for word in words if word.startswith(("/", "~/"))]
+    paths += [subject.model_folder.absolute(), subject.scratch / "file", config.run_dir.absolute(), Path.cwd() / "file"]
+    parents = {str(each.parent) for path in paths for each in (path, path.resolve())}
+    return sorted(parents - {"/"}, key=len, reverse=True)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -117,12 +114,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _from_home(text: str) -> str:
-    """Returns the text with ~ for the folder of the user."""
-    home = os.path.expanduser("~")  # noqa: PTH111  (Path.home raises an exception if there is none)
-    return re.sub(rf"{_START}{re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
-
-
 def _shortened(value: Any, folders: Sequence[str]) -> Any:
     """Returns the value with each path without its folders; `folders` are the known ones, the longest first."""
     if isinstance(value, dict):
@@ -131,7 +122,7 @@ def _shortened(value: Any, folders: Sequence[str]) -> Any:
         return [_shortened(each, folders) for each in value]
     if not isinstance(value, str):
         return value
-    value = _from_home(value)
     for folder in folders:
-        value = re.sub(rf"{_START}{re.escape(folder)}/", "/./", value)  # _FOLDERS removes it with those that follow
-    return _FOLDERS.sub("", value)
+        value = re.sub(rf"{_START}{re.escape(folder)}/", "", value)
+    home = os.path.expanduser("~")  # noqa: PTH111  (Path.home raises an exception if there is none)
+    return _FOLDERS.sub("", re.sub(rf"{_START}{re.escape(home)}(?![\w.-])", "~", value))

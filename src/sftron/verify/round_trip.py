@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
-from sftron.checkpoint.convert import same_bits
+from sftron.checkpoint.export import same_bits
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder
 from sftron.models.adapters import is_adapter

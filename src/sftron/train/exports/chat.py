@@ -8,29 +8,18 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.checkpoint import (
-    MANIFEST,
-    MODEL,
-    CheckpointError,
-    load_checkpoint,
-    read_state,
-    steps_in,
-    verify_checkpoint,
-)
-from sftron.checkpoint.convert import lora_of, read_trained_adapter, require_base
+from sftron.checkpoint.checkpoint import MANIFEST, load_checkpoint, steps_in
+from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, opened, require_base
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, read_config
-from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
-from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.models.architecture import architecture_facts
+from sftron.models.adapters import AdapterStart
 from sftron.models.generation import Choose, Sampler
 from sftron.models.generation import generate as generate_ids
 from sftron.models.llama import LlamaForSFT
-from sftron.train.resume import require_same_model
 from sftron.train.start.revisions import model_folder
 from sftron.train.start.run_data import load_chat_tokenizer
 
@@ -84,42 +73,24 @@ def _open_export(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT,
 
 
 def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
-    """Opens a checkpoint with the tokenizer, template and architecture of its run."""
-    if problem := verify_checkpoint(folder):
-        raise CheckpointError(f"{folder}: {problem}")
+    """Opens a checkpoint with the tokenizer, template and architecture of its run, and the base of its adapters."""
     run_config = folder.resolve().parents[1] / "config.yaml"
     if not run_config.is_file():
         raise ValueError(f"{folder} is not in a run directory; export it first (`sftron convert --model DIR`)")
     config = load_config(run_config)
-    base = model_folder(config)
-    check_files(base)
-    chat_tokenizer = load_chat_tokenizer(config)
-    state = read_state(folder)
-    stop_ids = state.get("stop_token_ids") or stop_ids_of(base)
-    if lora_of(state) is not None:
-        return _load_adapted(folder, base, device), chat_tokenizer, stop_ids
-    with ShardedTensors(folder, MODEL) as stored:
-        vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
-    llama_config = replace(read_config(base), vocab_size=vocab_size)
-    require_same_model(folder, saved=state.get("fingerprint", {}), now=architecture_facts(llama_config))
-    with torch.device("meta"):
-        model = LlamaForSFT(llama_config, compute_dtype=torch.float32)
-    model.to_empty(device=device)
-    load_checkpoint(folder, model=model, optimizer=None)
-    return model, chat_tokenizer, stop_ids
-
-
-def _load_adapted(checkpoint: Path, base: Path, device: torch.device | str) -> LlamaForSFT:
-    """Loads the base of a checkpoint of adapters with these. Raises ValueError if it is not their base."""
-    state, tensors, vocab_size = read_trained_adapter(checkpoint, ExportSource.read(base))
-    require_base(base, state["fingerprint"])
-    return load_model(
-        base,
-        compute_dtype=torch.float32,
-        vocab_size=vocab_size,
-        device=device,
-        adapters=AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors),
-    )
+    base = ExportSource.read(model_folder(config))
+    with opened(folder, base) as (state, read, vocab_size):
+        if (spec := lora_of(state)) is not None:
+            require_base(base.folder, str(state["fingerprint"].get(BASE_WEIGHTS)))
+            adapters = AdapterStart(spec=spec, tensors=dict(read()))
+            options = {"vocab_size": vocab_size, "device": device, "adapters": adapters}
+            model = load_model(base.folder, compute_dtype=torch.float32, **options)
+        else:
+            with torch.device("meta"):
+                model = LlamaForSFT(replace(base.architecture, vocab_size=vocab_size), compute_dtype=torch.float32)
+            model.to_empty(device=device)
+            load_checkpoint(folder, model=model, optimizer=None)
+    return model, load_chat_tokenizer(config), state["stop_token_ids"] or base.stop_ids
 
 
 # --- The conversation ---

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sftron.checkpoint.adapter import read_adapter, vllm_limits
 from sftron.checkpoint.adapter_config import CONFIG as ADAPTER
-from sftron.checkpoint.checkpoint import MANIFEST, read_state
-from sftron.checkpoint.convert import (
-    adapter_to_hf,
-    checkpoint_to_adapter,
-    checkpoint_to_hf,
-    differing,
-    differing_in_adapter,
-    differing_weights,
+from sftron.checkpoint.checkpoint import MANIFEST
+from sftron.checkpoint.export import (
+    ExportPlan,
+    check_export,
     hf_to_checkpoint,
     lora_of,
+    opened,
+    plan_export,
+    write_export,
 )
-from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.merge import MergeReport, merged_weights
-from sftron.checkpoint.model_folder import read_config
+from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.config import load_config
 from sftron.errors import show
-from sftron.models.adapters import LoraSpec
-from sftron.models.quantization import as_computed
+from sftron.models.fusion import NamedTensors
 from sftron.train.exports.base_model import hub_id, read_base_model
-from sftron.train.exports.exporter import export_checkpoint
+from sftron.train.exports.exporter import plan_of_run, read_export_parts
 from sftron.train.exports.model_card import AdapterFacts, plain_model_card
-from sftron.train.start.lora import frozen_dtype
 from sftron.train.start.revisions import model_folder
+from sftron.train.start.run_data import load_chat_tokenizer
 
 
 def convert(
@@ -66,60 +62,60 @@ def convert(
     if (source / ADAPTER).is_file():
         return _merge_adapter(source, target, model, dtype or torch.bfloat16, stop_token_ids)
     if not (source / MANIFEST).is_file():
-        hf_to_checkpoint(source, target)
-        return differing(target, source)
-    state, run_config = read_state(source), source.resolve().parents[1] / "config.yaml"
-    spec = None if merge else lora_of(state)  # of the adapter that the target will be
-    read_base = None
+        return hf_to_checkpoint(source, target)
+    run_config, parts, config = source.resolve().parents[1] / "config.yaml", None, None
     if model is not None:
-        _convert_alone(source, target, model, dtype, stop_token_ids, state["step"], spec)
+        export_source = ExportSource.read(model)
     elif run_config.is_file():
         config = load_config(run_config, overrides)
-        model = model_folder(config)
-        _show_merge(export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=stop_token_ids, merge=merge))
-        read_base = partial(as_computed, dtype=frozen_dtype(config))
+        parts = read_export_parts(config, model_folder(config), load_chat_tokenizer(config))
+        export_source = parts.source
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
-    if spec is None:
-        return differing(source, target, model, read_base)
-    for line in vllm_limits(spec):
-        show(f"WARNING    {line}")
-    return differing_in_adapter(source, target, model)
-
-
-def _convert_alone(
-    source: Path,
-    target: Path,
-    model: Path,
-    dtype: torch.dtype | None,
-    stop_token_ids: Collection[int] | None,
-    step: int,
-    spec: LoraSpec | None,
-) -> None:
-    """Converts a checkpoint outside a run directory, to an adapter if `spec` describes one; see `convert`."""
-    base = read_base_model(str(model), model)
-    card = plain_model_card(base, step, None if spec is None else AdapterFacts(spec=spec))
-    common = {"source": ExportSource.read(model), "stop_token_ids": stop_token_ids, "model_card": card}
-    if spec is None:
-        _show_merge(checkpoint_to_hf(source, target, dtype=dtype or torch.bfloat16, **common))
-    else:
-        common |= {"base_model": base.name if hub_id(base.name) else str(model), "base_revision": base.revision}
-        checkpoint_to_adapter(source, target, dtype=dtype or torch.float32, **common)
+    with opened(source, export_source, stop_token_ids) as (state, read, vocab_size):
+        options: dict[str, Any] = {"dtype": dtype, "merge": merge}
+        if config is not None and parts is not None:
+            plan = plan_of_run(config, parts, state, run_config.parent, vocab_size=vocab_size, **options)
+        else:
+            base = read_base_model(str(model), export_source.folder)
+            spec = None if merge else lora_of(state)
+            card = plain_model_card(base, state["step"], None if spec is None else AdapterFacts(spec=spec))
+            options |= {"base_model": base.name if hub_id(base.name) else str(model), "base_revision": base.revision}
+            options |= {"model_dtype": torch.bfloat16, "card": lambda _: card}
+            plan = plan_export(state, export_source, vocab_size, **options)
+        found = _write_and_check(plan, read, target)
+    if plan.spec is not None and plan.is_adapter:
+        for line in vllm_limits(plan.spec):
+            show(f"WARNING    {line}")
+    return found
 
 
 def _merge_adapter(
     source: Path, target: Path, model: Path | None, dtype: torch.dtype, stop_token_ids: Collection[int] | None
 ) -> tuple[int, list[str]]:
-    """Merges an adapter folder into its base; see `convert`."""
+    """Merges an adapter folder into its base; see `convert`.
+
+    The tokenizer and the stop tokens are those of the adapter's folder, where it has them.
+    """
     if model is None:
         raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")
-    found = read_adapter(source, read_config(model))
-    card = plain_model_card(read_base_model(str(model), model), None)
-    _show_merge(adapter_to_hf(source, target, base=model, dtype=dtype, stop_token_ids=stop_token_ids, model_card=card))
-    weights = merged_weights(model, found.tensors, found.spec, MergeReport(dtype))
-    return differing_weights(weights, target)
+    has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    base = ExportSource.read(model, source if has_tokenizer else None)
+    found, card = read_adapter(source, base.architecture), plain_model_card(read_base_model(str(model), model), None)
+    plan = ExportPlan(
+        source=base,
+        dtype=dtype,
+        stop_token_ids=list(stop_ids_of(source)) if stop_token_ids is None else stop_token_ids,
+        vocab_size=found.vocab_size,
+        spec=found.spec,
+        is_merged=True,
+        card=lambda _: card,
+    )
+    return _write_and_check(plan, found.tensors.items, target)
 
 
-def _show_merge(report: MergeReport | None) -> None:
+def _write_and_check(plan: ExportPlan, read: Callable[[], NamedTensors], target: Path) -> tuple[int, list[str]]:
+    report = write_export(plan, read(), target)
     for line in report.lines() if report else ():
         show(line)
+    return check_export(plan, read(), target)

@@ -24,7 +24,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from sftron import __version__
 from sftron.checkpoint.adapter import vllm_limits
-from sftron.checkpoint.convert import BASE_WEIGHTS
+from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport
 from sftron.config import Config, dump_config
@@ -47,8 +47,6 @@ VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 MAX_CARD_BYTES = 16 * 2**20
 _RATE = "optimizer.learning_rate"
-_MEASURES = ("tokens", "fill", "conversations", "step_seconds")
-"""The numbers of a step that the card adds up; a record that lacks one is left out of the sums."""
 
 
 # --- The adapter and the hardware ---
@@ -102,13 +100,10 @@ def model_card(
         [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
-    steps = [record for record in records if all(type(record.get(key)) in (int, float) for key in _MEASURES)]
     rates = [f"{rate:g} {period_words(first, last)}" for first, last, rate in periods.get(_RATE, [])]
     losses = [loss for record in records if type(loss := record.get("loss")) in (int, float)]
     made_with = [["Revision of the base", base.revision]] if base.revision and adapter is None else []
     made_with += [["Hardware", str(state["hardware"])]] if "hardware" in state else []
-    if packing := _packing_rows(steps, token_budget(config)):
-        made_with.append(["Time in steps", f"{sum(step['step_seconds'] for step in steps) / 3600:.2f} hours"])
     run = {
         "options": config,
         "progress": progress,
@@ -118,7 +113,6 @@ def model_card(
         "divergence": divergence(records, len(chat_tokenizer.tokenizer)),
         "last_loss": _number(losses[-1] if losses else None),
         "learning_rate": ", ".join(rates) or f"{config.optimizer.learning_rate:g}",
-        "packing": packing,
         "verified": _verified(run_folder, state.get("fingerprint") or {}, base.folder),
         "changes": _change_rows(periods, progress.step),
         "evaluations": _evaluation_rows(evaluations),
@@ -137,17 +131,6 @@ def model_card(
 
 def _number(value: float | None) -> str:
     return "?" if value is None else f"{value:.4f}"
-
-
-def _packing_rows(steps: Sequence[Mapping[str, Any]], budget: int) -> list[list[str]]:
-    """Returns how full the packs of these steps were; nothing if none had a token."""
-    if not (num_positions := sum(step["tokens"] / step["fill"] for step in steps if step["fill"])):
-        return []
-    per_pack = sum(step["conversations"] for step in steps) / num_positions * budget
-    return [
-        ["Fill", f"{sum(step['tokens'] for step in steps) / num_positions:.2%}"],
-        ["Conversations a pack", f"{per_pack:.1f}"],
-    ]
 
 
 def _change_rows(periods: Mapping[str, Sequence[tuple[int, int | None, Any]]], last_step: int) -> list[list[str]]:

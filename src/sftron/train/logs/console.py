@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,6 @@ from rich.text import Text
 from sftron.errors import printable, redacted
 
 _INDENT = " " * 11
-_WIDEST_BAR, _NARROWEST_BAR = 40, 10
 
 _prints = True
 _append: Callable[[bytes], None] | None = None
@@ -73,7 +73,6 @@ def write(line: str, colored: str | None = None) -> None:
             _standard_output.write(redacted(colored) + "\n")
             _standard_output.flush()
         else:
-            _fit(_bar)
             _bar.console.print(Text.from_ansi(redacted(colored)), soft_wrap=True)
         log = _append or (_early_lines.append if _early_lines is not None else None)
         if log is not None:
@@ -85,7 +84,7 @@ def write_short(line: str, short: str) -> None:
 
     console.log receives the full line, and so does standard output if it is not a terminal.
     """
-    write(line, short[: _columns() - 1] if sys.stdout.isatty() else None)
+    write(line, short[: shutil.get_terminal_size().columns - 1] if sys.stdout.isatty() else None)
 
 
 class RunProgress:
@@ -96,6 +95,8 @@ class RunProgress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress = Progress(
+            BarColumn(),
+            TextColumn("{task.description}", markup=False),
             console=_Terminal(file=cast(TextIO, _standard_output), markup=False, emoji=False, highlight=False),
             auto_refresh=False,  # starts no thread, because loader workers are forked from this process
             transient=True,
@@ -117,7 +118,6 @@ class RunProgress:
         if not self._progress.disable:
             with _lock:
                 _bar = self._progress
-                _fit(_bar)
                 _bar.start()
                 _bar.refresh()
 
@@ -139,21 +139,6 @@ def hide_progress() -> None:
         if _bar is not None:
             _bar.stop()
             _bar = None
-
-
-def _fit(progress: Progress) -> None:
-    """Fits the bar to the terminal's width, minus the last column, in which some terminals wrap."""
-    progress.console.width = max(1, _columns() - 1)
-    room = progress.console.width - len(progress.tasks[0].description) - 1
-    text = TextColumn("{task.description}", markup=False)
-    progress.columns = (BarColumn(min(_WIDEST_BAR, room)), text) if room >= _NARROWEST_BAR else (text,)
-
-
-def _columns() -> int:
-    """Returns the current width of the terminal; 80 if it is unknown."""
-    with suppress(OSError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-    return 80
 
 
 class _Terminal(Console):

@@ -1,0 +1,258 @@
+"""Exports: a whole model, an adapter, or an adapter merged into its base; and checkpoints of Hugging Face folders.
+
+An export is planned (`plan_export`), written (`write_export`) and read back (`check_export`), by a run and by `sftron
+convert` alike. A conversion is bitwise the identity both ways (law 9): master weights are fp32, which represents fp16
+and bf16 exactly, so weights that were loaded in one of these types are exported unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
+from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
+from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests, load_model
+from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.model_folder import read_config
+from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, own_shards
+from sftron.models.adapters import LoraSpec, peft_name
+from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.fusion import NamedTensors, split_state_dict
+from sftron.models.mixtures import spelling_of
+
+BASE_WEIGHTS = "the model's base weights"
+"""The entry of a checkpoint's fingerprint for the hash of the base model, if it holds adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """An export of weights: of a whole model or, with `spec`, of adapters, by themselves or merged into their base."""
+
+    source: ExportSource
+    dtype: torch.dtype
+    """The type of the tensors on disk."""
+    stop_token_ids: Collection[int]
+    vocab_size: int | None
+    """The number of rows of the embeddings."""
+    spec: LoraSpec | None = None
+    is_merged: bool = False
+    base_sha256: str | None = None
+    """The hash of the weights that adapters were trained with, which a merge requires of its base."""
+    base_model: str = ""
+    """The name or path by which others load the base of an adapter, and its commit."""
+    base_revision: str | None = None
+    read_base: Callable[[str, Tensor], Tensor] | None = None
+    """See `merged_weights`."""
+    card: Callable[[MergeReport | None], str] | None = None
+    """Returns the content of README.md, given the report of a merge once that is complete."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.spec is not None and not self.is_merged
+
+
+def plan_export(
+    state: Mapping[str, Any],
+    source: ExportSource,
+    vocab_size: int,
+    *,
+    dtype: torch.dtype | None,
+    model_dtype: torch.dtype,
+    merge: bool = False,
+    **options: Any,
+) -> ExportPlan:
+    """Returns the plan of an export of a checkpoint's weights.
+
+    Args:
+        state: The state of the checkpoint.
+        dtype: The type on disk; by default, `model_dtype` for a whole model, and float32 for an adapter.
+        merge: Merges adapters into their base; the plan of a whole model is the same.
+        options: Other fields of the plan.
+    """
+    spec = lora_of(state)
+    if spec is not None:
+        options |= {"spec": spec, "is_merged": merge, "base_sha256": str(state["fingerprint"].get(BASE_WEIGHTS))}
+    dtype = dtype or (model_dtype if spec is None or merge else torch.float32)
+    stops = state["stop_token_ids"]
+    return ExportPlan(source=source, dtype=dtype, stop_token_ids=stops, vocab_size=vocab_size, **options)
+
+
+def write_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> MergeReport | None:
+    """Writes an export atomically.
+
+    Args:
+        weights: The parameters of LlamaForSFT or, of adapters, all trained tensors, by `peft_name`.
+
+    Returns:
+        What rounding lost of the adapters, if they were merged.
+
+    Raises:
+        CheckpointError: The source's folder has not the base that the adapters were trained with.
+        ValueError: The weights are not those of the source, or not finite; or rounding would make the merged weights
+            those of the base.
+        OSError: The folder cannot be written.
+    """
+    options: dict[str, Any] = {"dtype": plan.dtype, "vocab_size": plan.vocab_size}
+    options |= {"stop_token_ids": plan.stop_token_ids, "model_card": plan.card and plan.card(None)}
+    if plan.spec is not None and plan.is_adapter:
+        base = {"base_model": plan.base_model, "base_revision": plan.base_revision}
+        write_adapter(folder, dict(weights), plan.spec, source=plan.source, **base, **options)
+        return None
+    if plan.base_sha256 is not None:
+        require_base(plan.source.folder, plan.base_sha256)
+    whole, report = _whole(plan, weights)
+    export_hf(whole, folder, source_folder=plan.source, **options)
+    if report is not None and plan.card is not None:  # the report is complete only now
+        (folder / "README.md").write_text(plan.card(report), encoding="utf-8")
+    return report
+
+
+def check_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> tuple[int, list[str]]:
+    """Compares an export bit for bit with the weights that it was written from, cast to its type.
+
+    Returns:
+        The number of tensors in the folder, and the names of those that differ.
+    """
+    if not plan.is_adapter:
+        return differing_weights(_whole(plan, weights)[0], folder)
+    expected, found = dict(weights), read_adapter(folder, plan.source.architecture).tensors
+    with SafetensorsFolder(folder, WEIGHTS) as file:
+        dtype = DTYPES[file.dtype(file.names()[0])]
+    different = [
+        name
+        for name in expected.keys() | found.keys()
+        if name not in expected or name not in found or not same_bits(expected[name].to(dtype), found[name])
+    ]
+    return len(found), sorted(different)
+
+
+def _whole(plan: ExportPlan, weights: NamedTensors) -> tuple[NamedTensors, MergeReport | None]:
+    """Returns the weights of a whole model, merged if they are adapters; the report is filled as they are consumed."""
+    if plan.spec is None:
+        return weights, None
+    report = MergeReport(plan.dtype)
+    return merged_weights(plan.source.folder, dict(weights), plan.spec, report, read_base=plan.read_base), report
+
+
+def differing_weights(weights: NamedTensors, folder: Path) -> tuple[int, list[str]]:
+    """Compares a Hugging Face folder with named weights, as `check_export` does."""
+    different = []
+    with SafetensorsFolder(folder) as exported:
+        names = set(exported.names())
+        expected: set[str] = set()
+        for name, tensor in split_state_dict(weights, read_config(folder), spelling_of(names)):
+            expected.add(name)
+            if name not in names or not same_bits(tensor, exported.read(name)):
+                different.append(name)
+    # A tied head that is stored separately was already compared with the embeddings when it was loaded or written.
+    return len(names), sorted({*different, *(names - expected - {HEAD})})
+
+
+def same_bits(native: Tensor, exported: Tensor) -> bool:
+    """Compares the bytes of two tensors in the type of the second, so that NaN equals itself, and 0 differs from -0."""
+    if native.shape != exported.shape:
+        return False
+    native_bytes = native.to(exported.dtype).contiguous().view(-1).view(torch.uint8)
+    return torch.equal(native_bytes, exported.contiguous().view(-1).view(torch.uint8))
+
+
+# --- Checkpoints ---
+
+
+@contextmanager
+def opened(
+    checkpoint: Path, source: ExportSource, stop_token_ids: Collection[int] | None = None
+) -> Iterator[tuple[dict[str, Any], Callable[[], NamedTensors], int]]:
+    """Yields the state of a checkpoint of any number of ranks, a function that reads its weights as `write_export`
+    takes them, and the number of rows of its embeddings.
+
+    Args:
+        stop_token_ids: The stop tokens that the state gets; by default, those that the run has trained.
+
+    Raises:
+        CheckpointError: The checkpoint is broken, or its architecture differs from the source's in more than a larger
+            vocabulary.
+    """
+    if problem := verify_checkpoint(checkpoint):
+        raise CheckpointError(f"{checkpoint}: {problem}")
+    state = read_state(checkpoint)
+    stops = state.get("stop_token_ids") if stop_token_ids is None else list(stop_token_ids)
+    if not isinstance(stops, list):
+        raise CheckpointError(f"{checkpoint} has no stop_token_ids; give them with --stop-token-ids")
+    with ShardedTensors(checkpoint, MODEL) as stored:
+        shapes, config = stored.shapes(), source.architecture
+        # A checkpoint of adapters may have neither.
+        vocab_size = next((shapes[name][0] for name in (EMBEDDINGS, HEAD) if name in shapes), config.vocab_size)
+        _require_architecture(checkpoint, state.get("fingerprint"), replace(config, vocab_size=vocab_size))
+        name_of = str if lora_of(state) is None else peft_name
+
+        def read() -> NamedTensors:
+            return ((name_of(name), stored.read(name)) for name in shapes)
+
+        yield state | {"stop_token_ids": stops}, read, vocab_size
+
+
+def read_trained_adapter(checkpoint: Path, source: ExportSource) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    """Returns what `opened` yields of a checkpoint of adapters, with the tensors themselves."""
+    with opened(checkpoint, source) as (state, read, vocab_size):
+        return state, dict(read()), vocab_size
+
+
+def lora_of(state: Mapping[str, Any]) -> LoraSpec | None:
+    """Returns the adapters of a checkpoint, given its state; None if it holds whole weights."""
+    stated = state.get("lora")
+    return None if stated is None else LoraSpec.from_dict(stated)
+
+
+def require_base(folder: Path, trained: str) -> None:
+    """Raises CheckpointError if `folder` has other weights than the base that adapters were trained with."""
+    found = digest_of(file_digests(folder))
+    if trained != found:
+        raise CheckpointError(
+            f"{folder} has weights with the SHA-256 {found[:12]}, and the adapters were trained with a base of "
+            f"{trained[:12]}; give that base model"
+        )
+
+
+def hf_to_checkpoint(folder: Path, checkpoint: Path) -> tuple[int, list[str]]:
+    """Writes a checkpoint atomically from a Hugging Face folder, for use with `checkpoints.load: weights`.
+
+    The checkpoint has step 0 and no optimizer state. The model is held in memory in fp32.
+
+    Returns:
+        The number of tensors, and the names of those that differ when they are read back.
+
+    Raises:
+        ValueError: The folder does not contain a supported model.
+        OSError: The checkpoint cannot be written.
+    """
+    model = load_model(folder, compute_dtype=torch.float32)
+    shards = {MODEL: dict(own_shards(model.named_parameters(), is_main=True)), OPTIMIZER: {}}
+    state = {"fingerprint": architecture_facts(read_config(folder)), "stop_token_ids": list(stop_ids_of(folder))}
+    write_checkpoint(checkpoint, 0, shards, state=state_text(0, state))
+    return differing(checkpoint, folder)
+
+
+def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
+    """Compares a Hugging Face folder with a checkpoint of whole weights, as `check_export` does."""
+    with ShardedTensors(checkpoint, MODEL) as stored:
+        return differing_weights(((name, stored.read(name)) for name in stored.shapes()), folder)
+
+
+def _require_architecture(checkpoint: Path, fingerprint: Any, config: LlamaConfig) -> None:
+    found = fingerprint if isinstance(fingerprint, dict) else {}
+    different = [
+        f"{name}: {found.get(name, 'absent')} in the checkpoint, {value} in config.json"
+        for name, value in architecture_facts(config).items()
+        if found.get(name) != value
+    ]
+    if different:
+        raise CheckpointError(f"{checkpoint} is of another model than config.json:\n  " + "\n  ".join(different))
