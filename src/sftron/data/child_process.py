@@ -32,18 +32,13 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(1)
 
 
-def parent_of(process: int) -> int:
-    """Returns the process id of the parent, on Linux. Raises OSError if the process has ended."""
-    # The file is "pid (name) state parent ...", and the name may contain any character.
-    return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
-
-
 def children_of(process: int) -> list[int]:
     """Returns the process ids of a process's children, on Linux; elsewhere none."""
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended in the meantime
-            if parent_of(int(folder.name)) == process:
+            # The file is "pid (name) state parent ...", and the name may contain any character.
+            if int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1]) == process:
                 children.append(int(folder.name))
     return children
 
