@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from sftron.commands.train import run as main
 from sftron.data.child_process import children_of
 from sftron.data.types import Batch
-from sftron.train import loop, step
+from sftron.train import loop, objective, step
 from sftron.train.progress import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
@@ -255,12 +255,12 @@ def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_their_c
     tmp_path: Path, model_folder: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     bad_steps = {2, 3, 5, 6, 7}
-    original = step.loss_of
+    original = objective.loss_of
 
     def loss_of(model: Any, batch: Batch, *options: Any) -> torch.Tensor:
         return original(model, batch, *options) * (float("nan") if len(recorder.steps) + 1 in bad_steps else 1.0)
 
-    monkeypatch.setattr(step, "loss_of", loss_of)
+    monkeypatch.setattr(objective, "loss_of", loss_of)
     make_config(tmp_path, model_folder)
 
     assert main(["--config", str(tmp_path / "config.yaml")]) == 3
