@@ -240,4 +240,4 @@ def learning_rate_factor(schedule: str, *, warm_up: float, decay: float, min_rat
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Sets the learning rate of each group, the given one times the group's factor."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["learning_rate_factor"]
+        group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)
