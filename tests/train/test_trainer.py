@@ -44,8 +44,8 @@ class Recorder:
     stop_after: int | None = None
     steps: list[tuple[Any, float | None, float | None]] = field(default_factory=list)
 
-    def __call__(self, model: Any, optimizer: Any, batches: Sequence[Batch], **options: Any) -> StepResult:
-        given = step.train_step(model, optimizer, batches, **options)
+    def __call__(self, model: Any, optimizer: Any, batches: Sequence[Batch], *rest: Any, **options: Any) -> StepResult:
+        given = step.train_step(model, optimizer, batches, *rest, **options)
         keys = [(batch.pack.index, batch.pack.keys) for batch in batches]
         self.steps.append((keys, given.loss, given.grad_norm))
         if len(self.steps) == self.stop_after:
