@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import re
 import sys
 from pathlib import Path
