@@ -265,10 +265,10 @@ EACH_RANK_BY_ITS_OWN_TOKENS = """
 from sftron.train import loop
 right = loop.train_step
 
-def mean_of_means(model, optimizer, batches, **options):
+def mean_of_means(model, optimizer, batches, *objective, **options):
     own = 2 * sum(batch.weight_sum for batch in batches)
     print("the mean of this rank alone")
-    return right(model, optimizer, batches, **(options | {"weight_sum": own}))
+    return right(model, optimizer, batches, *objective, **(options | {"denominator": own}))
 
 loop.train_step = mean_of_means
 """
