@@ -26,7 +26,7 @@ from hypothesis import settings
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.child_process import STOP_SIGNALS, parent_of
+from sftron.data.child_process import STOP_SIGNALS
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 ASSETS = Path(__file__).parent / "assets"
@@ -123,6 +123,7 @@ def children_of(process: int) -> list[int]:
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended in the meantime
-            if parent_of(int(folder.name)) == process:
+            # The file is "pid (name) state parent ...", and the name may contain any character.
+            if int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1]) == process:
                 children.append(int(folder.name))
     return children

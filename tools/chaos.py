@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
         keys = {"lora__rank": 4} if options.lora else {}
         chaos = Chaos(options.folder or Path(folder), start_torchrun, options.seed, report=print, options=keys)
         chaos.kill(options.kills)
-        chaos.hop(options.hops)
+        if options.hops:
+            chaos.hop(options.hops)
     for violation in chaos.violations:
         print(f"VIOLATED  {violation}")
     print(f"{options.kills} kills, {options.hops} hops: {len(chaos.violations) or 'nothing'} violated")

@@ -44,7 +44,7 @@ from sftron.models.architecture import FAMILIES
 from sftron.models.attention import resolve_attention
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
-from sftron.train.step import hidden_states, loss_of
+from sftron.train.objective import hidden_states, loss_of
 from sftron.verify.parity import FP32_TOLERANCE, check_generation
 from sftron.verify.trainers import POSITIONS_ALONE
 from tools.bench_ways import random_rows

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 
 from sftron.data.dataset import PackedDataset
-from sftron.train import evaluation, loop, outputs, saving, trainer
-from sftron.train import step as step_module
+from sftron.train import evaluation, loop, objective, outputs, saving, trainer
 from tests.train.ranks import train
 
 
@@ -89,13 +88,13 @@ def _prepare(fault: Fault, came: Path) -> None:
 
         PackedDataset._pack = pack
     elif fault.what == "nan":
-        loss_of = step_module.loss_of
+        loss_of = objective.loss_of
 
         def not_a_number(*arguments: Any) -> torch.Tensor:
             is_bad = fault.step <= reached < fault.step + fault.num_steps
             return loss_of(*arguments) * (float("nan") if is_bad else 1.0)
 
-        step_module.loss_of = not_a_number
+        objective.loss_of = not_a_number
 
 
 def train_noting_updates(config: Path, fault: Fault) -> int:

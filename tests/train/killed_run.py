@@ -26,7 +26,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in any run
     train_step, write, save = loop.train_step, run_logs.RunLogs.write_rows, saving.write_checkpoint
-    system_write = os.write
+    append = run_logs.LineFile.append
     reached = -1
 
     def in_step(*arguments: Any, **options: Any) -> Any:
@@ -36,11 +36,11 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
             _kill()
         return train_step(*arguments, **options)
 
-    def in_line(file: int, data: bytes) -> int:
-        if reached == step and data.startswith(b'{"start"'):
-            system_write(file, data[: len(data) // 2])
+    def in_line(self: run_logs.LineFile, line: bytes) -> None:
+        if reached == step and line.startswith(b'{"start"'):
+            os.write(self._descriptor, line[: len(line) // 2])
             _kill()
-        return system_write(file, data)
+        append(self, line)
 
     def after_line(self: Any, *arguments: Any, **options: Any) -> None:
         write(self, *arguments, **options)
@@ -55,7 +55,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     loop.train_step, run_logs.RunLogs.write_rows = in_step, after_line
     saving.write_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
     if when == "in the ledger's line":
-        os.write = in_line  # pyright: ignore[reportAttributeAccessIssue]
+        run_logs.LineFile.append = in_line
     run = trainer.Trainer(load_config(config, overrides))
     run.build()
     run.train()

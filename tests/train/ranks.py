@@ -9,13 +9,11 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +95,6 @@ def _be_launcher(num_ranks: int, port: int, folder: Path, work: Callable[..., An
     os._exit(1 if any(process.exitcode for process in processes) else 0)
 
 
-def start_with_torch(command: list[str], said: Path) -> BaseProcess:
-    """A process that has torch loaded and runs `command` with the environment that torchrun gives its ranks."""
-    process = _SERVER.Process(target=_run, args=(command, said))
-    process.start()
-    return process
-
-
-def _run(command: list[str], said: Path) -> None:
-    with said.open("w") as output:
-        environment = os.environ | {"TORCHELASTIC_RUN_ID": "test"}
-        subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-
-
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -177,7 +162,8 @@ def train(config: Path) -> int:
 def save_gradients(folder: Path) -> None:
     """The gradients of one step over the batches of `LAYOUTS`, whatever their spread over ranks."""
     from sftron.models.sharding import shard_model, whole
-    from sftron.train.ranks import end_ranks, make_mesh, start_ranks
+    from sftron.train.objective import TokenLoss
+    from sftron.train.ranks import Dimensions, end_ranks, start_ranks
     from sftron.train.step import train_step
     from tests.models.reference import EXPERTS, GPT_OSS, make_ours, make_theirs
     from tests.train.test_step import Recording
@@ -203,16 +189,15 @@ def save_gradients(folder: Path) -> None:
         options, router_aux_loss_coef = kinds[kind]
         model = make_ours(make_theirs(**options))
         if num_ranks > 1:
-            shard_model(model, make_mesh("cpu", dp_replicate, num_ranks // dp_replicate))
+            shard_model(model, Dimensions(replicate=dp_replicate, shard=num_ranks // dp_replicate).mesh("cpu"))
         recording = WholeRecording(model)
         result = train_step(
             model,
             recording,
             batches[ranks.dp_rank :: num_ranks],
+            TokenLoss(num_datasets=2, with_untrained=True),
             max_grad_norm=None,
-            weight_sum=weight_sum,
-            num_datasets=2,
-            with_untrained=True,
+            denominator=weight_sum,
             router_aux_loss_coef=router_aux_loss_coef,
             sum_over_ranks=ranks.sum,
         )

@@ -17,7 +17,7 @@ from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import local_shard, shard_model, whole, whole_head
 from sftron.train.optimizer import make_adamw
-from sftron.train.ranks import Ranks, end_ranks, make_mesh, start_ranks
+from sftron.train.ranks import Dimensions, Ranks, end_ranks, start_ranks
 from sftron.train.step import train_step
 from tests.models.reference import make_ours, make_theirs
 from tests.train.test_step import batch_of, conversation
@@ -49,7 +49,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
     model.load_state_dict({name: weight.to(case.dtype) for name, weight in model.state_dict().items()})
     num_ranks = ranks.dp_world_size
     if num_ranks > 1:
-        shard_model(model, make_mesh("cpu", case.dp_replicate, num_ranks // case.dp_replicate))
+        shard_model(model, Dimensions(replicate=case.dp_replicate, shard=num_ranks // case.dp_replicate).mesh("cpu"))
     if case.compiled:
         torch._dynamo.reset()
         for block in model.model.layers:
@@ -77,7 +77,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
             optimizer,
             batches[ranks.dp_rank :: num_ranks],
             max_grad_norm=0.5,
-            weight_sum=sum(batch.weight_sum for batch in batches),
+            denominator=sum(batch.weight_sum for batch in batches),
             sum_over_ranks=ranks.sum,
         )
         measured["losses"].append(result.loss)
@@ -138,7 +138,9 @@ def take_lora_steps(case: LoraCase, ranks: Ranks, num_batches: int = 4) -> dict[
 
     def shard(model: LlamaForSFT) -> None:
         if num_ranks > 1:
-            shard_model(model, make_mesh("cpu", case.dp_replicate, num_ranks // case.dp_replicate))
+            shard_model(
+                model, Dimensions(replicate=case.dp_replicate, shard=num_ranks // case.dp_replicate).mesh("cpu")
+            )
 
     model = load_model(
         case.folder,
@@ -167,7 +169,7 @@ def take_lora_steps(case: LoraCase, ranks: Ranks, num_batches: int = 4) -> dict[
             optimizer,
             batches[ranks.dp_rank :: num_ranks],
             max_grad_norm=0.5,
-            weight_sum=sum(batch.weight_sum for batch in batches),
+            denominator=sum(batch.weight_sum for batch in batches),
             sum_over_ranks=ranks.sum,
         )
         measured["losses"].append(result.loss)

@@ -20,7 +20,7 @@ from sftron.models.delta_layer import DeltaBlock
 from sftron.models.delta_rule import recurrent_gated_delta_rule
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.train.flops import TrainedMatrices, find_peak, peak_of, step_flops
-from sftron.train.step import loss_of
+from sftron.train.objective import loss_of
 from tests.models.reference import GPT_OSS, QWEN_3_5
 from tests.models.reference import TINY as TINY_REFERENCE
 from tests.train.conftest import FinishedRun

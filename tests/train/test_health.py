@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import read_state
 from sftron.commands.train import run as main
-from sftron.train import loop, step
+from sftron.train import loop, objective
 from sftron.train.start.preflight import Health
 from tests.train.runs import bits, chat_line, make_config, run
 
@@ -40,7 +40,7 @@ def saved(tmp_path: Path) -> list[str]:
 def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: int | None = None) -> None:
     """The batches of some steps have no finite loss, whatever the weights; and a signal comes in some step."""
     reached = 0
-    original, loss_of = loop.train_step, step.loss_of
+    original, loss_of = loop.train_step, objective.loss_of
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         nonlocal reached
@@ -59,7 +59,7 @@ def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: i
         return loss_of(model, batch, *options) * (float("nan") if batch_is_bad[id(batch)] else 1.0)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    monkeypatch.setattr(step, "loss_of", loss)
+    monkeypatch.setattr(objective, "loss_of", loss)
 
 
 @pytest.mark.parametrize(("rate", "beside"), [(BREAKS, True), (1e12, False)])

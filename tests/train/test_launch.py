@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, children_of
-from tests.train import ranks
-from tests.train.chaos import is_alive
 from tests.train.runs import metrics, settings, write_config, write_rows
 
 LAUNCH, SBATCH = ROOT / "examples" / "slurm" / "launch.sh", ROOT / "examples" / "slurm" / "train.sbatch"
@@ -113,52 +111,6 @@ def test_nodes_end_together_when_one_is_asked_to_and_when_one_dies(
     for process in tree(nodes.nodes[0].pid):
         os.kill(process, signal.SIGKILL)
     assert nodes.nodes[1].wait(60) == 1, nodes.said()
-
-
-@pytest.mark.parametrize("moment", ["before its first statement", "while it imports"])
-def test_a_rank_whose_torchrun_is_killed_in_the_first_moment_ends_with_it(
-    tmp_path: Path, model_folder: Path, moment: str
-) -> None:
-    write_rows(tmp_path / "rows.jsonl")
-    config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, tokens__train_steps=1))
-    rank = f"""
-import os, runpy, signal, sys, time
-from pathlib import Path
-
-torchrun = os.getppid()
-
-def kill_torchrun():
-    Path({str(tmp_path / "rank")!r}).write_text(str(os.getpid()))
-    os.kill(torchrun, signal.SIGKILL)
-    while os.getppid() == torchrun:
-        time.sleep(0.01)
-
-class Strike:
-    def find_spec(self, name, *_):
-        if name == "sftron.config":
-            sys.meta_path.remove(self)
-            kill_torchrun()
-
-kill_torchrun() if {moment == "before its first statement"} else sys.meta_path.insert(0, Strike())
-runpy.run_path("run_train.py", run_name="__main__")
-"""
-    # A process that has torch loaded, as torchrun has.
-    torchrun = ranks.start_with_torch([sys.executable, "-c", rank, "--config", str(config)], tmp_path / "said")
-    torchrun.join(120)
-    assert torchrun.exitcode == -signal.SIGKILL
-    wait_until(lambda: not is_alive(int((tmp_path / "rank").read_text())))
-    assert not (tmp_path / "runs").exists(), (tmp_path / "said").read_text()
-
-
-def test_a_script_between_torchrun_and_the_rank_is_not_taken_for_a_torchrun_that_has_ended() -> None:
-    rank = "from sftron.train.signals import die_with_torchrun; die_with_torchrun(); print('alive')"
-    ended = subprocess.run(
-        ["bash", "-c", '"$0" -c "$1"; true', sys.executable, rank],  # this process has torch loaded
-        env=environment(TORCHELASTIC_RUN_ID="test"),
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.stdout, ended.stderr) == ("alive\n", "")
 
 
 def test_torchrun_hands_on_a_configured_signal_and_the_run_is_saved(tmp_path: Path, model_folder: Path) -> None:

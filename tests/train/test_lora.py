@@ -85,8 +85,8 @@ def watch(config: Any) -> Watched:
     model = watched.trainer.model
     original, weight_gradient = loop.train_step, linear._weight_gradient
 
-    def watched_step(model: LlamaForSFT, optimizer: Any, batches: Sequence[Batch], **options: Any) -> Any:
-        result = original(model, optimizer, batches, **options)
+    def watched_step(model: LlamaForSFT, optimizer: Any, batches: Sequence[Batch], *rest: Any, **options: Any) -> Any:
+        result = original(model, optimizer, batches, *rest, **options)
         keys = [(batch.pack.index, batch.pack.keys) for batch in batches]
         watched.steps.append((keys, result.loss, result.grad_norm))
         watched.trained.append(whole_trained(model))

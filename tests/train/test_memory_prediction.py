@@ -147,10 +147,9 @@ def measure_and_predict(
             optimizer.step()
             optimizer.zero_grad()
     predicted = predict(
-        make_unloaded(config, spec, frozen_dtype, dtype),
+        make_unloaded(config, spec, frozen_dtype, dtype, mode),
         num_tokens=num_tokens,
         longest_document=length,
-        activation_checkpointing=mode,
         optimizer_state=state,
         accumulates=num_batches > 1,
     )

@@ -19,7 +19,7 @@ from sftron.config import load_config
 from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train.optimizer import make_adamw
-from sftron.train.ranks import end_ranks, make_mesh, start_ranks
+from sftron.train.ranks import Dimensions, end_ranks, start_ranks
 from sftron.train.start import preflight
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import Ended, launch, train
@@ -50,7 +50,7 @@ def load_share(folder: Path, path: Path) -> None:
 
     for name in original:
         setattr(SafetensorsFolder, name, lambda self, *arguments, name=name: counting(name, self, *arguments))
-    mesh = make_mesh("cpu", 1, ranks.dp_world_size)
+    mesh = Dimensions(shard=ranks.dp_world_size).mesh("cpu")
     model = load_model(folder, shard=lambda model: shard_model(model, mesh))
     path.with_suffix(f".{ranks.dp_rank}").write_text(json.dumps(num_bytes))
     for name, method in original.items():

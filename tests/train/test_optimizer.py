@@ -122,6 +122,15 @@ def test_matrices_decay_norms_and_biases_do_not_and_what_requires_no_gradient_is
     assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.8, 0.9), 1e-6)}
 
 
+def test_each_group_has_the_rate_of_the_schedule_times_its_factor() -> None:
+    optimizer = make_adamw(
+        nn.Linear(3, 4).named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
+    )
+    optimizer.param_groups[1]["learning_rate_factor"] = 3.0
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.75]
+
+
 def test_an_update_is_one_kernel_a_group_in_fp32_and_reads_no_value() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)

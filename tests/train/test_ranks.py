@@ -138,7 +138,7 @@ def lay_out_2_by_2(names: tuple[str, str], folder: Path) -> None:
     ranks = start_ranks()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     dp_rank, dp_world_size = data_parallel_position(mesh)
-    dp_group = mesh["dp"].get_group() if "dp" in names else None
+    dp_group = mesh["shard"].get_group() if "replicate" not in names else None
     ranks = replace(ranks, mesh=mesh, dp_rank=dp_rank, dp_world_size=dp_world_size, dp_group=dp_group)
     found = {
         "dp_rank": ranks.dp_rank,
@@ -154,9 +154,9 @@ def lay_out_2_by_2(names: tuple[str, str], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "dp_ranks", "peers"),
     [
-        pytest.param(("dp", "tp"), [0, 0, 1, 1], [[0, 2], [1, 3], [0, 2], [1, 3]], marks=pytest.mark.nightly),
-        (("pp", "dp"), [0, 1, 0, 1], [[0, 1], [0, 1], [2, 3], [2, 3]]),
-        (("dp_replicate", "dp_shard"), [0, 1, 2, 3], [[0, 1, 2, 3]] * 4),
+        pytest.param(("shard", "context"), [0, 0, 1, 1], [[0, 2], [1, 3], [0, 2], [1, 3]], marks=pytest.mark.nightly),
+        (("context", "shard"), [0, 1, 0, 1], [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        (("replicate", "shard"), [0, 1, 2, 3], [[0, 1, 2, 3]] * 4),
     ],
 )
 def test_gathering_and_sums_are_over_the_data_parallel_ranks_and_questions_go_to_all(

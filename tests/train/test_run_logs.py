@@ -2,11 +2,11 @@
 
 import copy
 import errno
+import io
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import islice
 from operator import getitem
@@ -19,64 +19,34 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
 from sftron.train import loop, resume
-from sftron.train.logs import console, run_logs
+from sftron.train.logs import run_logs
 from sftron.train.logs.ledger import Ledger, ledger_file, read_ledger, start_line, step_line
-from sftron.train.logs.run_logs import LineFile, RunLogs
-from sftron.train.metrics import StepMetrics
+from sftron.train.logs.run_logs import LineFile
+from sftron.train.run_directory import read_records
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config, on_each_step, result, run
 
-GONE = "was deleted or moved while the run writes it"
-
-
 # --- Files of lines ---
 
 
-@pytest.mark.parametrize("lose", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
-@pytest.mark.parametrize("is_main", [True, False])
-def test_a_file_that_is_gone_is_reported_once_and_another_in_its_place_is_left_alone(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    lose: Callable[[Path], object],
-    is_main: bool,
-) -> None:
-    """A rank that prints nothing has a ledger, and warns on standard error."""
-    console.start(is_main)
-    monkeypatch.chdir(tmp_path)
-    file = LineFile(Path("metrics.jsonl"))
-    file.append(b"1")
-    os.chdir("/")  # the file is where it was opened
-    file.append(b"2")
-    path = tmp_path / "metrics.jsonl"
-    assert path.read_bytes() == b"1\n2\n"
-    assert "".join(capsys.readouterr()) == ""
-
-    lose(path)
-    path.write_bytes(b"another run's\n")
-    file.append(b"3")
-    file.append(b"4")
-    file.close()
-    assert path.read_bytes() == b"another run's\n"
-    assert capsys.readouterr()[not is_main].count(f"metrics.jsonl {GONE}") == 1
-
-
 def test_on_a_full_disk_lines_wait_are_written_later_and_whole_and_lost_ones_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, room, write = LineFile(tmp_path / "lines"), 25, os.write
+    file, room = LineFile(tmp_path / "lines"), 25
     lines = [b"%d: ten bytes" % number for number in range(9)]
 
-    def write_some(target: int, data: bytes) -> int:
-        nonlocal room
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = write(target, data[: min(room, 7)])
-        room -= written
-        return written
+    class SmallDisk(io.FileIO):
+        def write(self, data: Any) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = super().write(bytes(data)[: min(room, 7)])
+            room -= written
+            return written
 
-    monkeypatch.setattr(run_logs.os, "write", write_some)
+    file._file.close()
+    file._file = io.BufferedWriter(SmallDisk(tmp_path / "lines", "ab"))
     for line in lines[:6]:
         file.append(line)
     file.sync()
@@ -89,26 +59,17 @@ def test_on_a_full_disk_lines_wait_are_written_later_and_whole_and_lost_ones_are
     for line in lines[7:]:
         file.append(line)
     file.close()
-    assert "lacks the last 2 lines, which could not be written" in capsys.readouterr().out
+    assert "cannot be written (No space left on device); it lacks its last lines" in capsys.readouterr().out
 
 
-def test_a_run_whose_directory_is_deleted_goes_on_and_reports_it(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
-    write = RunLogs.write_step
-
-    def write_and_delete(self: RunLogs, step: StepMetrics) -> None:
-        write(self, step)
-        if step.step == 3:
-            shutil.rmtree(config.run_dir)
-
-    monkeypatch.setattr(RunLogs, "write_step", write_and_delete)
-    trainer = run(config)
-    assert result(trainer)["status"] == "completed"
-    assert (config.run_dir / "checkpoints" / "step-4").is_dir()
-    printed = capsys.readouterr().out
-    assert printed.count(f"metrics.jsonl {GONE}") == printed.count(f"console.log {GONE}") == 1
+def test_what_a_kill_left_in_the_middle_of_a_line_is_removed_and_later_steps_are_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3]
+    file = LineFile(path, last_step=2)
+    file.append(b'{"step": 3}')
+    file.close()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 def test_a_finished_run_has_a_picture_of_its_loss_and_names_it_at_the_end(finished: FinishedRun) -> None:

@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ import pytest
 from sftron.checkpoint.checkpoint import read_state, shards_to_store, write_checkpoint
 from sftron.config import Config, load_config
 from sftron.data.types import DataError
-from sftron.train import run_directory
 from sftron.train.loop import TrainingLoop
-from sftron.train.run_directory import RunDirectory, is_gone, read_result, this_process
+from sftron.train.run_directory import RunDirectory, read_result
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.train.conftest import FinishedRun
@@ -140,67 +137,51 @@ def test_a_start_that_is_refused_leaves_the_result_of_the_run_as_it_was(tmp_path
 
 # --- A run whose process is gone ---
 
-
-@cache
-def ended_process() -> dict[str, Any]:
-    """A process that has ended, as it has described itself."""
-    code = "import json; from sftron.train.run_directory import this_process; print(json.dumps(this_process()))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    return json.loads(done.stdout)
+PROCESS = {"pid": 4711, "host": "node-3", "started": "2026-01-01T12:00:00+00:00"}
 
 
-def test_a_process_is_distinguished_from_every_other_one() -> None:
-    gone, here = ended_process(), this_process()
-    assert is_gone(gone) is True
-    assert is_gone(here) is False
-    # A later process has the number of an earlier one.
-    assert is_gone({**here, "start": gone["start"]}) is True
-    # Of another machine, or of this one before it was started again, nothing can be known.
-    assert is_gone({**gone, "machine": "another"}) is None
-    assert is_gone(None) is None
-    assert is_gone({**here, "pid": "1"}) is None
-
-
-def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_gone() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    try:
-        end = time.monotonic() + 30
-        while run_directory._start_of(process.pid) is not None and time.monotonic() < end:
-            time.sleep(0.01)
-        assert run_directory._start_of(process.pid) is None
-    finally:
-        process.wait()
-
-
-@pytest.mark.parametrize("machine", ["this one", "another"])
 def test_the_next_start_finds_that_the_one_before_was_killed(
-    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str], machine: str
+    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Its lock is free, so it has ended, on whatever machine."""
     folder = copied(finished, tmp_path)
-    # In containers a run often has the same number at every start.
-    elsewhere = {"machine": machine, "host": "node-3", "pid": os.getpid()}
-    process = ended_process() | (elsewhere if machine == "another" else {})
-    (folder / "result.json").write_text(json.dumps({"status": "running", "process": process}))
-    # Its lock is free, so it has ended, on whatever machine.
+    (folder / "result.json").write_text(json.dumps({"status": "running", "process": PROCESS}))
     with pytest.raises(ValueError, match="resume is never"):
         build(config_of(finished, tmp_path, tokens__train_steps=7, checkpoints__resume="never"))
 
-    name = f"process {process['pid']} on {process['host']}, started {process['started']}"
+    name = "process 4711 on node-3, started 2026-01-01T12:00:00+00:00"
     assert f"killed {name} is gone" in said(capsys)
     found = json.loads((folder / "result.json").read_text())
     assert found["status"] == "killed"
     assert name in found["error"]
 
 
-def test_a_running_result_names_its_process_and_a_reader_knows_whether_it_still_runs(tmp_path: Path) -> None:
-    RunDirectory(tmp_path).write_result("running")
-    result = json.loads((tmp_path / "result.json").read_text())
-    here = result["process"]
-    assert here["pid"] == os.getpid()
-    for process, status in ((here, "running"), (ended_process(), "killed"), (here | {"machine": "another"}, "running")):
-        (tmp_path / "result.json").write_text(json.dumps({**result, "process": process}))
-        assert read_result(tmp_path)["status"] == status
+def test_a_running_result_holds_as_long_as_its_lock_and_a_reader_does_not_release_it(tmp_path: Path) -> None:
+    """The owner's own reads, and those of another process, which a copy of the folder without a lock is to."""
+    owner = RunDirectory(tmp_path / "run")
+    owner.acquire()
+    owner.write_result("running")
+    assert json.loads((owner.folder / "result.json").read_text())["process"]["pid"] == os.getpid()
+    code = """
+import sys
+from pathlib import Path
+from sftron.train.run_directory import RunDirectory, read_result
+print(read_result(Path(sys.argv[1]))["status"])
+RunDirectory(Path(sys.argv[1])).acquire()
+"""
+
+    def another_process(folder: Path) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        return subprocess.run(
+            [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True
+        )
+
+    assert read_result(owner.folder)["status"] == "running"
+    refused = another_process(owner.folder)
+    assert refused.stdout == "running\n"
+    assert f"belongs to a run that is still going on (process {os.getpid()} on" in refused.stderr
+    shutil.copytree(owner.folder, tmp_path / "copy")
+    assert another_process(tmp_path / "copy").stdout.startswith("killed\n")
 
 
 # --- What a killed start has left ---

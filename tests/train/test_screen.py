@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from sftron.commands.train import run as main
 from sftron.errors import print_any_text
-from sftron.train.logs import console, run_logs
+from sftron.train.logs import console
 from sftron.train.logs.run_logs import LineFile
 from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config
@@ -109,17 +108,19 @@ def test_a_log_has_what_was_printed_before_it_existed_and_no_secret(capsys: pyte
 
 
 def test_a_console_log_that_cannot_be_written_is_reported_once_on_the_screen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, is_full, write = LineFile(tmp_path / "console.log"), True, os.write
+    log, is_full = LineFile(tmp_path / "console.log"), True
     console.log_to(log.append)
 
-    def write_if_room(file: int, data: bytes) -> int:
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data)
+    class Disk(io.FileIO):
+        def write(self, data: bytes) -> int:
+            if is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
 
-    monkeypatch.setattr(run_logs.os, "write", write_if_room)
+    log._file.close()
+    log._file = io.BufferedWriter(Disk(log.path, "ab"))
     console.write("one")
     console.write("two")
     is_full = False

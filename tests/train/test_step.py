@@ -14,8 +14,9 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
+from sftron.train.objective import loss_of
 from sftron.train.optimizer import make_adamw
-from sftron.train.step import loss_of, train_step
+from sftron.train.step import train_step
 from tests.models.reference import GPT_OSS, TINY, make_ours, make_theirs
 
 LENGTHS = (9, 4, 14, 6)
@@ -167,7 +168,7 @@ def test_a_number_that_is_not_finite_leaves_weights_and_optimizer_bitwise_as_the
     before = state_bits(model, optimizer)
     with monkeypatch.context() as patch:
         if origin == "loss":
-            patch.setattr("sftron.train.step.loss_of", lambda *args: loss_of(*args) * bad)
+            patch.setattr("sftron.train.objective.loss_of", lambda *args: loss_of(*args) * bad)
         hook = model.model.norm.weight.register_hook(lambda gradient: gradient * (bad if origin != "loss" else 1.0))
         result = train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0)
         hook.remove()

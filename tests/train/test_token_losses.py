@@ -14,6 +14,7 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.loss import RowMeasures, weighted_loss_sum
 from sftron.train.metrics import TokenLosses, TokenSums
+from sftron.train.objective import TokenLoss, conversation_log_probabilities, hidden_states
 from sftron.train.step import train_step
 from tests.models.reference import make_ours, make_theirs
 from tests.train.conftest import FinishedRun
@@ -90,9 +91,8 @@ LAYOUTS = {"1 pack": [[0, 1, 2, 3, 4]], "3 packs": [[4, 1], [2, 3], [0]], "with 
 def test_the_losses_of_a_steps_tokens_are_those_of_transformers_logits(layout: str, keep_tail: bool) -> None:
     model = make_ours(make_theirs())
     batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
-    result = train_step(
-        model, Recording(model), batches, max_grad_norm=None, num_datasets=2, with_untrained=True
-    ).token_losses
+    objective = TokenLoss(num_datasets=2, with_untrained=True)
+    result = train_step(model, Recording(model), batches, objective, max_grad_norm=None).token_losses
     assert result is not None
     roles, datasets, accuracy, entropy = expected_losses()
 
@@ -113,7 +113,8 @@ def test_untrained_roles_change_no_bit_of_the_update_and_are_absent_where_they_a
         model = make_ours(make_theirs())
         recording = Recording(model)
         batches = [batch_of(CONVERSATIONS)]
-        result = train_step(model, recording, batches, max_grad_norm=1.0, num_datasets=2, with_untrained=with_untrained)
+        objective = TokenLoss(num_datasets=2, with_untrained=with_untrained)
+        result = train_step(model, recording, batches, objective, max_grad_norm=1.0)
         results.append((result, recording.gradients))
     (without, gradients), (with_all, same) = results
 
@@ -133,9 +134,13 @@ def test_a_loss_function_without_logits_gives_losses_and_no_accuracy_nor_entropy
         return total, RowMeasures(measures.losses)
 
     model = make_ours(make_theirs())
-    batches, options = [batch_of(CONVERSATIONS)], {"max_grad_norm": None, "num_datasets": 2}
-    whole = train_step(model, Recording(model), batches, **options).token_losses
-    alone = train_step(model, Recording(model), batches, **options, loss_function=losses_alone).token_losses
+    batches, objectives = (
+        [batch_of(CONVERSATIONS)],
+        (TokenLoss(num_datasets=2), TokenLoss(num_datasets=2, loss_function=losses_alone)),
+    )
+    whole, alone = (
+        train_step(model, Recording(model), batches, each, max_grad_norm=None).token_losses for each in objectives
+    )
 
     assert whole is not None
     assert alone == replace(whole, token_accuracy=None, entropy=None)
@@ -178,3 +183,20 @@ def test_where_every_token_is_trained_every_role_is_measured_at_every_step(tmp_p
     for line in lines:
         assert {"assistant", "user", "template"} <= set(line["roles"])
         assert sum(role["tokens"] for role in line["roles"].values()) == line["trained_tokens"]
+
+
+def test_the_log_probabilities_of_a_conversation_are_those_of_the_conversation_alone() -> None:
+    """Whatever else is in its pack."""
+    model = make_ours(make_theirs())
+
+    def sums_of(conversations: Sequence[LabeledConversation]) -> torch.Tensor:
+        batch = batch_of(conversations)
+        _, measures = weighted_loss_sum(
+            hidden_states(model, batch), model.head, batch.label_positions, batch.labels, batch.loss_weights
+        )
+        return conversation_log_probabilities(measures, batch)
+
+    alone = torch.cat([sums_of([each]) for each in CONVERSATIONS])
+    assert len(alone) == len(CONVERSATIONS)
+    assert (alone <= 0).all()
+    torch.testing.assert_close(sums_of(CONVERSATIONS), alone)

@@ -50,9 +50,9 @@ def test_the_loss_of_documents_longer_than_the_window_is_that_of_transformers(
     folder = make_model_folder(tmp_path / "model", model_type="mistral", sliding_window=9, attention_dropout=0.1)
     train_step, batches = loop.train_step, []
 
-    def recorded(model: Any, optimizer: Any, given: Sequence[Batch], **options: Any) -> Any:
+    def recorded(model: Any, optimizer: Any, given: Sequence[Batch], *rest: Any, **options: Any) -> Any:
         batches.extend(given)
-        return train_step(model, optimizer, given, **options)
+        return train_step(model, optimizer, given, *rest, **options)
 
     monkeypatch.setattr(loop, "train_step", recorded)
     options = {"tokens__micro_batch_size": 2, "tokens__train_steps": 1, "data__remove_cross_attention": isolated}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.commands.train import run as main
 from sftron.data.types import Batch
-from sftron.train import loop, step
+from sftron.train import loop, objective, step
 from sftron.train.progress import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
@@ -44,8 +44,8 @@ class Recorder:
     stop_after: int | None = None
     steps: list[tuple[Any, float | None, float | None]] = field(default_factory=list)
 
-    def __call__(self, model: Any, optimizer: Any, batches: Sequence[Batch], **options: Any) -> StepResult:
-        given = step.train_step(model, optimizer, batches, **options)
+    def __call__(self, model: Any, optimizer: Any, batches: Sequence[Batch], *rest: Any, **options: Any) -> StepResult:
+        given = step.train_step(model, optimizer, batches, *rest, **options)
         keys = [(batch.pack.index, batch.pack.keys) for batch in batches]
         self.steps.append((keys, given.loss, given.grad_norm))
         if len(self.steps) == self.stop_after:
@@ -255,12 +255,12 @@ def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_their_c
     tmp_path: Path, model_folder: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     bad_steps = {2, 3, 5, 6, 7}
-    original = step.loss_of
+    original = objective.loss_of
 
     def loss_of(model: Any, batch: Batch, *options: Any) -> torch.Tensor:
         return original(model, batch, *options) * (float("nan") if len(recorder.steps) + 1 in bad_steps else 1.0)
 
-    monkeypatch.setattr(step, "loss_of", loss_of)
+    monkeypatch.setattr(objective, "loss_of", loss_of)
     make_config(tmp_path, model_folder)
 
     assert main(["--config", str(tmp_path / "config.yaml")]) == 3

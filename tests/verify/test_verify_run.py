@@ -184,8 +184,8 @@ def leak_in_the_backward_pass_alone(patch: Patch) -> None:
 def take_a_mean_of_means(patch: Patch) -> None:
     loss_of = model_checks.loss_of
 
-    def wrong(_: Any, model: Any, optimizer: Any, batches: Any, *, loss_function: Any, **options: Any) -> StepResult:
-        loss = sum(loss_of(model, batch, loss_function) / batch.weight_sum for batch in batches) / len(batches)
+    def wrong(_: Any, model: Any, optimizer: Any, batches: Any, **options: Any) -> StepResult:
+        loss = sum(loss_of(model, batch) / batch.weight_sum for batch in batches) / len(batches)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -265,10 +265,10 @@ EACH_RANK_BY_ITS_OWN_TOKENS = """
 from sftron.train import loop
 right = loop.train_step
 
-def mean_of_means(model, optimizer, batches, **options):
+def mean_of_means(model, optimizer, batches, *objective, **options):
     own = 2 * sum(batch.weight_sum for batch in batches)
     print("the mean of this rank alone")
-    return right(model, optimizer, batches, **(options | {"weight_sum": own}))
+    return right(model, optimizer, batches, *objective, **(options | {"denominator": own}))
 
 loop.train_step = mean_of_means
 """

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import sys
-from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -29,12 +28,6 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os._exit(1)
-
-
-def parent_of(process: int) -> int:
-    """Returns the process id of the parent, on Linux. Raises OSError if the process has ended."""
-    # The file is "pid (name) state parent ...", and the name may contain any character.
-    return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def start_worker(_worker_id: int, *, parent: int) -> None:

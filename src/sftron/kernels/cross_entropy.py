@@ -44,7 +44,8 @@ def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Ten
         return _cross_entropy_gradient_cuda(logits_CV, labels, loss_weights)
     measures_3C = loss_weights.new_empty(3, len(loss_weights))
     rows_at_once = max(1, ELEMENTS_AT_ONCE // logits_CV.shape[1])
-    for start in range(0, len(logits_CV), rows_at_once):
+    starts = range(0, len(logits_CV), rows_at_once)
+    for start in starts[:1] if logits_CV.is_meta else starts:  # on the meta device, memory is all that counts
         rows = slice(start, start + rows_at_once)
         measures_3C[:, rows] = _gradient_of_rows_(logits_CV[rows], labels[rows, None], loss_weights[rows, None])
     return measures_3C
@@ -101,7 +102,7 @@ def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_firs
     elif total_VH.is_cuda:
         _add_product_cuda(total_VH, left_VC, right_CH, beta)
     else:
-        num_rows = max(1, _PRODUCTS_AT_ONCE // right_CH.shape[1])
+        num_rows = len(total_VH) if total_VH.is_meta else max(1, _PRODUCTS_AT_ONCE // right_CH.shape[1])
         for total, left in zip(total_VH.split(num_rows), left_VC.split(num_rows), strict=True):
             total.copy_(left @ right_CH) if is_first else total.add_(left @ right_CH)
 

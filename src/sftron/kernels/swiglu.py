@@ -53,11 +53,13 @@ def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
 
 
 def _blocks(x_TF: Tensor) -> list[slice]:
-    """Returns slices of rows; under torch.compile a single one, because the compiler tiles by itself."""
+    """Returns slices of rows; under torch.compile a single one, because the compiler tiles by itself, and on the meta
+    device the first, because memory is all that counts there."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     num_rows = max(1, _VALUES_IN_CACHE * torch.get_num_threads() // x_TF.shape[1])
-    return [slice(start, start + num_rows) for start in range(0, len(x_TF), num_rows)]
+    starts = range(0, len(x_TF), num_rows)
+    return [slice(start, start + num_rows) for start in (starts[:1] if x_TF.is_meta else starts)]
 
 
 @torch.library.custom_op("sftron::swiglu", mutates_args=(), device_types="cuda")

@@ -193,12 +193,6 @@ class RopeTables:
         self._tables: tuple[Tensor, ...] = ()
 
     @property
-    def num_elements(self) -> int:
-        """The number of values in all tables."""
-        is_long = self.changes(0, self.num_positions)
-        return self.num_positions * (1 + is_long) * sum(spec.rotary_dim for spec in self._specs)
-
-    @property
     def most_cached(self) -> int | None:
         """The largest number of tokens up to which each new one leaves the frequencies as they are, but for a single
         change (see `changes`); None if that is any."""

@@ -90,9 +90,6 @@ class ResidualBlock(nn.Module):
     A subclass has the methods `before_attention` and `after_attention`, which `compile` compiles.
     """
 
-    num_norms = (2, 0)
-    """The numbers of norms that are computed before and after linear layers, for the prediction of memory."""
-
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
@@ -183,7 +180,6 @@ def _attend_within(documents: Documents) -> Attend:
 class NormAroundBlock(LlamaBlock):
     """The block of Gemma 2: both what attention and MLP read and what they add is normalized (arXiv 2408.00118)."""
 
-    num_norms = (2, 2)
     pre_feedforward_layernorm: Norm | None
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
@@ -198,8 +194,6 @@ class NormAroundBlock(LlamaBlock):
 
 class NormAfterBlock(NormAroundBlock):
     """The block of OLMo 2: not what attention and MLP read is normalized, but what they add (arXiv 2501.00656)."""
-
-    num_norms = (0, 2)
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__(config, layer, recompute=recompute)

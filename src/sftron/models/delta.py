@@ -12,7 +12,6 @@ value, a decay exp(g) and a learning rate beta, corrects what the state returns 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -45,28 +44,6 @@ class DeltaSizes:
     def rows(self) -> list[int]:
         """The rows of the projections in_proj_qkv, in_proj_z (the output gate), in_proj_b and in_proj_a."""
         return [sum(self.widths), self.widths[2], self.num_value_heads, self.num_value_heads]
-
-
-@cache
-def bytes_for_backward(sizes: DeltaSizes, num_tokens: int, longest: int, dtype: torch.dtype) -> int:
-    """Returns the bytes that the delta rule of a layer keeps for its backward pass, without its inputs, for documents
-    of `longest` tokens. It is computed on the meta device."""
-    cu_seqlens = torch.tensor([*range(0, num_tokens, longest), num_tokens])
-    with torch.device("meta"):
-        heads = ((sizes.num_key_heads, sizes.key_dim),) * 2 + ((sizes.num_value_heads, sizes.value_dim),)
-        q, k, v = (torch.empty(num_tokens, *each, dtype=dtype, requires_grad=True) for each in heads)
-        g, beta = (torch.empty(num_tokens, sizes.num_value_heads, requires_grad=True) for _ in range(2))
-    found: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        found[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    chunks = Chunks(cu_seqlens, CHUNK_SIZE, torch.device("meta"))
-    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        output = chunks.rule(q, k, v, g, beta)
-    inputs = {x.untyped_storage()._cdata for x in (q, k, v, g, beta, output)}
-    return sum(x.untyped_storage().nbytes() for key, x in found.items() if key not in inputs)
 
 
 class Recur(Protocol):

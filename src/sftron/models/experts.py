@@ -193,6 +193,8 @@ def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     if has_kernel(x_SI, weight_EOI):
         return F.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).transpose(1, 2), offs=ends_E)
     output_SO = x_SI.new_empty(len(x_SI), weight_EOI.shape[1])
+    if output_SO.is_meta:
+        return output_SO
     start = 0
     for weight_OI, end in zip(weight_EOI, ends_E.tolist(), strict=True):
         if start < end:
@@ -209,6 +211,8 @@ def grouped_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, dtype: torch
         # The kernel need not write the products of an expert without rows.
         return torch.where(has_rows_E[:, None, None], gradient_EOI, 0).to(dtype)
     gradient_EOI = x_SI.new_empty(len(ends_E), grad_SO.shape[1], x_SI.shape[1], dtype=dtype)
+    if gradient_EOI.is_meta:
+        return gradient_EOI
     start = 0
     for gradient_OI, end in zip(gradient_EOI, ends_E.tolist(), strict=True):
         if dtype == x_SI.dtype:

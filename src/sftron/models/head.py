@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
-"""The size of the fp32 blocks in `bound_`."""
+_ELEMENTS_ON_GPU, _ELEMENTS_ON_CPU = 2**27, 2**20
+"""The sizes of the fp32 blocks in `bound_`."""
 
 
 class Head(NamedTuple):
@@ -41,8 +41,10 @@ def bound_(logits_CV: Tensor, softcap: float) -> Tensor:
     Both are computed in fp32 and rounded once: rounded tanh near 1 would leave no digit of 1 - tanh^2.
     """
     slopes_CV = torch.empty_like(logits_CV)
-    num_rows = max(1, _ELEMENTS_AT_ONCE[logits_CV.device.type] // logits_CV.shape[1])
-    for start in range(0, len(logits_CV), num_rows):
+    elements = _ELEMENTS_ON_GPU if logits_CV.is_cuda else _ELEMENTS_ON_CPU
+    num_rows = max(1, elements // logits_CV.shape[1])
+    starts = range(0, len(logits_CV), num_rows)
+    for start in starts[:1] if logits_CV.is_meta else starts:
         rows = slice(start, start + num_rows)
         bounded_CV = (logits_CV[rows].float() / softcap).tanh_()
         logits_CV[rows] = bounded_CV * softcap

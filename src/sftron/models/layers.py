@@ -178,13 +178,16 @@ class NormedLinear(Linear):
             return super().forward(x_TH if norm is None else norm(x_TH))
         wide_TH = x_TH.float()  # what a LayerNorm keeps
         dtype, normed_TH = x_TH.dtype, norm(wide_TH).to(x_TH.dtype)
-        address = normed_TH.data_ptr()  # not the tensor, which would stay
+        storage = normed_TH.untyped_storage()._cdata  # not the tensor, which would stay
+
+        def is_normed(x: Tensor) -> bool:
+            return x.untyped_storage()._cdata == storage
 
         def unpack(saved: Tensor | None) -> Tensor:
             with torch.no_grad():
                 return norm(wide_TH).to(dtype) if saved is None else saved
 
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: None if x.data_ptr() == address else x, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: None if is_normed(x) else x, unpack):
             return super().forward(normed_TH)
 
 

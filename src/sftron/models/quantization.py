@@ -89,6 +89,8 @@ def from_stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight.to(dtype)
     num_rows, num_bytes = weight.shape
     width = num_bytes * 16 // 9
+    if weight.is_meta:  # a prediction of memory, for which bitsandbytes need not be installed
+        return weight.new_empty(num_rows, width, dtype=dtype)
     codes, scales = weight[:, : width // 2].contiguous(), weight[:, width // 2 :].contiguous().view(torch.float32)
     return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.view(-1), _BLOCK, "nf4", [num_rows, width], dtype)
 

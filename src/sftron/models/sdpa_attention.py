@@ -16,7 +16,7 @@ from torch import Tensor
 from sftron.models.attention_kernels import PLAIN, Scores, outside_of_graphs
 from sftron.models.blockwise_attention import attend_in_blocks
 
-_LONGEST_IN_FP32, _BF16_LENGTH_STEP = 256, 128
+LONGEST_IN_FP32, _BF16_LENGTH_STEP = 256, 128
 """Document lengths in tokens that matter on a CPU; see `attend_causally`."""
 
 _WINDOW_BLOCK = 128
@@ -69,7 +69,7 @@ def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores 
         # torch's bf16 kernel compiles itself for each length and keeps 7 MB each time: 72 steps on chat data took 1.2
         # GB. Short documents are also faster in fp32 (128 tokens: 1.2 ms instead of 3.6). Long ones are slower (512
         # tokens: 18 ms instead of 9), so they are padded to a few lengths; no real query attends to the padding.
-        if num_queries == 1 or num_queries <= _LONGEST_IN_FP32:
+        if num_queries == 1 or num_queries <= LONGEST_IN_FP32:
             return attend_causally(q_TND.float(), k_SKD.float(), v_SKD.float(), scores).to(q_TND.dtype)
         num_added = -num_queries % _BF16_LENGTH_STEP
         q_TND, k_SKD, v_SKD = (F.pad(x, (0, 0, 0, 0, 0, num_added)) for x in (q_TND, k_SKD, v_SKD))

@@ -22,9 +22,9 @@ from sftron.models.sharding import whole_head
 from sftron.train.best import Best, is_patience_over, metric_of, watched_metric
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
+from sftron.train.objective import loss_of
 from sftron.train.ranks import Ranks
 from sftron.train.run import EvaluationSet, Question, Setup
-from sftron.train.step import loss_of
 
 _POOL_SIZE = 256
 _ALL_ROLES = frozenset(Role) - {Role.PADDING}

@@ -19,6 +19,7 @@ from sftron.train.flops import step_flops
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs
 from sftron.train.metrics import Stopwatch
+from sftron.train.objective import TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunExports
 from sftron.train.progress import Progress, RunLength
@@ -141,12 +142,14 @@ class TrainingLoop:
             self.model,
             self.optimizer,
             fetched.batches,
+            TokenLoss(
+                loss_function=loss_function(self.setup.model.loss),
+                num_datasets=len(progress.datasets),
+                with_untrained=interval is not None and progress.step % interval == 0,
+            ),
             max_grad_norm=self.config.optimizer.max_grad_norm,
-            loss_function=loss_function(self.setup.model.loss),
-            weight_sum=fetched.counts.weight_sum,
-            num_datasets=len(progress.datasets),
+            denominator=fetched.counts.weight_sum,
             router_aux_loss_coef=self.setup.model.router_aux_loss_coef,
-            with_untrained=interval is not None and progress.step % interval == 0,
             sum_over_ranks=self.ranks.sum,
         )
         progress.step += 1

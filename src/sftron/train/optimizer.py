@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,15 +38,23 @@ def make_adamw(
     Raises:
         ValueError: The state is 8bit, and bitsandbytes is not installed.
     """
+    groups = parameter_groups(named_parameters, weight_decay=weight_decay)
+    return OPTIMIZERS[state](groups, lr=learning_rate, betas=betas, eps=eps)
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Returns the groups of the parameters that require a gradient, none of them empty.
+
+    Each has a `learning_rate_factor`, by which `set_learning_rate` multiplies the rate of the schedule.
+    """
     trained = [(is_matrix(*each), each[1]) for each in named_parameters if each[1].requires_grad]
     groups = [
         {"params": [parameter for decays, parameter in trained if decays], "weight_decay": weight_decay},
         {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if state == "8bit":
-        return AdamW8bit(groups, learning_rate=learning_rate, betas=betas, eps=eps)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    return [{**group, "learning_rate_factor": 1.0} for group in groups if group["params"]]
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -62,10 +70,10 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: Iterable[Mapping[str, Any]], *, learning_rate: float, betas: tuple[float, float], eps: float
+        self, groups: Iterable[Mapping[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         self._bitsandbytes = import_bitsandbytes("optimizer.state: 8bit").functional
-        super().__init__(map(dict, groups), {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(map(dict, groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def state_shapes(self, parameter: Tensor) -> dict[str, torch.Size]:
         """Returns the shape of each state tensor of a parameter, over all ranks."""
@@ -159,6 +167,13 @@ class AdamW8bit(torch.optim.Optimizer):
         )
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "fp32": partial(torch.optim.AdamW, fused=True),
+    "8bit": AdamW8bit,
+}
+"""The optimizers by `optimizer.state`; each takes groups of parameters, lr, betas and eps."""
+
+
 @cache
 def _code(functional: Any, is_signed: bool, device: torch.device) -> Tensor:
     """Returns the values of the 256 codes, fp32."""
@@ -223,5 +238,6 @@ def learning_rate_factor(schedule: str, *, warm_up: float, decay: float, min_rat
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the learning rate of each group, the given one times the group's factor."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -93,14 +93,48 @@ def _reports_another_rank(error: BaseException) -> bool:
     return is_of_collective and not isinstance(error, RankError)
 
 
+DATA_PARALLEL = ("replicate", "shard")
+"""The dimensions whose ranks compute different packs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """The sizes of the dimensions of parallelism, in the order of the ranks: consecutive ones, most often those of one
+    node, differ in the last dimension."""
+
+    replicate: int = 1
+    """The number of copies of the model."""
+    shard: int = 1
+    """The number of ranks that share a copy."""
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Returns the device mesh, without dimensions of size 1 before the last."""
+        sizes = {name: size for name, size in asdict(self).items() if size > 1 or name == "shard"}
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def data_parallel_position(mesh: DeviceMesh) -> tuple[int, int]:
+    """Returns the data-parallel rank of this process and the number of data-parallel ranks.
+
+    Other dimensions of the mesh do not count: in a mesh of shard 2 x context 2, ranks 2 and 3 both have data-parallel
+    rank 1.
+    """
+    position, size = 0, 1
+    for name in mesh.mesh_dim_names or ():
+        if name in DATA_PARALLEL:
+            position = position * mesh[name].size() + mesh.get_local_rank(name)
+            size *= mesh[name].size()
+    return position, size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """This process's ranks, its device, and its collectives with the other ranks; by default, of a single process.
 
     Three things are kept apart. `rank` is the number of a process in the run. `dp_rank` is its number among the
-    processes that compute different packs; lanes, evaluation, gathering and checkpoints use it. `mesh` is the layout
-    with named dimensions, of which those whose names begin with "dp" are data-parallel. Today all dimensions are, so
-    `rank` and `dp_rank` are equal.
+    processes that compute different packs; lanes, evaluation, gathering and checkpoints use it. `dimensions` are the
+    sizes of the layout, and `mesh` is the layout itself, with the same names. Today all dimensions are data-parallel,
+    so `rank` and `dp_rank` are equal.
     """
 
     device: torch.device
@@ -111,6 +145,7 @@ class Ranks:
     dp_rank: int = 0
     """The number of this process among those that compute different packs."""
     dp_world_size: int = 1
+    dimensions: Dimensions = Dimensions()
     mesh: DeviceMesh | None = None
     """The device mesh, which also determines how parameters are sharded; None for one process."""
     phases: Phases | None = None
@@ -257,7 +292,8 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S))
-    rank, mesh = dist.get_rank(), make_mesh(device.type, dp_replicate, num_shards)
+    rank, dimensions = dist.get_rank(), Dimensions(replicate=dp_replicate, shard=num_shards)
+    mesh = dimensions.mesh(device.type)
     dp_rank, dp_world_size = data_parallel_position(mesh)
     return Ranks(
         device=device,
@@ -266,6 +302,7 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
         local_rank=local_rank,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
+        dimensions=dimensions,
         mesh=mesh,
         phases=Phases(_open_store(), rank, world_size),
         timeout_s=timeout_s,
@@ -277,29 +314,6 @@ def _open_store() -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     return dist.PrefixStore(f"sftron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def make_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    """Returns the device mesh. Consecutive ranks, most often those of one node, share a copy of the model."""
-    if dp_replicate == 1:
-        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def data_parallel_position(mesh: DeviceMesh) -> tuple[int, int]:
-    """Returns the data-parallel rank of this process and the number of data-parallel ranks.
-
-    Other dimensions of the mesh do not count: in a mesh of dp 2 x tp 2, ranks 2 and 3 both have data-parallel rank 1.
-    """
-    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names
-    assert coordinate is not None
-    assert names is not None
-    position, size = 0, 1
-    for dimension, name in enumerate(names):
-        if name.startswith("dp"):
-            position = position * mesh.size(dimension) + coordinate[dimension]
-            size *= mesh.size(dimension)
-    return position, size
 
 
 def end_ranks() -> None:

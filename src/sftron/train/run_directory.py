@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -19,16 +20,20 @@ from sftron.errors import without_secrets
 from sftron.regular_file import read_json_value, read_lines
 from sftron.train.logs import console
 
-RESULT = "result.json"
+RESULT, _LOCK = "result.json", "lock"
 NOT_FINITE = "loss or gradients not finite"
 """The error in result.json of a run that ended with status 3."""
+
+
+_LOCKED = set[Path]()
+"""The run directories that this process has locked."""
 
 
 def read_result(folder: Path) -> dict[str, Any]:
     """Reads the result.json of a run directory; returns {} if it is missing or cannot be read.
 
-    If the status is `running` but the process is known to have ended, the status becomes `killed`, and `error` names
-    the process.
+    If the status is `running` but no process holds the lock, the status becomes `killed`, and `error` names the
+    process.
     """
     try:
         result = read_json_value(folder / RESULT)
@@ -36,7 +41,22 @@ def read_result(folder: Path) -> dict[str, Any]:
         return {}
     if not isinstance(result, dict):
         return {}
-    return _killed(result) if result.get("status") == "running" and is_gone(result.get("process")) else result
+    return _killed(result) if result.get("status") == "running" and not _is_locked(folder) else result
+
+
+def _is_locked(folder: Path) -> bool:
+    """Returns whether a run holds the lock of its directory, on whichever machine; also if that cannot be known."""
+    # Not tried by the owner itself: the system would release its lock when the file is closed.
+    if folder.absolute() in _LOCKED:
+        return True
+    try:
+        with (folder / _LOCK).open("rb") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 _WARNED = set[str]()
@@ -106,53 +126,14 @@ def process_name(result: dict[str, Any]) -> str:
     return f"process {process.get('pid')} on {process.get('host')}, started {process.get('started')}"
 
 
-def this_process() -> dict[str, Any]:
-    """Returns a description that identifies this process uniquely, even if its process id is reused later.
-
-    `started` is the time, for people; `start` is the start in clock ticks since boot.
-    """
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "start": _start_of(os.getpid()),
-        "machine": _machine(),
-    }
-
-
-def is_gone(process: Any) -> bool | None:
-    """Returns whether the process that `this_process` described has ended.
-
-    Returns None if this cannot be determined: it ran on another machine, before the last boot, in another container, or
-    not on Linux.
-    """
-    if not isinstance(process, dict) or process.get("machine") != _machine():
-        return None
-    pid, start = process.get("pid"), process.get("start")
-    if type(pid) is not int or not isinstance(start, str):
-        return None
-    return _start_of(pid) != start
-
-
-def _machine() -> str:
-    """Returns an identifier within which process ids are unique: boot and process id namespace; else the host name.
-
-    The host name is not enough, because containers with their own process ids may share it.
-    """
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-def _start_of(pid: int) -> str | None:
-    """Returns the start of a process in clock ticks since boot; None if there is no such process or it has ended."""
-    try:
-        # The name, in parentheses, may contain anything. After it come the state and, 19 fields later, the start.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+def _lock(file: int) -> None:
+    """Locks a file; waits a moment for a reader, which `_is_locked` may be."""
+    for _ in range(5):
+        # Not flock: loader workers would inherit the lock, and hold it for seconds after this process is killed.
+        with suppress(BlockingIOError, PermissionError):
+            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+    return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class RunDirectory:
@@ -177,15 +158,14 @@ class RunDirectory:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The descriptor is never closed: the system releases the lock when the process ends, for whatever reason.
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ValueError(
                 f"the run directory {self.folder} cannot be written ({error.strerror}); choose another "
                 "general.output_dir or general.run_name"
             ) from error
         try:
-            # Not flock: loader workers would inherit the lock, and hold it for seconds after this process is killed.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except (BlockingIOError, PermissionError):
             owner = os.read(lock, 1000).decode(errors="replace").strip() or "an unknown process"
             os.close(lock)
@@ -207,6 +187,7 @@ class RunDirectory:
                     f"{self.folder / name} is not a symbolic link, and the run needs that name for one; "
                     "move it away, or choose another general.run_name"
                 )
+        _LOCKED.add(self.folder.absolute())
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._clean_up_after_kill()
@@ -214,9 +195,8 @@ class RunDirectory:
     def _clean_up_after_kill(self) -> None:
         """Cleans up after an earlier start. The caller holds the lock, so it has ended, on whichever machine it ran."""
         result = read_result(self.folder)
-        if result.get("status") == "running" and is_gone(result.get("process")) is None:
+        if result.get("status") == "running":
             result = _killed(result)
-        if result.get("status") == "killed":
             self.write_result(**result)
             console.write(f"killed     {result['error']}")
         for parent in (self.checkpoints, self.folder / "hf", self.folder / "adapter"):
@@ -271,7 +251,8 @@ class RunDirectory:
     def write_result(self, status: str, **facts: Any) -> None:
         """Writes result.json; docs/resume.md lists the statuses. The status running gets the process."""
         if status == "running":
-            facts["process"] = this_process()
+            started = datetime.now(UTC).isoformat(timespec="seconds")
+            facts["process"] = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
         self.write(RESULT, {"status": status, **facts})
 
     def add_to_result(self, **facts: Any) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sftron.data.child_process import STOP_SIGNALS, die_with_parent, heard_signals, parent_of
+from sftron.data.child_process import STOP_SIGNALS, die_with_parent, heard_signals
 
 
 class StopRequest:
@@ -70,28 +68,6 @@ class StopRequest:
 
 
 def die_with_torchrun() -> None:
-    """Ensures that this rank ends when its torchrun ends, and ends it now if torchrun has already ended.
-
-    Does nothing in a process that torchrun did not start.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    die_with_parent()
-    if sys.platform == "linux" and not _is_torchrun_alive():
-        os.write(2, b"torchrun has ended before this rank began; so the rank ends too\n")
-        os._exit(1)
-
-
-def _is_torchrun_alive() -> bool:
-    """Returns whether the first ancestor without a rank's environment variables has torch loaded.
-
-    torchrun does not publish its process id, but it is that ancestor, because it set the variables for its children.
-    An orphan is adopted by process 1 or by another ancestor, which does not have torch loaded.
-    """
-    process = os.getppid()
-    try:
-        while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{process}/environ").read_bytes():  # a script around the rank
-            process = parent_of(process)
-        return b"libtorch" in Path(f"/proc/{process}/maps").read_bytes()
-    except OSError:  # the process has ended meanwhile, or belongs to another user
-        return False
+    """Ensures that this rank ends when its torchrun ends; does nothing in a process that torchrun did not start."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()

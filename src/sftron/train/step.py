@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
-from sftron.models.loss import LossSum, weighted_loss_sum
 from sftron.models.routing import Routing
 from sftron.models.sharding import sum_over_copies, whole
 from sftron.train.flops import StepFlops
-from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses, TokenSums
+from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses
+from sftron.train.objective import Objective, TokenLoss, hidden_states
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.ranks import Ranks, peak_memory_bytes
 
@@ -104,39 +104,37 @@ def train_step(
     model: LlamaForSFT,
     optimizer: torch.optim.Optimizer | None,
     batches: Sequence[Batch],
+    objective: Objective | None = None,
     *,
     max_grad_norm: float | None,
-    loss_function: LossSum = weighted_loss_sum,
-    weight_sum: float | None = None,
-    num_datasets: int = 1,
-    with_untrained: bool = False,
+    denominator: float | None = None,
     router_aux_loss_coef: float = 0.0,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> StepResult:
     """Runs forward and backward over this rank's micro-batches, then makes one update.
 
-    The loss is one ratio (law 8): the sum of weighted token losses over the whole step, divided once by the sum of
-    weights over the whole step. A mean of the micro-batches' means would give more weight to tokens whose micro-batch
-    has few targets. If the loss or a gradient is not finite on any rank, weights and optimizer state do not change.
+    The loss is one ratio (law 8): the objective's sum over the whole step, divided once by its denominator over the
+    whole step. A mean of the micro-batches' means would give more weight to tokens whose micro-batch has few targets.
+    If the loss or a gradient is not finite on any rank, weights and optimizer state do not change.
 
     Args:
         optimizer: The optimizer; with None, losses and gradients are measured and no weight changes.
-        weight_sum: The sum of the weights over the batches of all ranks; by default, over `batches`. Gradients of a
+        objective: What is minimized; by default `TokenLoss`.
+        denominator: The sum of the denominators of the batches of all ranks; by default, of `batches`. Gradients of a
             sharded model are summed over ranks in the backward pass, so a rank takes part even if its own batches have
             no target.
-        num_datasets: The number of data sets that losses are reported for.
-        with_untrained: Whether the losses of untrained tokens are measured too.
         router_aux_loss_coef: The factor of the auxiliary loss of routers, which is no part of the returned loss. Its
             gradient needs the loads of the whole step, so above 0, all micro-batches but the first are computed once
             more, without gradients; see `Routing`.
         sum_over_ranks: Sums a tensor over the data-parallel ranks.
     """
-    if weight_sum is None:
-        weight_sum = sum(batch.weight_sum for batch in batches)
-    if weight_sum == 0:
+    objective = objective or TokenLoss()
+    if denominator is None:
+        denominator = sum(objective.denominator(batch) for batch in batches)
+    if denominator == 0:
         return StepResult(None, None, "no token to train on")
     loss = torch.zeros((), device=model.head_weight.device)
-    sums = TokenSums(num_datasets, loss.device)
+    measures = objective.new_measures(loss.device)
     with Routing(model, router_aux_loss_coef) as routing:
         is_counted_ahead = routing.coefficient > 0
         for batch in batches[1:] if is_counted_ahead else ():
@@ -145,7 +143,7 @@ def train_step(
         for number, batch in enumerate(batches, start=1):
             sum_over_copies(model, wanted=number == len(batches))
             with routing.forward_pass(batch.pack.num_tokens, counts=number == 1 or not is_counted_ahead):
-                share = loss_of(model, batch, loss_function, sums, with_untrained) / weight_sum
+                share = objective.loss_sum(model, batch, measures) / denominator
             if number == 1:
                 routing.before_backward(sum_over_ranks)
             share.backward()
@@ -154,58 +152,19 @@ def train_step(
     norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    # One transfer brings all numbers of the step to the host, including those that decide whether to update.
-    own = [loss.double().view(1), sums.table_G4.flatten(), routing.table_L2E.flatten()]
+    own = [loss.double().view(1), measures.table_G4.flatten(), routing.table_L2E.flatten()]
     loss_1, table, loads = sum_over_ranks(torch.cat(own)).split([len(each) for each in own])
-    load = routing.measures(loads.view_as(routing.table_L2E))
-    numbers = torch.cat([norm.double().view(1), loss_1, load, table]).tolist()
-    (norm_value, loss_value), load_values, token_sums = numbers[:2], numbers[2:][: len(load)], numbers[2 + len(load) :]
+    # One transfer brings all numbers of the step to the host, including those that decide whether to update.
+    parts = [norm.double().view(1), loss_1, table, routing.measures(loads.view_as(routing.table_L2E))]
+    on_host = torch.cat(parts).cpu().split([len(each) for each in parts])
+    (norm_value,), (loss_value,), token_sums, load = (each.tolist() for each in on_host)
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
     if is_finite and optimizer is not None:
         optimizer.step()
     model.zero_grad(set_to_none=True)
     skipped = None if is_finite else "the loss or a gradient is not finite"
-    expert_load = ExpertLoad(*load_values) if load_values else None
+    expert_load = ExpertLoad(*load) if load else None
     return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums), expert_load)
-
-
-def loss_of(
-    model: LlamaForSFT,
-    batch: Batch,
-    loss_function: LossSum = weighted_loss_sum,
-    sums: TokenSums | None = None,
-    with_untrained: bool = False,
-) -> Tensor:
-    """Returns the sum of the weighted token losses of one micro-batch (fp32, not yet divided by the sum of weights).
-
-    The unweighted losses of its trained tokens are added to `sums`. If `with_untrained` is set, those of untrained
-    tokens are added too, computed from the same hidden states without gradients.
-    """
-    hidden, device = hidden_states(model, batch), model.head_weight.device
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    if sums and with_untrained and len(batch.untrained_rows):
-        # This comes first, before the head's gradient exists, so it does not raise the peak memory.
-        with torch.no_grad():
-            labels = move(batch.untrained_labels)
-            weights = torch.ones_like(labels, dtype=torch.float32)
-            _, measures = weighted_loss_sum(hidden, model.head, move(batch.untrained_rows), labels, weights)
-            sums.add(measures, move(batch.untrained_roles))
-    loss_sum, measures = loss_function(
-        hidden, model.head, move(batch.label_positions), move(batch.labels), move(batch.loss_weights)
-    )
-    if sums:
-        sums.add(measures, move(batch.label_roles), move(batch.label_sources))
-    return loss_sum
-
-
-def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
-    """Returns the hidden states of a micro-batch, [T, H]."""
-    device = model.head_weight.device
-    input_ids, position_ids = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.position_ids))
-    return model(input_ids, position_ids, batch.cu_seqlens, batch.max_seqlen)
 
 
 def measure_step(

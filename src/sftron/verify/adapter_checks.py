@@ -20,6 +20,7 @@ from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, Adap
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
+from sftron.train.objective import TokenLoss
 from sftron.train.start.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
 from sftron.train.start.setup import make_optimizer
 from sftron.train.step import train_step
@@ -97,7 +98,7 @@ def _take_steps(subject: Subject) -> _Steps:
         optimizer = make_optimizer(subject.config, model.train())
         for _ in range(_NUM_STEPS):
             bound = subject.config.optimizer.max_grad_norm
-            train_step(model, optimizer, [batch], max_grad_norm=bound, loss_function=subject.loss)
+            train_step(model, optimizer, [batch], TokenLoss(loss_function=subject.loss), max_grad_norm=bound)
         for hook in hooks:
             hook.remove()
         moved = {name for name, each in trained.items() if not each.detach().equal(start[name])}

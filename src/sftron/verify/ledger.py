@@ -22,7 +22,7 @@ from sftron.models.architecture import is_of_the_model
 from sftron.train.logs.ledger import Ledger, LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
 from sftron.train.run import data_fingerprint
-from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
+from sftron.train.run_directory import RunDirectory, process_name, read_result
 from sftron.train.start import run_data
 from sftron.verify.table import Check, aligned, check_lines
 
@@ -280,8 +280,7 @@ def _ending(folder: Path) -> Check:
     if status == "killed":
         RunDirectory(folder).write_result(**result)
     if status == "running":
-        state = "is running" if is_gone(result.get("process")) is False else "which cannot be seen from this machine"
-        how = f"{process_name(result)}, {state}"
+        how = f"{process_name(result)}, is running"
     elif not how and "step" in result:
         how = f"after step {result['step']}"
     return Check("how the run ended", True, f"{status}: {how}" if how else status)

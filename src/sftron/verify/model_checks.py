@@ -19,8 +19,9 @@ from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
+from sftron.train.objective import hidden_states, loss_of
 from sftron.train.start.lora import frozen_dtype
-from sftron.train.step import hidden_states, loss_of, train_step
+from sftron.train.step import train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
 from sftron.verify.reference import load_reference
 from sftron.verify.round_trip import check_round_trip
@@ -341,7 +342,7 @@ def accumulation(subject: Subject) -> Finding:
 def _step(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float, list[Tensor]]:
     """Performs the trainer's own step without an update. Returns the loss and the gradients."""
     optimizer = _GradientsOnly(model)
-    result = train_step(model, optimizer, batches, max_grad_norm=None, loss_function=weighted_loss_sum)
+    result = train_step(model, optimizer, batches, max_grad_norm=None)
     return result.loss if result.loss is not None else math.nan, optimizer.gradients
 
 

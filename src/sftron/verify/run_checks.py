@@ -25,11 +25,12 @@ from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.objective import TokenLoss, hidden_states
 from sftron.train.signals import StopRequest
 from sftron.train.start.lora import adapter_tensors
 from sftron.train.start.revisions import model_folder
 from sftron.train.start.setup import make_optimizer
-from sftron.train.step import hidden_states, train_step
+from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
 from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
@@ -282,7 +283,8 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
     optimizer = make_optimizer(subject.config, model.train())
     is_finite = True
     for _ in range(_NUM_UPDATES):
-        step = train_step(model, optimizer, [batch], max_grad_norm=options.max_grad_norm, loss_function=subject.loss)
+        objective = TokenLoss(loss_function=subject.loss)
+        step = train_step(model, optimizer, [batch], objective, max_grad_norm=options.max_grad_norm)
         is_finite = is_finite and step.is_finite
     loss, stop = _measure(subject, batch, stop_ids)
     # Comparisons with NaN are false. A NaN for stop tokens means that the batch has none.

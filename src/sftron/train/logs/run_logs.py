@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -24,13 +24,15 @@ from sftron.train.metrics import StepMetrics
 from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory, intact_records, read_records
 
+_BUFFER_BYTES = 2**24
+"""More than the lines of a run that waits for space on its disk."""
+
 
 class LineFile:
-    """An append-only file of lines, written without buffering.
+    """A file of lines, to which a run appends.
 
-    An incomplete last line, from a kill, is removed when the file is opened. A full disk does not end the run: lines
-    are kept in memory until they can be written. If the file is deleted meanwhile, this is reported once, and the file
-    is not created again: it would lack its beginning, and its path may belong to another run by now.
+    When it is opened, an incomplete last line is removed, as a kill leaves it. A full disk does not end the run: lines
+    wait in the buffer until they can be written.
 
     Args:
         last_step: If given, the lines are records with a "step", and everything after the last one up to this step is
@@ -39,50 +41,38 @@ class LineFile:
 
     def __init__(self, path: Path, *, last_step: int | None = None) -> None:
         self.path = path
-        self._absolute_path = path.absolute()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._waiting = b""
-        self._has_failed = self._is_gone = False
-        os.truncate(self._file, _kept_size(path, last_step))
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = os.fdopen(self._descriptor, "ab", _BUFFER_BYTES, closefd=False)
+        self._has_failed = False
+        os.truncate(path, _kept_size(path, last_step))
 
     def append(self, line: bytes) -> None:
         """Writes a line; `line` is given without the line end."""
-        self._waiting += line + b"\n"
-        self._flush()
+        with self._warning("its lines wait in memory"):
+            self._file.write(line + b"\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Flushes all lines to disk (fsync)."""
-        self._flush(durably=True)
+        with self._warning("its lines wait in memory"):
+            self._file.flush()
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
-        self._flush(durably=True)
-        os.close(self._file)
-        if self._waiting:
-            self._warn(f"lacks the last {len(self._waiting.splitlines())} lines, which could not be written")
+        self.sync()
+        with self._warning("it lacks its last lines"):
+            self._file.close()
+        os.close(self._descriptor)
 
-    def _flush(self, *, durably: bool = False) -> None:
+    @contextmanager
+    def _warning(self, consequence: str) -> Iterator[None]:
         try:
-            while self._waiting:
-                # A write may be partial; the next one continues in the middle of the line.
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
-            if durably:
-                os.fsync(self._file)
+            yield
             self._has_failed = False
-            self._report_if_gone()
         except OSError as error:
             had_failed, self._has_failed = self._has_failed, True  # before the warning: this may be console.log
-            if not had_failed:
-                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
-
-    def _report_if_gone(self) -> None:
-        if self._is_gone:
-            return
-        try:
-            self._is_gone = not os.path.samestat(os.fstat(self._file), self._absolute_path.stat())
-        except FileNotFoundError:
-            self._is_gone = True
-        if self._is_gone:
-            self._warn("was deleted or moved while the run writes it; stop the run, and start it again for a new one")
+            if not had_failed or self._file.closed:
+                self._warn(f"cannot be written ({error.strerror}); {consequence}")
 
     def _warn(self, words: str) -> None:
         line = f"WARNING    {self.path} {words}"

@@ -6,13 +6,13 @@ import torch
 
 from sftron.models.loss import loss_function
 from sftron.train.logs import console
+from sftron.train.objective import loss_of
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.run import Setup
 from sftron.train.start.measured_memory import MeasuredPeak, peak_of_step, resident_memory
 from sftron.train.start.preflight import require_finite
 from sftron.train.start.run_data import maximal_batch
 from sftron.train.start.setup import load_model, make_optimizer
-from sftron.train.step import loss_of
 
 
 def measure_step_memory(setup: Setup) -> MeasuredPeak:

@@ -49,9 +49,13 @@ class LiveMemory(TorchDispatchMode):
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor) and _storage(leaf) not in given:
                 self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.sizes.values()))
+        self.peak = max(self.peak, self.live())
         return made
+
+    def live(self) -> int:
+        """Returns the bytes of the storages made inside that exist now."""
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        return sum(self.sizes.values())
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -21,6 +21,7 @@ from sftron.models.loss import LossSum
 from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
 from sftron.train.best import require_metric, watched_metric
+from sftron.train.objective import TokenLoss
 from sftron.train.ranks import Ranks
 from sftron.train.run import RunData, RunModel, Setup
 from sftron.train.start import run_data
@@ -182,9 +183,9 @@ class Health:
             self._model,
             None,
             [self._batch],
+            TokenLoss(loss_function=self._loss_function),
             max_grad_norm=None,
-            loss_function=self._loss_function,
-            weight_sum=max(1.0, self._batch.weight_sum),
+            denominator=max(1.0, self._batch.weight_sum),
             sum_over_ranks=self._ranks.sum,
         )
         return result.is_finite and not non_finite_tensors(self._model, self._ranks)
