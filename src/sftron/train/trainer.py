@@ -35,7 +35,7 @@ from sftron.train.signals import StopRequest
 from sftron.train.start import description, dry_run
 from sftron.train.start.preflight import Health, require_finite, require_one_folder
 from sftron.train.start.revisions import REVISIONS, find_commits, pin
-from sftron.train.start.run_data import DataWatch, measure_rows_once
+from sftron.train.start.run_data import DataWatch, data_fingerprint, measure_rows_once
 from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
@@ -196,7 +196,8 @@ class Trainer(TrainingLoop):
             self.loader
         )  # forks its workers, so it comes before evaluation, trackers and saves start threads
         evaluated_step = self._evaluator.evaluated_step
-        self._logs.open(step=self.progress.step, evaluated_step=evaluated_step, data_state=self._data_state)
+        self._logs.open(step=self.progress.step, evaluated_step=evaluated_step)
+        self._data, self._packs = data_fingerprint(self.config, self.setup.data.dataset), []
         if self._pusher:
             self._pusher.start()
         try:

@@ -26,9 +26,9 @@ from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
 from sftron.verify.parity import FP32_TOLERANCE, check_logits
 from sftron.verify.reference import attach_adapter
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_adapter_round_trip, digest
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError
 
 _NUM_STEPS, _NUM_DOCUMENTS = 3, 4
 """A fresh lora_A has no gradient in the first step, because lora_B is zero."""

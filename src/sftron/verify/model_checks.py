@@ -23,9 +23,9 @@ from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import hidden_states, loss_of, train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
 from sftron.verify.reference import load_reference
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError
 from sftron.verify.trainers import compare_documents
 
 
@@ -65,12 +65,12 @@ def reference(subject: Subject) -> Finding:
         checks = list(check_logits(native.eval(), model, documents, tolerance))
         measured, notes = f"logits {checks[0].measured.split()[0]} apart", []
         if prompts:
-            greedy, divergences, answers = check_generation(
+            greedy, answers = check_generation(
                 native, model, prompts, _NUM_NEW_TOKENS, stop_ids_of(folder), tolerance.logits
             )
             checks.append(greedy)
-            measured += f", {len(prompts) - len(divergences)} of {len(prompts)} answers equal"
-            notes = [*map(str, divergences), f"answers begin {subject.chat_tokenizer.decode(answers[0])!r}"]
+            measured += f", {len(prompts) - len(greedy.detail)} of {len(prompts)} answers equal"
+            notes = [*greedy.detail, f"answers begin {subject.chat_tokenizer.decode(answers[0])!r}"]
         else:
             measured += ", no prompt short enough to answer"
     del model

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import dtype_name
 from sftron.train.evaluation import read_questions
 from sftron.verify.reference import load_reference
+from sftron.verify.report import Check, Report
 from sftron.verify.round_trip import check_adapter_round_trip, check_round_trip
-from sftron.verify.table import Check, check_lines
 
 Ids = list[int]
 
@@ -92,31 +92,10 @@ class Divergence:
         return f"prompt {self.prompt}, step {self.step}: {ids}, native margin {self.margin:.2e}{tie}"
 
 
-@dataclass(frozen=True, slots=True)
-class ParityReport:
-    model: str
-    attention: str
-    dtype: str
-    num_prompts: int
-    checks: tuple[Check, ...]
-    divergences: tuple[Divergence, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed is not False for check in self.checks)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, **asdict(self)}
-
-    def table(self) -> str:
-        """Returns a header, one aligned line per check, the divergences, and the details and remedy of each failure."""
-        setting = f"LlamaForSFT in {self.dtype} with attention {self.attention}"
-        header = f"{self.model}: {self.num_prompts} prompts, {setting}"
-        lines = [header, "", *check_lines(self.checks), *map(str, self.divergences)]
-        for check in self.checks:
-            if check.passed is False and check.remedy:
-                lines += ["", f"{check.name}: {check.remedy}", *(f"  {each}" for each in check.detail)]
-        return "\n".join(lines)
+def parity_report(model: str, num_prompts: int, dtype: torch.dtype, attention: str, checks: Sequence[Check]) -> Report:
+    title = f"{model}: {num_prompts} prompts, LlamaForSFT in {dtype_name(dtype)} with attention {attention}"
+    facts = {"model": model, "attention": attention, "dtype": dtype_name(dtype), "prompts": num_prompts}
+    return Report(title, facts, tuple(checks))
 
 
 class Distance(NamedTuple):
@@ -143,7 +122,7 @@ def check_parity(
     device: torch.device | None = None,
     native_folder: Path | None = None,
     adapter: Path | None = None,
-) -> ParityReport:
+) -> Report:
     """Compares LlamaForSFT with transformers on the model in `folder`. Both models are held in memory in fp32.
 
     Args:
@@ -170,9 +149,7 @@ def check_parity(
     reference = load_reference(folder, torch.float32, device, adapter)
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, adapter, reference, prompt_ids, dtype)
     with torch.inference_mode():
-        greedy, divergences, answers = check_generation(
-            native, reference, prompt_ids, max_new_tokens, stop_ids, tolerance.logits
-        )
+        greedy, answers = check_generation(native, reference, prompt_ids, max_new_tokens, stop_ids, tolerance.logits)
         documents = [ids + answer for ids, answer in zip(prompt_ids, answers, strict=True)]
         checks = [
             *check_logits(native, reference, prompt_ids, tolerance),
@@ -186,7 +163,7 @@ def check_parity(
         else:
             checks.append(check_adapter_round_trip(native, adapter, folder))
     name = str(folder) if adapter is None else f"{folder} with the adapter {adapter}"
-    return ParityReport(name, attention, dtype_name(dtype), len(prompts), tuple(checks), divergences)
+    return parity_report(name, len(prompts), dtype, attention, checks)
 
 
 def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
@@ -325,10 +302,10 @@ def check_generation(
     max_new_tokens: int,
     stop_ids: dict[int, None],
     tolerance: float,
-) -> tuple[Check, tuple[Divergence, ...], list[Ids]]:
+) -> tuple[Check, list[Ids]]:
     """Compares greedy generations token by token. They may diverge where the two best logits tie up to rounding.
 
-    Returns the check, the divergences, and transformers' new tokens for each prompt.
+    Returns the check, whose details are the divergences, and transformers' new tokens for each prompt.
     """
     expected = [_reference_greedy(reference, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
     generations = [greedy_generate(native, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
@@ -348,8 +325,8 @@ def check_generation(
     measured += f", {num_unsound} of logits that are not finite" if num_unsound else ""
     measured += f" ({sum(map(len, expected))} tokens)"
     passed = num_ties == len(divergences) and not num_unsound
-    check = Check("greedy generation vs generate(do_sample=False)", passed, measured, "all, ties aside")
-    return check, tuple(divergences), expected
+    name, detail = "greedy generation vs generate(do_sample=False)", tuple(map(str, divergences))
+    return Check(name, passed, measured, "all, ties aside", detail), expected
 
 
 def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:

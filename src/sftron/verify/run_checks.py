@@ -31,9 +31,9 @@ from sftron.train.start.revisions import model_folder
 from sftron.train.start.setup import make_optimizer
 from sftron.train.step import hidden_states, train_step
 from sftron.train.trainer import Trainer
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError
 
 _NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
 """The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""

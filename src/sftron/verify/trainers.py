@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.types import Pack
 from sftron.models.architecture import FAMILIES
-from sftron.verify.table import NotMeasuredError
+from sftron.verify.report import NotMeasuredError
 
 POSITIONS_ALONE = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
 """Batches whose only key besides ids and labels is `position_ids`."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sftron.data.types import IGNORE_INDEX, Role
-from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch, Step
 from sftron.verify.trainer.documents import Document

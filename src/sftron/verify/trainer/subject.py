@@ -25,7 +25,7 @@ from torch.utils.data import SequentialSampler
 from sftron import __version__
 from sftron.data.dataset import PackedDataset
 from sftron.errors import place_of
-from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import (
     SeenBatch,
