@@ -21,12 +21,12 @@ from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
 from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import hidden_states, loss_of, train_step
-from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
+from sftron.verify.isolation import isolation_of_pack
+from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounds_by_neighbors
 from sftron.verify.reference import load_reference
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
-from sftron.verify.trainers import compare_documents
 
 
 def start_up(subject: Subject) -> Finding:
@@ -128,29 +128,20 @@ def _isolated_documents(subject: Subject) -> tuple[LabeledConversation, ...]:
 def isolation(subject: Subject) -> Finding:
     """With this attention backend no conversation sees its neighbors in the pack, and no token those after it."""
     model, documents = subject.model.eval(), _isolated_documents(subject)
-    batch, indices = subject.batch(documents), [(0, slice(*bounds)) for bounds in _bounds(documents)]
+    batch, longest = subject.batch(documents), max(documents, key=len)
 
-    def outputs(ids: Tensor) -> Tensor:
-        return hidden_states(model, replace(batch, input_ids=ids[0]))[None]
+    def alone_and_beside_itself() -> tuple[Tensor, Tensor]:
+        alone, beside = (hidden_states(model, subject.batch([longest] * number)) for number in (1, 2))
+        return alone, beside[: len(longest)]
 
-    longest = max(documents[1::2], key=len)
-
-    def beside_copies(number: int) -> Tensor:
-        return hidden_states(model, subject.batch([longest] * number))[: len(longest)]
-
-    allowed = "0, to the bit"
-    try:
-        with torch.no_grad():
-            found = compare_documents(
-                outputs, batch.input_ids[None], indices, lambda _: rounding_of_experts(model, beside_copies)
-            )
-    except NotMeasuredError as error:
-        return Finding(False, str(error), allowed)
-    worst = max(found.difference, found.past_difference)
-    measured = f"{len(documents)} conversations: others change by {worst:.2g}"
-    if found.rounding:
-        allowed = f"{found.rounding:.2g}, the rounding of experts"
-    return Finding(found.isolated, measured, allowed, _setting(subject))
+    with torch.no_grad():
+        found = isolation_of_pack(
+            lambda ids: hidden_states(model, replace(batch, input_ids=ids)),
+            batch.input_ids,
+            [len(each) for each in documents],
+            alone_and_beside_itself if rounds_by_neighbors(model) else None,
+        )
+    return replace(found, detail=_setting(subject))
 
 
 def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:
