@@ -167,35 +167,25 @@ def compare_documents(
 
 
 def isolation_of_pack(
-    outputs: Callable[[Tensor], Tensor],
-    ids: Tensor,
-    lengths: Sequence[int],
-    alone_and_beside_itself: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    outputs: Callable[[Tensor], Tensor], ids: Tensor, lengths: Sequence[int], rounding: Callable[[], float]
 ) -> Finding:
-    """Measures one of sftron's own models, in which a neighbor may change no bit.
+    """Measures one of sftron's own models, in which a neighbor may change no bit, but for the rounding of experts.
 
     Args:
         outputs: Returns logits or hidden states [T, any] for the ids [T] of the pack.
         lengths: The numbers of tokens of its conversations.
-        alone_and_beside_itself: Returns the outputs [n, any] of the longest conversation alone and packed with a copy
-            of itself, whose difference is rounding; None if a row of a matrix product rounds alike among any others.
+        rounding: Returns the change of a conversation's outputs that is rounding, beside a copy of itself.
     """
-    bounds = [0, *accumulate(lengths)]
-
-    def rounding(_: Tensor) -> float:
-        return 0.0 if alone_and_beside_itself is None else _largest_difference(*alone_and_beside_itself())
-
+    bounds, allowed = [0, *accumulate(lengths)], "0, to the bit"
+    documents = [(0, slice(*each)) for each in pairwise(bounds)]
     try:
-        found = compare_documents(
-            lambda each: outputs(each[0])[None], ids[None], [(0, slice(*each)) for each in pairwise(bounds)], rounding
-        )
+        found = compare_documents(lambda each: outputs(each[0])[None], ids[None], documents, lambda _: rounding())
     except NotMeasuredError as error:  # of the model's own outputs, so this is a failure
-        return Finding(False, str(error), "0, to the bit")
+        return Finding(False, str(error), allowed)
+    if found.rounding:
+        allowed = f"{found.rounding:.2g}, the rounding of experts"
     worst = max(found.difference, found.past_difference)
-    words = f", of which {found.rounding:.2g} is rounding" if found.rounding else ""
-    return Finding(
-        found.isolated, f"{len(lengths)} conversations: others change by {worst:.2g}{words}", "0, to the bit"
-    )
+    return Finding(found.isolated, f"{len(lengths)} conversations: others change by {worst:.2g}", allowed)
 
 
 def _other_tokens(ids: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, 
 from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import hidden_states, loss_of, train_step
 from sftron.verify.isolation import isolation_of_pack
-from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounds_by_neighbors
+from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
 from sftron.verify.reference import load_reference
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_round_trip
@@ -130,16 +130,15 @@ def isolation(subject: Subject) -> Finding:
     model, documents = subject.model.eval(), _isolated_documents(subject)
     batch, longest = subject.batch(documents), max(documents, key=len)
 
-    def alone_and_beside_itself() -> tuple[Tensor, Tensor]:
-        alone, beside = (hidden_states(model, subject.batch([longest] * number)) for number in (1, 2))
-        return alone, beside[: len(longest)]
+    def beside_copies(number: int) -> Tensor:
+        return hidden_states(model, subject.batch([longest] * number))[: len(longest)]
 
     with torch.no_grad():
         found = isolation_of_pack(
             lambda ids: hidden_states(model, replace(batch, input_ids=ids)),
             batch.input_ids,
             [len(each) for each in documents],
-            alone_and_beside_itself if rounds_by_neighbors(model) else None,
+            lambda: rounding_of_experts(model, beside_copies),
         )
     return replace(found, detail=_setting(subject))
 
