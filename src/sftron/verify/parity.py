@@ -281,7 +281,7 @@ def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Tensor]) ->
     Args:
         outputs: Returns the outputs of the first of this number of copies in a pack.
     """
-    if model.config.mixture is None or model.head_weight.device.type != "cpu":
+    if not rounds_with_neighbors(model, model.compute_dtype):
         return 0.0
     alone, beside = outputs(1), outputs(2)
     return max((alone - beside).abs().max().item(), torch.finfo(model.compute_dtype).eps * alone.abs().max().item())
