@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.merge import kl_divergences
 from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.models.adapters import AdapterStart
 from sftron.models.attention import resolve_attention
@@ -195,8 +195,7 @@ def native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]
 
 
 def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
-    log_reference, log_other = reference_TV.double().log_softmax(-1), other_TV.double().log_softmax(-1)
-    kl_T = F.kl_div(log_other, log_reference, log_target=True, reduction="none").sum(-1)
+    kl_T = kl_divergences(reference_TV, other_TV)
     return Distance((other_TV - reference_TV).abs().max().item(), kl_T.max().item())
 
 

@@ -146,7 +146,7 @@ def _bytes_of_checkpoints(subject: Subject, config: Config) -> float:
 
 def _differences(whole: _Trace, resumed: _Trace) -> list[str]:
     wrong = []
-    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens")
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens", "rows")
     for a, b in zip(whole.steps[_HALF:], resumed.steps, strict=True):
         unlike = [key for key in keys if a[key] != b[key]]
         wrong += [f"step {a['step']}: {key} is {a[key]} without a stop and {b[key]} after one" for key in unlike]

@@ -18,7 +18,7 @@ from sftron.checkpoint.checkpoint import read_state
 from sftron.checkpoint.convert import BASE_WEIGHTS, checkpoint_to_adapter, checkpoint_to_hf, lora_of, require_base
 from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of, merged_weights
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -30,7 +30,7 @@ from sftron.train.exports.base_model import read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
 from sftron.train.run import ExportParts
-from sftron.train.start.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
+from sftron.train.start.lora import frozen_dtype
 from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.run_data import load_chat_tokenizer
 
