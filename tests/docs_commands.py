@@ -92,7 +92,7 @@ def make_sandbox(folder: Path) -> Path:
     pairs = "".join(f"What is {n}?,It is {n}.\n" for n in range(30))
     (folder / "my.csv").write_text(f"prompt,completion\n{pairs}", encoding="utf-8")
     with contextlib.chdir(folder):
-        more = ["--logging.ledger=true", "--checkpoints.interval=2"]
+        more = ["--checkpoints.interval=2"]
         status, output = run_script("sftron train", ["--config", "configs/quickstart.yaml", *more])
         assert status == 0, output
     for name in ("my-run", "my", "a", "b", "c", "sweep_toggles/a", "sweep_toggles/b"):

@@ -103,7 +103,8 @@ def test_every_named_key_is_one_of_the_configuration() -> None:
     sections = "general|model|lora|tokenizer|data|tokens|parallelism|optimizer|checkpoints|hub|evaluation|logging"
     known = set(re.findall(r"^ *(\w+)(?: \(|:)", describe_config(), re.MULTILINE))
     named = re.compile(rf"`(?:--)?((?:{sections})\.(?!safetensors)([a-z_]+))(?![a-z_(])")  # no file's name, no call
-    assert not [f"{page.name}: {name}" for page in PAGES for name, key in named.findall(read(page)) if key not in known]
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names keys that have left
+    assert not [f"{page.name}: {name}" for page in pages for name, key in named.findall(read(page)) if key not in known]
 
 
 # --- Messages, laws and tests ---

@@ -45,8 +45,8 @@ from sftron.models.attention import resolve_attention
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.objective import hidden_states, loss_of
+from sftron.verify.isolation import POSITIONS_ALONE
 from sftron.verify.parity import FP32_TOLERANCE, check_generation
-from sftron.verify.trainers import POSITIONS_ALONE
 from tools.bench_ways import random_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "models" / "index.md"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sftron.train.exports.chat import generate as generate
     from sftron.train.trainer import Trainer as Trainer
     from sftron.verify.inspect_run import inspect as inspect
-    from sftron.verify.trainers import check_isolation as check_isolation
+    from sftron.verify.isolation import check_isolation as check_isolation
     from sftron.verify.verify_run import verify_run as verify_run
     from sftron.verify.verify_trainer import verify_trainer as verify_trainer
 
@@ -47,7 +47,7 @@ _MODULES = {
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
-    "check_isolation": "sftron.verify.trainers",
+    "check_isolation": "sftron.verify.isolation",
     "export_hf": "sftron.checkpoint.hf_export",
     "generate": "sftron.train.exports.chat",
     "inspect": "sftron.verify.inspect_run",

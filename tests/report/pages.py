@@ -11,8 +11,8 @@ from sftron.compare.recorded_run import read_run
 from sftron.data.types import ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, render
+from sftron.verify.report import Check, Report
 from sftron.verify.subject import Subject
-from sftron.verify.table import Check, RunReport
 from sftron.verify.verify_run import RULES, page_of
 from tests.compare.sweeps import ablation, write_run
 
@@ -65,7 +65,7 @@ def verified() -> str:
         chat_tokenizer=SimpleNamespace(decode=decode),
         preparation=SimpleNamespace(location=lambda key: f"chats.jsonl:{key.row + 1}"),
     )
-    report = RunReport("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
+    report = Report("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
     return page_of(report, cast(Subject, subject))
 
 

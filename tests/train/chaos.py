@@ -19,7 +19,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 
 from sftron.checkpoint.checkpoint import verify_checkpoint
-from sftron.verify.ledger import OpenedRun, audit_run
+from sftron.verify.replay import OpenedRun, audit_run
 from sftron.verify.run_checks import torchrun
 from tests.conftest import ROOT
 from tests.train import ranks
@@ -147,7 +147,6 @@ class Chaos:
             "tokens__batch_accumulation_per_replica": 1,
             "checkpoints__interval": 3,
             "checkpoints__export_hf": False,
-            "logging__ledger": True,
             "logging__interval": 1,
             "parallelism__timeout_seconds": 30,
         }
@@ -172,7 +171,7 @@ class Chaos:
 
     def _audit(self, name: str) -> None:
         audit = audit_run(OpenedRun(self._run(name), []))
-        self._require(audit.passed, f"the ledger of {name}:\n{audit.as_text()}")
+        self._require(audit.passed, f"the audit of {name}:\n{audit.as_text()}")
 
     def _add(self, line: str) -> None:
         self.table.append(line)

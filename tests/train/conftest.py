@@ -83,7 +83,7 @@ class FinishedRun:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Has a row that is too long, an evaluation set, prompts, a ledger, exports on the way, and a known peak."""
+    """Has a row that is too long, an evaluation set, prompts, exports on the way, and a known peak."""
     folder = tmp_path_factory.mktemp("private-place")
     model_folder = make_model_folder(folder / "tiny-model")
     (model_folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Tiny\n", encoding="utf-8")
@@ -103,7 +103,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         "evaluation__max_new_tokens": 4,
         "logging__interval": 1,
         "logging__untrained_roles_interval": 3,
-        "logging__ledger": True,
         "logging__peak_tflops": 0.5,
         "logging__wandb": {"mode": "disabled", "entity": "private-team", "tags": ["private-tag"]},
     }

@@ -15,7 +15,7 @@ from sftron.config import load_config
 from sftron.train import loop, saving, trainer
 from sftron.train.logs import run_logs
 
-When = Literal["in the step", "in the ledger's line", "after the ledger's line", "after the checkpoint"]
+When = Literal["in the step", "in the step's line", "after the step's line", "after the checkpoint"]
 
 
 def _kill() -> None:
@@ -25,7 +25,7 @@ def _kill() -> None:
 def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in any run
-    train_step, write, save = loop.train_step, run_logs.RunLogs.write_rows, saving.write_checkpoint
+    train_step, write, save = loop.train_step, run_logs.RunLogs.write_step, saving.write_checkpoint
     append = run_logs.LineFile.append
     reached = -1
 
@@ -37,14 +37,14 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
         return train_step(*arguments, **options)
 
     def in_line(self: run_logs.LineFile, line: bytes) -> None:
-        if reached == step and line.startswith(b'{"start"'):
+        if reached == step and line.startswith(b'{"step"'):
             os.write(self._descriptor, line[: len(line) // 2])
             _kill()
         append(self, line)
 
     def after_line(self: Any, *arguments: Any, **options: Any) -> None:
         write(self, *arguments, **options)
-        if reached == step and when == "after the ledger's line":
+        if reached == step and when == "after the step's line":
             _kill()
 
     def after_checkpoint(*arguments: Any, **options: Any) -> Any:
@@ -52,9 +52,9 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
         if reached == step and when == "after the checkpoint":
             _kill()
 
-    loop.train_step, run_logs.RunLogs.write_rows = in_step, after_line
+    loop.train_step, run_logs.RunLogs.write_step = in_step, after_line
     saving.write_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
-    if when == "in the ledger's line":
+    if when == "in the step's line":
         run_logs.LineFile.append = in_line
     run = trainer.Trainer(load_config(config, overrides))
     run.build()

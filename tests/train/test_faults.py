@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.checkpoint import newest_checkpoint
+from sftron.verify.replay import OpenedRun, audit_run
 from tests.conftest import chosen, rest_nightly
 from tests.train.chaos import alive, below
 from tests.train.faults import Fault, train_noting_updates, train_with
@@ -39,10 +40,11 @@ def result(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "runs/run/result.json").read_text())
 
 
-def ledger(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """The lines of the rank's steps."""
-    lines = map(json.loads, (folder / f"ledger-rank-{rank}.jsonl").read_text().splitlines())
-    return [line for line in lines if "packs" in line]
+def rows_of(folder: Path, step: int) -> set[int]:
+    """The rows that a run trained in a step, counted from 1."""
+    named = audit_run(OpenedRun(folder), step).step
+    assert named is not None
+    return {row.row + 1 for row in named.rows if row.reason is None}
 
 
 # --- A failure of one rank ---
@@ -181,7 +183,7 @@ def test_not_a_number_on_one_rank_changes_no_bit_on_any_and_names_the_rows_of_al
     tmp_path: Path, model_folder: Path
 ) -> None:
     fault = Fault("nan", rank=1, step=3, num_steps=3)
-    config = configure(tmp_path, model_folder, logging__ledger=True, parallelism__timeout_seconds=60)
+    config = configure(tmp_path, model_folder, parallelism__timeout_seconds=60)
     ended = launch(2, train_noting_updates, config, fault, folder=tmp_path)
 
     assert [each.exit_code for each in ended] == [3, 3], ended
@@ -189,27 +191,21 @@ def test_not_a_number_on_one_rank_changes_no_bit_on_any_and_names_the_rows_of_al
         assert (tmp_path / f"updates-{rank}").read_text().split() == ["1", "1", "0", "0", "0"]
     said = [line for line in ended[0].out.splitlines() if "no update" in line]
     named = [set(map(int, re.findall(r"rows\.jsonl:(\d+)", line))) for line in said]
-    trained: dict[int, set[int]] = {3: set(), 4: set(), 5: set()}
-    for rank in range(2):
-        for line in ledger(tmp_path / "runs/run", rank):
-            if line["step"] in trained:
-                own = {row + 1 for pack in line["packs"] for _, row, _ in pack["trained"]}
-                assert own
-                trained[line["step"]] |= own
-    assert named == list(trained.values())
+    assert named == [rows_of(tmp_path / "runs/run", step) for step in (3, 4, 5)]
     assert result(tmp_path)["status"] == "failed"
 
 
 def test_a_bad_row_that_one_rank_meets_while_training_ends_all_with_one_message(
     tmp_path: Path, model_folder: Path
 ) -> None:
-    """Of 802 rows every second one is sampled at the start; the ledger shows which rank trains which of the others."""
+    """Of 802 rows every second one is sampled at the start; the audit shows which rank trains which of the others."""
     options = {"data__packing": {"pool_size": 8}, "data__num_lanes": 2, "tokens__train_steps": 30}
-    options |= {"parallelism__timeout_seconds": 60, "logging__ledger": True}
+    options |= {"parallelism__timeout_seconds": 60}
     rows = write_rows(tmp_path / "rows.jsonl", 802).read_text().splitlines()
     launch(2, train, configure(tmp_path, model_folder, **options), folder=tmp_path)
-    late = [line for line in ledger(tmp_path / "runs/run", 1) if line["step"] > 15]
-    bad = next(row for line in late for pack in line["packs"] for _, row, _ in pack["trained"] if row % 2)
+    late = audit_run(OpenedRun(tmp_path / "runs/run"), 20).step
+    assert late is not None
+    bad = next(row.row for row in late.rows if row.pack % 2 and row.row % 2)  # rank 1 has the odd packs
     rows[bad] = '{"messages": 5}'
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     ended = launch(2, train, configure(tmp_path, model_folder, **options, general__run_name="bad"), folder=tmp_path)
@@ -239,7 +235,6 @@ def test_an_epoch_on_two_ranks_whose_lanes_drain_apart_is_the_epoch_on_one(tmp_p
             tokens__train_epochs=2,
             tokens__batch_accumulation_per_replica=2 // num_ranks,
             parallelism__timeout_seconds=60,
-            logging__ledger=True,
         )
         for ended in launch(num_ranks, train, config, folder=tmp_path):
             assert ended.exit_code == 0, ended.err
@@ -251,9 +246,12 @@ def test_an_epoch_on_two_ranks_whose_lanes_drain_apart_is_the_epoch_on_one(tmp_p
         for ours_of, alone_of in zip(two["datasets"].values(), one["datasets"].values(), strict=True):
             assert ours_of == alone_of | {"loss": pytest.approx(alone_of["loss"], rel=1e-6)}
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert two["rows"] == one["rows"]
     assert [count["conversations"] for count in ours[-1]["datasets"].values()] == [120]
-    steps = ledger(tmp_path / "runs/on-2", 1)
-    assert any(not pack["trained"] for line in steps for pack in line["packs"]), "no lane has drained first"
+    audit = audit_run(OpenedRun(tmp_path / "runs/on-2"), ours[-1]["step"])
+    assert audit.passed, audit.as_text()
+    assert audit.step is not None
+    assert {row.pack for row in audit.step.rows} < {*range(*ours[-1]["rows"]["packs"])}, "no lane has drained first"
 
 
 # --- A second run ---

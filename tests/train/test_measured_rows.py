@@ -75,7 +75,7 @@ def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_
 
     def configure(name: str, num_ranks: int) -> Any:
         options = {"tokens__batch_accumulation_per_replica": 2 // num_ranks, "parallelism__timeout_seconds": 60}
-        return make_config(tmp_path, model_folder, **EPOCH, **options, general__run_name=name, logging__ledger=True)
+        return make_config(tmp_path, model_folder, **EPOCH, **options, general__run_name=name)
 
     assert run(configure("on-1", 1)).setup.data.dataset.is_best_fit
     configure("on-2", 2)

@@ -38,11 +38,10 @@ def step(finished: FinishedRun) -> StepMetrics:
 
 
 def write(folder: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict[str, Any]]:
-    options = SimpleNamespace(logging=SimpleNamespace(ledger=False))
     data = SimpleNamespace(is_evaluated=False)
-    setup = SimpleNamespace(ranks=SimpleNamespace(is_main=True), data=data, config=options)
+    setup = SimpleNamespace(ranks=SimpleNamespace(is_main=True), data=data)
     logs = RunLogs(cast(Setup, setup), RunDirectory(folder))
-    logs.open(step=resumed_step, evaluated_step=None, data_state={})
+    logs.open(step=resumed_step, evaluated_step=None)
     for step in steps:
         logs.write_step(step)
     logs.close("completed")
@@ -136,6 +135,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
             sum_squared_lengths_spread=0.25,
             data_seconds=0.5,
             peak_memory_bytes=10**15,
+            packs=[],
         ),
         StepResult(1.0, 1.0, None, token_losses=losses),
         learning_rate=1.0,
@@ -146,6 +146,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
         peak_tflops=50.0,
         ranks=Ranks(device=torch.device("cpu"), world_size=4),
         changed_settings={"optimizer.learning_rate": [1, 2.0]},
+        rows={},
     )
 
     for source, name in enumerate(("a.jsonl", "b.jsonl")):

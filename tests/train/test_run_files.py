@@ -73,7 +73,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation__interval": 2,
         "evaluation__prompts": str(folder / "prompts.jsonl"),
         "evaluation__max_new_tokens": 4,
-        "logging__ledger": True,
         "tokens__train_steps": LAST,
     }
     run(make_config(folder, make_model_folder(folder / "model"), **options))

@@ -387,7 +387,6 @@ def test_no_file_and_no_line_of_a_run_and_of_the_commands_on_it_has_a_secret(
         tokens__train_steps=3,
         checkpoints__interval=2,
         evaluation__prompts=questions,
-        logging__ledger=True,
     )
     config = str(write_config(tmp_path / "a.yaml", tree))
     folder = tmp_path / "runs/run"

@@ -164,7 +164,7 @@ runpy.run_path("run_train.py", run_name="__main__")
 def test_a_run_that_ends_between_its_last_step_and_its_export_exports_at_the_next_start_and_trains_no_more(
     tmp_path: Path, model_folder: Path, fault: Fault, num_ranks: int
 ) -> None:
-    config = configure(tmp_path, model_folder, parallelism__timeout_seconds=10, logging__ledger=True)
+    config = configure(tmp_path, model_folder, parallelism__timeout_seconds=10)
     ended = launch(num_ranks, train_with, config, fault, folder=tmp_path)
     folder = tmp_path / "runs/run"
     if fault.what == "SIGTERM":

@@ -17,7 +17,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sftron.verify.table import RunReport
+from sftron.verify.report import Report
 
 
 def messages(number: int, num_turns: int = 1) -> list[dict[str, str]]:
@@ -85,12 +85,12 @@ def plain(tokenizer: Any, folder: Path, kind: type[Trainer] = Trainer, collator:
     )
 
 
-def failed(report: RunReport) -> list[str]:
-    return [row.name for row in report.rows if row.status == "FAIL"]
+def failed(report: Report) -> list[str]:
+    return [row.name for row in report.checks if row.status == "FAIL"]
 
 
-def row_of(report: RunReport, name: str) -> Any:
-    return next(row for row in report.rows if row.name == name)
+def row_of(report: Report, name: str) -> Any:
+    return next(row for row in report.checks if row.name == name)
 
 
 class Collator(DataCollatorForSeq2Seq):

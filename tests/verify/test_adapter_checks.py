@@ -17,7 +17,7 @@ from sftron.models.adapters import LoraSpec
 from sftron.train.start import lora, setup
 from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
-from sftron.verify.table import Table
+from sftron.verify.report import Table
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
 from tests.conftest import LazyModule
 from tests.train.runs import make_model_folder

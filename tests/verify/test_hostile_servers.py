@@ -1,12 +1,9 @@
 """A server that is compared gets the key alone, and none of its replies ends the command by a traceback or holds it."""
 
 import json
-import shutil
-import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ class QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def listening(answer: Callable[[BaseHTTPRequestHandler], None], certificate: Path | None = None) -> Iterator[int]:
+def listening(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[int]:
     """Lets `answer` answer every request. Yields the port."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -43,10 +40,6 @@ def listening(answer: Callable[[BaseHTTPRequestHandler], None], certificate: Pat
         def log_message(self, *_: object) -> None: ...
 
     server = QuietServer(("127.0.0.1", 0), Handler)
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, certificate.with_suffix(".key"))
-        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
@@ -82,71 +75,25 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return ask
 
 
-@pytest.fixture
-def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A certificate for 127.0.0.1 that this process trusts; its key is beside it."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl to make a certificate")
-    path = tmp_path / "here.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=here -addext"
-    command = [
-        "openssl",
-        *words.split(),
-        "subjectAltName=IP:127.0.0.1",
-        "-out",
-        path,
-        "-keyout",
-        path.with_suffix(".key"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    monkeypatch.setenv("SSL_CERT_FILE", str(path))
-    return path
-
-
-@pytest.mark.parametrize("is_https", [False, True])
-def test_no_redirect_is_followed_and_the_key_never_comes_to_another_server(
-    is_https: bool, refusal: Callable[..., str], request: pytest.FixtureRequest
-) -> None:
-    """With every status, of the first request and of a later one, to every kind of place, the own origin included."""
-    own_scheme = "https" if is_https else "http"
-    place, status, is_later, num_asked, stolen = "", 0, False, 0, []
-
-    def ask(handler: BaseHTTPRequestHandler) -> None:
-        nonlocal num_asked, is_later
-        num_asked += 1
-        assert handler.headers["Authorization"] == f"Bearer {KEY}"
-        if handler.path == "/elsewhere":
-            stolen.append("the own origin")
-            send(handler, {})
-        elif is_later and handler.path == "/v1/models":
-            send(handler, MODELS)
-        else:
-            send(handler, {}, status, Location=place)
-            is_later = not is_later
+def test_no_redirect_is_followed_and_the_key_never_comes_to_another_server(refusal: Callable[..., str]) -> None:
+    place, status, stolen = "", 0, []
 
     def steal(handler: BaseHTTPRequestHandler) -> None:
         stolen.append(str(handler.headers["Authorization"]))
         send(handler, MODELS)
 
-    with ExitStack() as stack:
-        own = stack.enter_context(listening(ask, request.getfixturevalue("certificate") if is_https else None))
-        other = stack.enter_context(listening(steal))
-        places = {
-            "another port": f"http://127.0.0.1:{other}/x",
-            "another host": f"http://localhost:{other}/x",
-            "the other scheme": f"{'http' if is_https else 'https'}://127.0.0.1:{other}/x",
-            "no scheme": f"//127.0.0.1:{other}/x",
-            "a file": "file:///etc/passwd",
-            "the own origin": f"{own_scheme}://127.0.0.1:{own}/elsewhere",
-            "a path": "/elsewhere",
-        }
-        for place in places.values():
+    def ask(handler: BaseHTTPRequestHandler) -> None:
+        assert handler.headers["Authorization"] == f"Bearer {KEY}"
+        if handler.path == "/elsewhere":
+            steal(handler)
+        send(handler, {}, status, Location=place)
+
+    with listening(ask) as own, listening(steal) as other:
+        for place in (f"http://127.0.0.1:{other}/x", f"//localhost:{other}/x", "file:///etc/passwd", "/elsewhere"):
             for status in REDIRECTS:
-                for _ in ("the first request", "a later one"):
-                    line = refusal(f"{own_scheme}://127.0.0.1:{own}")
-                    assert f"HTTP {status} redirects to '{place}', and no redirect is followed" in line
+                line = refusal(f"http://127.0.0.1:{own}")
+                assert f"HTTP {status} (redirects to '{place}', which is not followed" in line
     assert not stolen
-    assert num_asked == len(places) * len(REDIRECTS) * 3  # one request where the first one is redirected, else two
 
 
 def completion(text: object = "hi", finish: object = "stop", num: object = 3, **reply: Any) -> dict[str, Any]:
@@ -155,44 +102,45 @@ def completion(text: object = "hi", finish: object = "stop", num: object = 3, **
     return {"choices": [choice], "usage": {"prompt_tokens": num}, **reply}
 
 
-NO_IDS = ["5", 1.0, 1.5, float("nan"), -1, VOCABULARY, 10**9, 10**30, True, None, [1], {"a": 1}]
-NO_LISTS = ["12", 12, True, {"0": 1}]
-NO_TEXTS = ["\ud800", "a\udfffb", 5, True, ["a"], {"a": 1}]
-NO_WORDS = ["a\nPASS  all", "a\rb", "a\x1b[31m", "a\u202eb", "a\u2028b", "\ud800", "x" * 2000, 5, None, ["a"], {"a": 1}]
+NO_IDS = ["5", 1.0, float("nan"), -1, VOCABULARY, 10**30, True, None, [1], {"a": 1}]
 REPLIES = [
-    *((completion(prompt_token_ids=[1, 2, each]), "prompt_token_ids[2]", each) for each in NO_IDS),
-    *((completion(prompt_token_ids=[1], token_ids=[each]), "choices[0].token_ids[0]", each) for each in NO_IDS),
-    *((completion(prompt_token_ids=each), "prompt_token_ids", each) for each in NO_LISTS),
-    *((completion(prompt_token_ids=[1], token_ids=each), "choices[0].token_ids", each) for each in NO_LISTS),
-    *((completion(each), "choices[0].message.content", each) for each in NO_TEXTS),
-    *((completion(finish=each, prompt_token_ids=[1]), "choices[0].finish_reason", each) for each in NO_WORDS),
-    *((completion(num=each), "usage.prompt_tokens", each) for each in ("3", 1.5, True, -1, None, [3])),
+    *(completion(prompt_token_ids=[1, 2, each]) for each in NO_IDS),
+    *(completion(prompt_token_ids=[1], token_ids=[each]) for each in NO_IDS),
+    *(completion(prompt_token_ids=each) for each in ("12", 12, True, {"0": 1})),
+    *(completion(prompt_token_ids=[1], num=each) for each in (None, [3])),
+    *({**completion(), **each} for each in ({"choices": []}, {"choices": [5]}, {"usage": None})),
+    {},
+    [1],
 ]
-NAMES = [({"data": [{"id": "tiny"}, {"id": each}]}, "id of a model", each) for each in NO_WORDS]
 
 
 def test_a_value_that_cannot_be_what_it_should_is_one_line_with_the_value_and_the_remedy(
     refusal: Callable[..., str],
 ) -> None:
-    reply: tuple[dict[str, Any], dict[str, Any]] = (MODELS, {})
+    reply: tuple[Any, Any] = (MODELS, {})
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         models, completed = reply
         if handler.path == "/v1/models":
             send(handler, models)
-        elif handler.path == "/v1/chat/completions":
-            send(handler, completed)
-        else:  # /tokenize
-            send(handler, {"tokens": ["a"]})
+        else:
+            send(handler, completed if handler.path == "/v1/chat/completions" else {"tokens": ["a"]})
 
     with listening(answer) as port:
-        for content, name, value in (*REPLIES, *NAMES):
-            reply = (content, {}) if "data" in content else (MODELS, content)
+        for models, completed in ((MODELS, each) for each in REPLIES):
+            reply = (models, completed)
             line = refusal(f"http://127.0.0.1:{port}")
-            assert f"{name} is {value!r:.60}, not " in line, (name, value)
-            assert line.endswith("; is it an OpenAI-like server of this model?")
+            assert line.endswith("; is it an OpenAI-like server of this model?"), completed
+        for models in ({"data": [5]}, {"data": [{}]}, [], {}):
+            reply = (models, {})
+            assert "is it an OpenAI-like server of this model?" in refusal(f"http://127.0.0.1:{port}")
         reply = (MODELS, completion())
-        assert "/tokenize: tokens[0] is 'a'" in refusal(f"http://127.0.0.1:{port}")
+        assert "'a' is not an id from 0 to" in refusal(f"http://127.0.0.1:{port}")
+
+
+def test_a_name_of_a_server_can_imitate_no_line_of_the_report(refusal: Callable[..., str]) -> None:
+    with listening(lambda handler: send(handler, {"data": [{"id": "a\nPASS  all\x1b[31m"}, {"id": "b"}]})) as port:
+        assert "\x1b" not in refusal(f"http://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("is_of_the_headers", [False, True])
@@ -227,5 +175,5 @@ def test_the_command_ends_with_status_2_and_the_line(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("sftron check: ")
-    assert f"prompt_token_ids[0] is -1, not an id from 0 to {VOCABULARY - 1}; is it" in printed.err
+    assert f"-1 is not an id from 0 to {VOCABULARY - 1}; is it" in printed.err
     assert printed.err.count("\n") == 1

@@ -97,8 +97,10 @@ def test_a_wrong_continuation_fails_and_its_first_divergence_is_named(
     monkeypatch.setattr(parity, "greedy_generate", wrong_at_step_2)
     assert failed(model_folder) == ["greedy"]
     report = check_parity(model_folder, EXAMPLE_PROMPTS[:2], max_new_tokens=8)
-    assert [(d.prompt, d.step, d.is_tie) for d in report.divergences] == [(0, 2, False), (1, 2, False)]
-    assert "prompt 0, step 2: native" in report.table()
+    (greedy,) = report.failed
+    assert [line.split(": native")[0] for line in greedy.detail] == ["prompt 0, step 2", "prompt 1, step 2"]
+    assert not any("tie" in line for line in greedy.detail)
+    assert "prompt 0, step 2: native" in report.as_text()
 
 
 def test_an_export_that_lacks_what_loaders_need_fails_and_a_source_that_lacks_it_does_not(
@@ -125,7 +127,7 @@ def test_the_report_is_an_aligned_table_and_json_and_one_prompt_alone_shows_no_i
             column = header.index(title)
             assert line[column - 1] == " " != line[column]
     report = json.loads(file.read_text())
-    assert (report["passed"], report["num_prompts"], len(report["checks"])) == (True, 1, len(NAMES))
+    assert (report["passed"], report["facts"]["prompts"], len(report["checks"])) == (True, 1, len(NAMES))
 
 
 def test_what_cannot_be_used_is_status_2_and_a_message(

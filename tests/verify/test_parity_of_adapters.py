@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToken
 def failed(folders: tuple[Path, Path]) -> list[str]:
     base, adapter = folders
     report = check_parity(base, EXAMPLE_PROMPTS[-2:], max_new_tokens=6, adapter=adapter)
-    assert "with the adapter" in report.model
+    assert "with the adapter" in report.facts["model"]
     return [check.name for check in report.checks if not check.passed]
 
 
@@ -116,4 +116,4 @@ def test_the_report_names_base_and_adapter(folders: tuple[Path, Path], tmp_path:
     arguments = ["--model", base, "--adapter", adapter, "--limit", 1, "--max-new-tokens", 2, "--json", file]
     assert check_sft.main([*map(str, arguments)]) == 0
     report = json.loads(file.read_text())
-    assert (report["passed"], report["model"]) == (True, f"{base} with the adapter {adapter}")
+    assert (report["passed"], report["facts"]["model"]) == (True, f"{base} with the adapter {adapter}")

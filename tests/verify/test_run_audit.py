@@ -6,14 +6,17 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sftron.commands.audit import main
-from sftron.verify.ledger import OpenedRun, audit_run
-from sftron.verify.named_step import name_step
+from sftron.data import dataset
+from sftron.data.digest import digest_of
+from sftron.verify import replay as replay_module
+from sftron.verify.replay import OpenedRun, Replay, audit_run
 from tests.train.killed_run import run_killed
 from tests.train.runs import NUM_ROWS, chat_line, make_config, make_model_folder, metrics, run, write_rows
 
@@ -32,7 +35,6 @@ def with_drops(folder: Path) -> None:
 
 
 OPTIONS: dict[str, Any] = {
-    "logging__ledger": True,
     "tokens__train_steps": None,
     "tokens__train_epochs": 2,
     "data__max_dropped_share": 0.1,
@@ -50,7 +52,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
     folder = tmp_path_factory.mktemp("killed")
     with_drops(folder)
     config, path = make_config(folder, model_folder, **OPTIONS), folder / "config.yaml"
-    run_killed(path, 4, "in the ledger's line")
+    run_killed(path, 4, "in the step's line")
     shutil.copytree(folder / "runs/run", folder / "killed")
     run_killed(path, 6, "after the checkpoint", "--data.num_workers=2")
     run_killed(path, 8, "in the step")
@@ -64,28 +66,18 @@ def finished(killed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(killed / "runs/run", tmp_path / "run"))
 
 
-def failed(folder: Path) -> dict[str, str]:
-    audit = audit_run(OpenedRun(folder))
-    return {check.name: check.measured for check in audit.checks if not check.passed}
+def failed(folder: Path, *overrides: str) -> dict[str, str]:
+    return {check.name: check.measured for check in audit_run(OpenedRun(folder, overrides)).failed}
 
 
-def edit_ledger(folder: Path, edit: Callable[[Lines], object]) -> None:
-    path = folder / "ledger-rank-0.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def edit_steps(folder: Path, edit: Callable[[Lines], object]) -> None:
+    path = folder / "metrics.jsonl"
+    lines = metrics(folder)
     edit(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def line_of_step(lines: Lines, step: int) -> dict[str, Any]:
-    """The line of the last start that made the step."""
-    return next(line for line in reversed(lines) if line.get("step") == step and "packs" in line)
-
-
-def trained(lines: Lines, step: int, pack: int = 0) -> list[list[int]]:
-    return line_of_step(lines, step)["packs"][pack]["trained"]
-
-
-REPLAY, ONCE = "each pack is made again", "each row once an epoch"
+REPLAY, ONCE, RECORDED = "each step is made again", "each row once an epoch", "each step is recorded"
 
 
 # --- What holds ---
@@ -98,16 +90,18 @@ def test_a_run_killed_anywhere_is_proven_to_have_trained_each_row_once_an_epoch(
         (epoch, NUM_ROWS + 2, NUM_ROWS, "whole") for epoch in (0, 1)
     ]
     assert all(each.dropped == {"overlong": 1, "no_trained_token": 1} for each in audit.epochs)
-    assert re.search(r" of 4 starts; [1-9]\d* more were lost in kills and made again", audit.checks[0].measured)
+    assert audit.checks[2].measured.startswith(f"{len(metrics(killed / 'runs/run'))} steps have the same rows")
 
 
-def test_a_killed_run_that_was_not_resumed_is_proven_up_to_its_last_checkpoint(killed: Path) -> None:
-    audit = audit_run(OpenedRun(killed / "killed"))
+def test_a_killed_run_that_was_not_resumed_is_proven_up_to_its_last_line(killed: Path) -> None:
+    folder = killed / "killed"
+    assert not (folder / "metrics.jsonl").read_text().endswith("\n"), "the line was not cut off"
+    audit = audit_run(OpenedRun(folder))
 
     assert audit.passed, audit.as_text()
-    assert audit.checks[0].measured.endswith("; cut off at the end: ledger-rank-0.jsonl")
+    assert audit.checks[0].measured == "3 steps, 6 packs"
     assert {each.verdict for each in audit.epochs} == {"unfinished"}
-    result = json.loads((killed / "killed/result.json").read_text())
+    result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "killed"
     assert audit.checks[-1].measured == f"killed: {result['error']}"
 
@@ -116,9 +110,10 @@ def test_the_rows_of_a_step_are_named_by_line_with_their_first_words(
     killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, report = killed / "runs/run", tmp_path / "report.json"
-    step = name_step(OpenedRun(folder), 3)
+    step = audit_run(OpenedRun(folder), 3).step
     logged = metrics(folder)[2]
 
+    assert step is not None
     assert (step.loss, step.grad_norm) == (logged["loss"], logged["grad_norm"])
     assert sum(row.reason is None for row in step.rows) == logged["conversations"]
     rows = (killed / "rows.jsonl").read_text().splitlines()
@@ -134,7 +129,7 @@ def test_the_rows_of_a_step_are_named_by_line_with_their_first_words(
     assert "has no step 99; the last one is " in capsys.readouterr().err
 
 
-def test_a_mixture_with_a_stream_is_proven_as_well_and_a_row_that_is_missing_is_found(
+def test_a_mixture_with_a_stream_is_proven_as_well_and_other_weights_of_its_sets_are_found(
     tmp_path: Path, model_folder: Path
 ) -> None:
     write_rows(tmp_path / "other.jsonl", 11)
@@ -146,72 +141,84 @@ def test_a_mixture_with_a_stream_is_proven_as_well_and_a_row_that_is_missing_is_
     config = make_config(tmp_path, model_folder, **options)
     run_killed(tmp_path / "config.yaml", 7, "in the step")
     folder = run(config).directory.folder
-    audit = audit_run(OpenedRun(folder))
+    audit = audit_run(OpenedRun(folder), 2)
 
     assert audit.passed, audit.as_text()
     assert any(each.verdict == "whole" for each in audit.epochs)
-    first = name_step(OpenedRun(folder), 2).rows[0]
-    edit_ledger(folder, lambda lines: trained(lines, 2).pop(0))
-    assert f"{first.location} in epoch {first.epoch}, trained, is missing" in failed(folder)[REPLAY]
+    assert audit.step is not None
+    assert {row.dataset for row in audit.step.rows} <= {each.dataset for each in audit.epochs}
+    sets[1]["weight"] = 3
+    changed = failed(folder, f"--data.datasets={json.dumps(sets)}")
+    assert "weight" in changed["the data is what the run had"]
+    as_the_run_says = digest_of(OpenedRun(folder, [f"--data.datasets={json.dumps(sets)}"]).fingerprint)
+    edit_steps(folder, lambda lines: [line["rows"].update(data=as_the_run_says) for line in lines])
+    assert "has trained other rows" in failed(folder, f"--data.datasets={json.dumps(sets)}")[REPLAY]
 
 
 # --- What is broken on purpose ---
 
 
-def train_a_row_twice(lines: Lines) -> None:
-    trained(lines, 4).append(trained(lines, 2, 1)[0])
-
-
-def replace_a_row_by_another(lines: Lines) -> None:
-    trained(lines, 4)[0] = trained(lines, 2, 1)[0]
-
-
-def exchange_two_rows(lines: Lines) -> None:
-    """Each row is still there once an epoch: only the replay can find it."""
-    first, second = trained(lines, 2), trained(lines, 3)
-    first[0], second[0] = second[0], first[0]
-
-
-def drop_for_another_reason(lines: Lines) -> None:
-    for drop in (drop for line in lines for pack in line.get("packs", ()) for drop in pack["dropped"]):
-        drop[3] = "broken_json"
+def exchange(lines: Lines, step: int, other: int, *names: str) -> None:
+    """Gives two steps the digests of each other."""
+    one, two = lines[step - 1]["rows"], lines[other - 1]["rows"]
+    for name in names:
+        one[name], two[name] = two[name], one[name]
 
 
 @pytest.mark.parametrize(
     ("edit", "red", "problem"),
     [
-        (train_a_row_twice, {ONCE, REPLAY}, r"pack 6: .*rows\.jsonl:\d+ in epoch 0, trained, does not(?s:.*): twice"),
-        (replace_a_row_by_another, {ONCE, REPLAY}, "is missing.*does not belong there"),
-        (exchange_two_rows, {REPLAY}, "is missing.*does not belong there"),
-        (lambda lines: trained(lines, 2).reverse(), {REPLAY}, "pack 2 has its rows in another order"),
-        (lambda lines: trained(lines, 5).pop(), {ONCE, REPLAY}, r"rows\.jsonl:\d+ in epoch \d: is missing"),
-        (lambda lines: lines.remove(line_of_step(lines, 3)), {ONCE, "each pack once"}, "pack 4 is missing, pack 5 is"),
-        (drop_for_another_reason, {REPLAY}, "as overlong, is missing.*as broken_json, does not belong there"),
-        (lambda lines: trained(lines, 4)[0].__setitem__(1, 99), {ONCE, REPLAY}, "row 99, which the data does not have"),
+        (lambda lines: exchange(lines, 2, 3, "keys", "tokens"), {REPLAY}, r"^step 2 \(packs 2 to 3\) has"),
+        (lambda lines: exchange(lines, 2, 3, "tokens"), {REPLAY}, "^step 2 .* its rows with other tokens or weights"),
+        (lambda lines: lines.pop(2), {RECORDED, REPLAY}, "step 3 is missing(?s:.*)packs 4 to 5 .* belong to no step"),
+        (lambda lines: lines.pop(), {RECORDED, ONCE}, r"step \d+ is missing(?s:.*)in epoch 1: is missing"),
+        (lambda lines: lines.append({**lines[2], "step": len(lines) + 1}), {REPLAY}, "but the next one is pack"),
+        (lambda lines: lines.append(lines[2]), {RECORDED, ONCE}, "step 4 is missing, step 5 is missing"),
+        (lambda lines: lines[3].pop("rows"), {RECORDED, REPLAY}, "step 4 has no digest of its rows"),
+        (lambda lines: lines[3]["rows"].update(packs=[6, 2**40]), {RECORDED, REPLAY}, "step 4 has no digest"),
+        (lambda lines: lines[3]["rows"].update(epochs=[0, 1]), {REPLAY}, "other rows"),
     ],
-)
-def test_a_ledger_that_was_changed_is_found_and_the_row_is_named(
+)  # fmt: skip
+def test_a_line_that_was_changed_is_found_and_the_step_is_named(
     finished: Path, edit: Callable[[Lines], object], red: set[str], problem: str
 ) -> None:
-    edit_ledger(finished, edit)
+    edit_steps(finished, edit)
     found = failed(finished)
-    assert found.keys() == red
-    assert re.search(problem, "\n".join(found.values())), found
+    assert red <= found.keys() <= red | {ONCE}
+    assert re.search(problem, "\n".join(found.values()), re.MULTILINE), found
 
 
-def test_a_line_that_was_cut_off_after_a_checkpoint_and_one_that_cannot_be_read_are_found(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = finished / "ledger-rank-0.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines)[: -len(lines[-1]) + 40])
-    assert main([str(finished)]) == 1
-    printed = capsys.readouterr().out
-    assert "cut off at the end: ledger-rank-0.jsonl" in printed
-    assert "FAIL  each pack once" in printed
-    assert f"FAIL  {ONCE}" in printed
-    path.write_text("".join([*lines[:2], '{"start": 1, "st\n', *lines[2:]]))
-    assert failed(finished)["the ledger can be read"].startswith("ledger-rank-0.jsonl:3: not a line of a ledger")
+def test_a_step_that_was_made_twice_counts_as_it_was_made_last(finished: Path) -> None:
+    """As after a resume that could not remove the lines of lost steps."""
+
+    def make_twice(lines: Lines) -> None:
+        lost = [{**line, "rows": line["rows"] | {"keys": "0"}} for line in lines[3:6]]
+        lines[3:3] = lost
+
+    edit_steps(finished, make_twice)
+    assert not failed(finished)
+
+
+def test_other_loss_weights_of_the_tokens_are_found(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out = dataset.lay_out
+
+    def with_other_weights(*arguments: Any, **options: Any) -> Any:
+        pack = lay_out(*arguments, **options)
+        return replace(pack, loss_weights=pack.loss_weights * 2)
+
+    monkeypatch.setattr(dataset, "lay_out", with_other_weights)
+    assert "step 1 (packs 0 to 1) has trained its rows with other tokens or weights" in failed(finished)[REPLAY]
+
+
+def test_a_row_that_is_packed_twice_and_one_that_is_left_out_are_named(finished: Path) -> None:
+    run, problems = OpenedRun(finished), list[str]()
+    replay = Replay(run)
+    rows = replay.rows[0]
+    rows[3] = rows[2]
+    counts = list(replay_module._count_epochs(run, replay, problems))
+    assert counts[0].verdict == "FAIL"
+    assert sorted(problem.split(": ")[-1] for problem in problems) == ["is missing", "twice"]
+    assert all(re.search(r"rows\.jsonl:\d+ in epoch \d", problem) for problem in problems)
 
 
 def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) -> None:
@@ -220,21 +227,18 @@ def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) 
     rows.write_text(before.replace("0 is", "0 was"))
     try:
         problems = failed(finished)
+        with pytest.raises(ValueError, match=r"step 2 of .* cannot be made again: the data has changed since"):
+            audit_run(OpenedRun(finished), 2)
     finally:
         rows.write_text(before)
     assert problems["the data is what the run had"].startswith("data.datasets.0: ")
 
 
-def test_a_ledger_that_began_late_is_replayed_from_there_and_fails_for_what_was_before(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    options = {**OPTIONS, "tokens__train_epochs": None}
-    run(make_config(tmp_path, model_folder, **options | {"logging__ledger": False, "tokens__train_steps": 4}))
-    folder = run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 9})).directory.folder
-
-    assert failed(folder) == {"each pack once": "packs 0 to 7 were trained before the ledger began"}
-    edit_ledger(folder, lambda lines: trained(lines, 6).pop())
-    assert "is missing" in failed(folder)[REPLAY]
+def test_a_run_whose_first_steps_have_no_digest_fails_for_them_and_the_others_are_replayed(finished: Path) -> None:
+    edit_steps(finished, lambda lines: [line.pop("rows") for line in lines[:4]])
+    assert failed(finished) == {RECORDED: ", ".join(f"step {n} has no digest of its rows" for n in range(1, 5))}
+    edit_steps(finished, lambda lines: exchange(lines, 6, 7, "keys"))
+    assert "step 6 " in failed(finished)[REPLAY]
 
 
 def test_a_run_that_is_given_more_epochs_is_replayed_with_those_that_each_start_had(
@@ -250,17 +254,14 @@ def test_a_run_that_is_given_more_epochs_is_replayed_with_those_that_each_start_
     assert [each.verdict for each in audit.epochs] == ["whole"] * 3
 
 
-def test_a_folder_without_a_run_or_a_ledger_is_refused(
+def test_a_folder_without_a_run_or_without_digests_is_refused(
     tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
-    (finished / "ledger-rank-0.jsonl").unlink()
+    edit_steps(finished, lambda lines: [line.pop("rows") for line in lines])
     assert main([str(finished)]) == 2
-    assert "a run writes one with logging.ledger: true" in capsys.readouterr().err
-    (finished / "ledger-rank-0.jsonl").write_text('{"begins": 1, "st')
-    assert main([str(finished)]) == 2
-    assert "holds no start of the run" in capsys.readouterr().err
+    assert "no step in metrics.jsonl has a digest of its rows" in capsys.readouterr().err
 
 
 def test_a_run_whose_template_writes_the_date_is_audited_on_another_day(

@@ -160,7 +160,7 @@ def test_answers_that_do_not_end_within_the_limit_show_no_stop(run) -> None:
         ({"status": 404, "body": b"?"}, (), "correct the URL"),
         ({"body": b"<html>"}, (), "b'<html>' is not JSON"),
         ({"body": b"[" * 100_000}, (), "is not JSON"),
-        ({"body": b"[1]"}, (), "is no JSON object"),
+        ({"body": b"[1]"}, (), "is it an OpenAI-like server"),
         ({"body": b'{"data": [{"id": "tiny"}]}'}, (), "the reply lacks 'choices'"),
         ({"seconds": 1.5}, ("--timeout", 1), "no reply in 1 s; raise --timeout"),
         ({}, ("--served-model", "other"), "--served-model is other, but"),

@@ -25,8 +25,8 @@ from sftron.train.start import run_data
 from sftron.train.step import StepResult
 from sftron.verify import model_checks, run_checks
 from sftron.verify import subject as subject_module
+from sftron.verify.report import Check, Finding, NotMeasuredError, Report, Rule, Table, carry_out
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError, Rule, RunReport, Table, carry_out
 from sftron.verify.verify_run import RULES, select
 from tests.train.runs import settings, write_config
 
@@ -43,19 +43,19 @@ def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
 
 def report_of(
     home: Path, folder: Path, *only: str, ranks: int | None = None, layers: int | None = None, **overrides: Any
-) -> RunReport:
+) -> Report:
     (scratch := folder / "scratch").mkdir()
     config = load_config(config_file(home, folder, **overrides))
     subject = Subject(config, scratch, num_rows=24, num_layers=layers, num_tokens=160, num_ranks=ranks)
     rules = select(only, with_ranks=ranks is not None, with_lora=config.lora is not None)
-    return RunReport("run", {}, tuple(carry_out(rules, subject, is_own_code=True)))
+    return Report("run", {}, tuple(carry_out(rules, subject, is_own_code=True)))
 
 
-def failed(report: RunReport) -> set[str]:
+def failed(report: Report) -> set[str]:
     return {check.name for check in report.failed}
 
 
-def skipped(report: RunReport) -> set[str]:
+def skipped(report: Report) -> set[str]:
     return {check.name for check in report.checks if check.passed is None}
 
 
@@ -126,7 +126,7 @@ def change_an_id(patch: Patch) -> None:
 
 
 def let_text_write_control_tokens(patch: Patch) -> None:
-    patch.setattr(tokenizer_module, "_allowed_by_role", lambda _, known: dict.fromkeys(Role, frozenset(known)))
+    patch.setattr(tokenizer_module, "allowed_by_role", lambda _, known: dict.fromkeys(Role, frozenset(known)))
 
 
 def shuffle_by_a_toggle(patch: Patch) -> None:
@@ -303,6 +303,25 @@ def test_a_run_that_would_be_refused_is_red_and_its_model_is_not_measured(home: 
     assert skipped(report) == {*MODEL, "resume"}
 
 
+def test_a_report_passes_only_if_something_was_measured() -> None:
+    passed, failed, skipped, raised = (
+        Check("a", True, ""),
+        Check("b", False, ""),
+        Check("c", None, ""),
+        Check("d", None, "", raised=True),
+    )
+    for checks, has_passed in {
+        (passed,): True,
+        (passed, skipped): True,
+        (): False,
+        (skipped,): False,
+        (passed, failed): False,
+        (passed, raised): False,
+    }.items():
+        assert Report("", {}, checks).passed == has_passed
+    assert not Report("", {}, (passed, skipped), required=("c",)).passed
+
+
 def test_a_rule_that_raises_or_measures_nothing_has_not_passed() -> None:
     def broken(_: object) -> Finding:
         raise RuntimeError("out of memory")
@@ -315,9 +334,9 @@ def test_a_rule_that_raises_or_measures_nothing_has_not_passed() -> None:
     assert [check.status for check in checks] == ["SKIP", "SKIP"]
     assert [check.status for check in carry_out(rules, object(), is_own_code=True)] == ["FAIL", "SKIP"]
     assert "not measured: RuntimeError: out of memory (" in checks[0].measured
-    assert not RunReport("", {}, checks).passed
-    assert RunReport("", {}, checks).missing == ["broken"]
-    assert RunReport("", {}, checks[1:]).verdict == "Nothing was measured."
+    assert not Report("", {}, checks).passed
+    assert Report("", {}, checks).missing == ["broken"]
+    assert Report("", {}, checks[1:]).verdict == "Nothing was measured."
 
 
 # --- the tool ---

@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("q
 
 def test_a_sound_trainer_passes_in_every_row(own: Any, tmp_path: Path) -> None:
     report = verify_trainer(sft(own, tmp_path, ANSWERS))
-    assert ", ".join(row.name for row in report.rows) == NAMES
-    assert [row.status for row in report.rows] == ["PASS"] * len(RULES), [row.measured for row in report.rows]
+    assert ", ".join(row.name for row in report.checks) == NAMES
+    assert [row.status for row in report.checks] == ["PASS"] * len(RULES), [row.measured for row in report.checks]
     assert report.passed
     assert "24 from the data set's rows" in report.facts["truth"]
     assert "11 checks passed" in page_of(report)
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_found_in_its_row_with_the_option_that_mends_it(
     make: Callable[[Any, Path], Trainer], row: str, remedy: str, own: Any, tmp_path: Path
 ) -> None:
     report = verify_trainer(make(own, tmp_path))
-    assert row in failed(report), [(each.name, each.measured) for each in report.rows]
+    assert row in failed(report), [(each.name, each.measured) for each in report.checks]
     assert remedy in row_of(report, row).remedy
     assert not report.passed
 

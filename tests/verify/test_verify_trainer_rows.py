@@ -267,7 +267,7 @@ def test_what_breaks_one_law_fails_in_its_row(
     make: Callable[[Any, Path], Trainer], row: str, measured: str, remedy: str, own: Any, tmp_path: Path
 ) -> None:
     report = verify_trainer(make(own, tmp_path))
-    assert row in failed(report), [(each.name, each.status, each.measured) for each in report.rows]
+    assert row in failed(report), [(each.name, each.status, each.measured) for each in report.checks]
     assert measured in row_of(report, row).measured
     assert remedy in row_of(report, row).remedy
     assert not report.passed
@@ -276,7 +276,7 @@ def test_what_breaks_one_law_fails_in_its_row(
 def test_a_report_without_one_of_the_required_rows_has_not_passed(own: Any, tmp_path: Path) -> None:
     report = verify_trainer(sft(own, tmp_path, ANSWERS))
     assert report.passed
-    names = {each.name for each in report.rows}
+    names = {each.name for each in report.checks}
     for name in ("ids", "trained tokens", "stop tokens", "isolation", "truncation"):
         assert name in names
         checks = tuple(replace(each, passed=None) if each.name == name else each for each in report.checks)
@@ -350,7 +350,7 @@ def test_packed_texts_are_read_from_their_ids_if_everything_is_meant(
     trainer = sft(own, tmp_path, texts, packing=True, max_length=100, **options)
     assert row_of(verify_trainer(trainer), "ids").status == "SKIP"
     report = verify_trainer(trainer, trained_roles="all")
-    assert set(failed(report)) == expected, [(row.name, row.measured) for row in report.rows]
+    assert set(failed(report)) == expected, [(row.name, row.measured) for row in report.checks]
     assert "texts have the tokenizer's ids" in row_of(report, "ids").measured
     assert report.passed == (not expected)
 
@@ -386,7 +386,7 @@ def test_an_exception_within_a_check_is_not_measured_and_no_report_with_it_passe
     assert not report.passed
     assert not report.failed
     assert report.missing == [rule.name for rule in rules if is_broken(rule)]
-    for row, rule in zip(report.rows, rules, strict=True):
+    for row, rule in zip(report.checks, rules, strict=True):
         if is_broken(rule):
             assert_not_measured(row, error, "test_verify_trainer_rows.py:")
             assert "in broken" in row.measured
@@ -410,8 +410,8 @@ def test_memory_that_ends_in_a_computed_pass_fails_no_row(own: Any, tmp_path: Pa
 
 def test_no_row_that_passed_has_a_remedy(own: Any, tmp_path: Path) -> None:
     report = verify_trainer(plain(own, tmp_path))
-    assert {row.status for row in report.rows} == {"PASS", "SKIP"}
-    assert not any(row.remedy for row in report.rows)
+    assert {row.status for row in report.checks} == {"PASS", "SKIP"}
+    assert not any(row.remedy for row in report.checks)
 
 
 # -- what is put back ------------------------------------------------------------------------------------------------

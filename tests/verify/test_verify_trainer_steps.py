@@ -119,7 +119,7 @@ def test_rows_that_workers_collate_are_seen(own: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_logits_of_the_trained_tokens_alone_change_no_row(num_rows: int, own: Any, tmp_path: Path) -> None:
     report = verify_trainer(plain(own, tmp_path, KeepsLogits, per_device_train_batch_size=num_rows))
-    assert report.passed, [(row.name, row.status, row.measured) for row in report.rows]
+    assert report.passed, [(row.name, row.status, row.measured) for row in report.checks]
     assert "logits_to_keep" in TrainerSubject(plain(own, tmp_path, KeepsLogits), own, None, "all").arguments
     assert all(row_of(report, name).status == "PASS" for name in ("positions", "loss", "adapters"))
 
@@ -147,6 +147,6 @@ def test_padding_with_positions_of_its_own_is_no_document(is_given: bool, own: A
     rows = encoded(own, [{"messages": each} for each in conversations])
     trainer.train_dataset = Dataset.from_list([padded_pack(own, rows[first : first + 4]) for first in range(0, 24, 4)])
     report = verify_trainer(trainer, conversations if is_given else None)
-    assert report.passed, [(row.name, row.status, row.measured) for row in report.rows]
+    assert report.passed, [(row.name, row.status, row.measured) for row in report.checks]
     assert report.facts["truth"].startswith("24 documents: 24 ")
     assert "padding tokens: not trained" in row_of(report, "padding").measured

@@ -31,9 +31,9 @@ def test_verify_trainer_fails_the_rows_that_are_wrong_and_no_other(name: str) ->
     hush()
     report = verify_trainer(ZOO[name].make(), **ZOO[name].arguments)
     assert not ZOO[name].problem(report)
-    assert all(bool(row.remedy) == (row.status == "FAIL") for row in report.rows)
+    assert all(bool(row.remedy) == (row.status == "FAIL") for row in report.checks)
     if name in APPLIED:
-        (remedy,) = (row.remedy for row in report.rows if row.name == APPLIED[name].row)
+        (remedy,) = (row.remedy for row in report.checks if row.name == APPLIED[name].row)
         assert APPLIED[name].words in remedy
 
 
@@ -44,7 +44,7 @@ def test_a_set_up_with_the_remedy_that_is_printed_for_it_passes_the_row(name: st
     if APPLIED[name].conversations is not None:
         arguments["conversations"] = APPLIED[name].conversations
     report = verify_trainer(APPLIED[name].make(), **arguments)
-    (row,) = (row for row in report.rows if row.name == APPLIED[name].row)
+    (row,) = (row for row in report.checks if row.name == APPLIED[name].row)
     assert row.status == "PASS", row.measured
 
 
@@ -68,8 +68,8 @@ def test_trl_marks_no_answers_of_smollm2_and_both_ways_that_the_remedy_names_do(
     options = {"assistant_only_loss": True, "chat_template_path": str(tmp_path / "marked.jinja")}
     for trainer, num_rows in ((sft(pairs), len(pairs)), (sft(ROWS, **options), len(ROWS))):
         report = verify_trainer(trainer)
-        assert report.passed, [(row.name, row.measured) for row in report.rows if row.status != "PASS"]
-        assert f"{num_rows} of {num_rows} documents" in report.rows[0].measured
+        assert report.passed, [(row.name, row.measured) for row in report.checks if row.status != "PASS"]
+        assert f"{num_rows} of {num_rows} documents" in report.checks[0].measured
 
 
 def test_every_broken_set_up_has_its_remedy_applied() -> None:

@@ -629,7 +629,7 @@ def run(set_up: SetUp, prove: bool) -> str:
             from sftron import verify_trainer  # not needed for --prove
 
             report = verify_trainer(trainer, **set_up.arguments)
-            failed = ", ".join(row.name for row in report.rows if row.status == "FAIL") or "nothing"
+            failed = ", ".join(row.name for row in report.checks if row.status == "FAIL") or "nothing"
             problem = set_up.problem(report)
     except Exception as error:
         if "--trace" in sys.argv:

@@ -44,7 +44,7 @@ class SetUp:
 
     def problem(self, report: Any) -> str:
         """Returns what is not as expected in the report, or nothing."""
-        failed = {row.name for row in report.rows if row.status == "FAIL"}
+        failed = {row.name for row in report.checks if row.status == "FAIL"}
         missed = [rows for rows in self.fails if not failed & set(rows.split("|"))]
         allowed = {name for rows in self.fails for name in rows.split("|")} | set(self.may_fail)
         problems = [f"{rows} did not fail" for rows in missed]

@@ -6,11 +6,12 @@ delta of less than 1/512 of a weight is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.checkpoint.hf_weights import SafetensorsFolder, check_keys
@@ -20,6 +21,7 @@ from sftron.models.fusion import expected_shapes, fuse_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import dtype_name
+from sftron.models.sharding import whole_head
 
 
 @dataclass(slots=True)
@@ -120,3 +122,37 @@ def merged_weights(
         check_keys(source, expected_shapes(shapes.items(), config, spelling), config)
         yield from fuse_state_dict(shapes, config, read, spelling)
     report.require_delta()
+
+
+# --- A merge against the adapter ---
+
+MOST_KL = 0.1
+"""The largest KL divergence, in nats, of the next token's distribution that a merge may cause."""
+
+
+@torch.no_grad()
+def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
+    found = []
+    with whole_head(model):
+        device = model.head_weight.device
+        for text in texts:
+            ids = torch.tensor(text, device=device)
+            bounds = torch.tensor([0, len(text)], dtype=torch.int32)
+            hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
+            found.append(model.head.logits(hidden_TH).float().cpu())
+    return found
+
+
+def kl_divergences(trained_TV: Tensor, other_TV: Tensor) -> Tensor:
+    """Returns the KL divergence of the other model's next token from the trained model's, in nats, float64 [T].
+
+    It is NaN where a logit is not finite.
+    """
+    log_trained, log_other = trained_TV.double().log_softmax(-1), other_TV.double().log_softmax(-1)
+    return F.kl_div(log_other, log_trained, reduction="none", log_target=True).sum(-1)
+
+
+def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
+    """Returns the largest KL divergence of the merged model over all tokens of some texts; NaN if any is NaN."""
+    return torch.cat([kl_divergences(*pair) for pair in zip(trained, merged, strict=True)]).max().item()

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
                 native_folder=options.native,
                 adapter=options.adapter,
             )
-        show(report.table())
+        show(report.as_text())
         write_json(options.json, report.as_dict())
     except (ValueError, OSError) as error:
         return refuse(error, "sftron check")

@@ -8,7 +8,7 @@ from pathlib import Path
 from sftron.commands.arguments import writing
 from sftron.errors import refuse, show, without_secrets
 from sftron.report.terminal import wants_color
-from sftron.verify.table import Check, RunReport, Table
+from sftron.verify.report import Check, Report, Table
 
 
 class ShownTable:
@@ -23,7 +23,7 @@ class ShownTable:
     def check(self, check: Check) -> None:
         self._show(*self._table.row(check))
 
-    def finish(self, report: RunReport, files: Mapping[Path | None, Callable[[], str]], json_file: Path | None) -> int:
+    def finish(self, report: Report, files: Mapping[Path | None, Callable[[], str]], json_file: Path | None) -> int:
         """Prints the verdict and writes the files: those of --html, --card and --json, in this order.
 
         A file without a path is not wanted. Returns the exit status.

@@ -169,8 +169,6 @@ class Logging(Section):
     """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
     untrained_roles_interval: Positive | None = 20
     """Steps between measurements of the losses of roles that are not trained, from step 1 on; null: never."""
-    ledger: bool = False
-    """Also write which rows each step trained, so that `sftron audit` can prove it and name those of a step."""
     wandb: Wandb = Wandb()
 
     @property

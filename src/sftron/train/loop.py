@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sftron.config import Config
+from sftron.data.digest import PackDigest, step_rows
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
@@ -52,6 +53,10 @@ class TrainingLoop:
     loader: PackLoader
     _data_state: Mapping[str, Any]
     """The loader's state after the last finished step."""
+    _data: Mapping[str, str]
+    """The fingerprint of the data."""
+    _packs: list[PackDigest]
+    """Those of all ranks since the last step."""
     _settings: Settings
     _length: RunLength
     _evaluator: Evaluator
@@ -153,15 +158,21 @@ class TrainingLoop:
             sum_over_ranks=self.ranks.sum,
         )
         progress.step += 1
-        self._commit(fetched, result.skipped)
+        self._commit(fetched)
         self._health.note(result, fetched.batches)
         return learning_rate, result
 
-    def _commit(self, fetched: StepBatches, skipped: str | None = None) -> None:
-        """Adds the fetched batches to the progress, the loader state and the ledger."""
+    def _commit(self, fetched: StepBatches) -> None:
+        """Adds the fetched batches to the progress, the loader state and the next line of metrics.jsonl."""
         self.progress.add(fetched.counts)
         self._data_state = self.loader.state_dict()
-        self._logs.write_rows(self.progress.step, fetched.batches, skipped)
+        self._packs += fetched.packs
+
+    def _rows(self) -> dict[str, Any]:
+        """Returns the digest of all packs since the last call."""
+        packs, self._packs = self._packs, []
+        first_epoch, num_epochs = self._data_state["first_epoch"], self.setup.data.dataset.num_epochs
+        return step_rows(packs, first_epoch=first_epoch, num_epochs=num_epochs, data=self._data)
 
     def _log(
         self,
@@ -186,6 +197,7 @@ class TrainingLoop:
             peak_tflops=self.setup.model.peak.tflops,
             ranks=self.ranks,
             changed_settings=self._settings.changed_at(progress.step),
+            rows=self._rows(),
         )
         self._logs.write_step(metrics)
         bar.update(self._length.share_done(progress), metrics.for_terminal(num_steps))
@@ -248,7 +260,7 @@ class TrainingLoop:
         with self._save_time:
             if not self._is_healthy("saved"):
                 return
-            self._logs.sync_ledger()  # first, so that the ledger contains every step of the checkpoint
+            self._logs.sync_steps()  # first, so that metrics.jsonl contains every step of the checkpoint
             state = run_state(self.setup, self._data_state, self.progress, self._settings)
             state["evaluation"] = self._evaluator.state()
             save(step, model=self.model, optimizer=self.optimizer, state=state)

@@ -146,6 +146,8 @@ class StepMetrics:
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
+    """What `sftron audit` compares; from `step_rows`."""
 
     def for_terminal(self, num_steps: int | None, time_left: str | None = None) -> str:
         """Returns the line for a terminal: a short selection of the numbers, and every warning. `as_line` has all."""

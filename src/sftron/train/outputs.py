@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sftron.checkpoint.atomic import all_or_raise, main_or_raise
 from sftron.checkpoint.export import read_trained_adapter
+from sftron.checkpoint.merge import logits_of
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
@@ -18,7 +19,7 @@ from sftron.train.resume import run_facts
 from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory
 from sftron.train.settings import Settings
-from sftron.train.start.lora import adapter_tensors, logits_of, texts_of
+from sftron.train.start.lora import adapter_tensors, texts_of
 from sftron.train.start.setup import load_whole_model
 
 

@@ -178,7 +178,7 @@ class RunDirectory:
                 f"WARNING    {self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
                 "second run started here would not be noticed. Start none, or put general.output_dir elsewhere"
             )
-        appended = (self.metrics, self.evaluations, self.console_log, *self.folder.glob("ledger-rank-*.jsonl"))
+        appended = (self.metrics, self.evaluations, self.console_log)
         if irregular := [path for path in appended if path.exists() and not path.is_file()]:
             raise ValueError(f"{irregular[0]} is no regular file, and the run appends to it; move it away")
         for name in ("latest", "best"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sftron.data.digest import PackDigest, pack_digest
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
@@ -39,6 +40,8 @@ class StepBatches:
     """The longest time that any rank waited for its batches."""
     peak_memory_bytes: int
     """The peak memory of any rank before this step."""
+    packs: list[PackDigest]
+    """The digests of the packs of all ranks."""
 
 
 def next_step_batches(
@@ -64,6 +67,7 @@ def next_step_batches(
             "flops": [flops.model, flops.hardware],
             "data_seconds": data_seconds,
             "peak_memory_bytes": peak_memory_bytes(ranks.device),
+            "packs": [pack_digest(batch.pack) for batch in own],
         }
     )
     if problem is not None:
@@ -80,6 +84,7 @@ def next_step_batches(
         sum_squared_lengths_spread=max(squares) * len(squares) / sum(squares) - 1 if any(squares) else 0.0,
         data_seconds=max(facts["data_seconds"] for facts in everyone),
         peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
+        packs=[PackDigest(*digest) for facts in everyone for digest in facts["packs"]],
     )
 
 
@@ -180,6 +185,7 @@ def measure_step(
     peak_tflops: float | None,
     ranks: Ranks,
     changed_settings: dict[str, list[Any]],
+    rows: dict[str, Any],
 ) -> StepMetrics:
     """Returns the metrics of the last step; `progress` already includes it."""
     counts, losses = batches.counts, result.token_losses
@@ -223,6 +229,7 @@ def measure_step(
         experts={} if result.expert_load is None else asdict(result.expert_load),
         skipped=result.skipped,
         changed_settings=changed_settings,
+        rows=rows,
         datasets=_measures_of_datasets(progress, losses, preparation),
     )
 

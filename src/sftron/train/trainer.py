@@ -27,6 +27,7 @@ from sftron.train.outputs import RunExports
 from sftron.train.progress import DataSetCount, Progress, RunLength
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
+from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
@@ -192,7 +193,8 @@ class Trainer(TrainingLoop):
             self.loader
         )  # forks its workers, so it comes before evaluation, trackers and saves start threads
         evaluated_step = self._evaluator.evaluated_step
-        self._logs.open(step=self.progress.step, evaluated_step=evaluated_step, data_state=self._data_state)
+        self._logs.open(step=self.progress.step, evaluated_step=evaluated_step)
+        self._data, self._packs = data_fingerprint(self.config, self.setup.data.dataset), []
         if self._pusher:
             self._pusher.start()
         try:

@@ -1,1 +1,1 @@
-"""Verification of a model against transformers, of a run before it begins, and of a run by its ledger."""
+"""Verification of a model against transformers, of a run before it begins, and of a run that has ended."""

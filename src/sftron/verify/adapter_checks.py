@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from sftron.checkpoint.adapter import WEIGHTS, write_adapter
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
-from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of, merged_weights
 from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
 from sftron.train.objective import TokenLoss
-from sftron.train.start.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
+from sftron.train.start.lora import adapter_tensors, frozen_dtype
 from sftron.train.start.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
 from sftron.verify.parity import FP32_TOLERANCE, check_logits
 from sftron.verify.reference import attach_adapter
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_adapter_round_trip, digest
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError
 
 _NUM_STEPS, _NUM_DOCUMENTS = 3, 4
 """A fresh lora_A has no gradient in the first step, because lora_B is zero."""

@@ -25,8 +25,8 @@ from sftron.config import Config, dump_config
 from sftron.errors import without_secrets
 from sftron.train.exports.model_card import VERIFY_CARD_SCHEMA, config_digest
 from sftron.train.logs.make_loggers import git_state
+from sftron.verify.report import Check, Report
 from sftron.verify.subject import Subject
-from sftron.verify.table import Check, RunReport
 from sftron.verify.verify_run import select
 
 _START = r"(?<![\w.~-])"
@@ -36,7 +36,7 @@ _FOLDERS = re.compile(rf"(?:(?<![\w.~/:-])|(?<=file://))(?:~(?:{_NAME})*|(?:{_NA
 """Matches the folders of an absolute path, or of one in the user's folder, also after `file://`."""
 
 
-def card_of(report: RunReport, subject: Subject, config: Config, command: str) -> str:
+def card_of(report: Report, subject: Subject, config: Config, command: str) -> str:
     """Returns the card as YAML that `yaml.safe_load` reads, without secrets and without folders of this machine.
 
     Args:
@@ -74,7 +74,7 @@ def card_of(report: RunReport, subject: Subject, config: Config, command: str) -
     return yaml.safe_dump(shortened, sort_keys=False, width=120)
 
 
-def _limits(report: RunReport, subject: Subject, config: Config) -> list[str]:
+def _limits(report: Report, subject: Subject, config: Config) -> list[str]:
     """Returns the options that left out checks or layers."""
     names = {rule.name for rule in select((), with_ranks=False, with_lora=config.lora is not None)}
     has_all = names <= {check.name for check in report.checks}

@@ -29,8 +29,8 @@ from sftron.data.types import (
 )
 from sftron.report.audit import Audit
 from sftron.train.start import run_data
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.subject import Row, Subject
-from sftron.verify.table import Finding, NotMeasuredError
 
 _MOST_SHOWN = 5
 _NO_CHATS = "every row holds pretokenized ids, which no template has made"

@@ -22,12 +22,12 @@ from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, 
 from sftron.train.objective import hidden_states, loss_of
 from sftron.train.start.lora import frozen_dtype
 from sftron.train.step import train_step
+from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
 from sftron.verify.reference import load_reference
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError
-from sftron.verify.trainers import compare_documents
 
 
 def start_up(subject: Subject) -> Finding:
@@ -66,12 +66,12 @@ def reference(subject: Subject) -> Finding:
         checks = list(check_logits(native.eval(), model, documents, tolerance))
         measured, notes = f"logits {checks[0].measured.split()[0]} apart", []
         if prompts:
-            greedy, divergences, answers = check_generation(
+            greedy, answers = check_generation(
                 native, model, prompts, _NUM_NEW_TOKENS, stop_ids_of(folder), tolerance.logits
             )
             checks.append(greedy)
-            measured += f", {len(prompts) - len(divergences)} of {len(prompts)} answers equal"
-            notes = [*map(str, divergences), f"answers begin {subject.chat_tokenizer.decode(answers[0])!r}"]
+            measured += f", {len(prompts) - len(greedy.detail)} of {len(prompts)} answers equal"
+            notes = [*greedy.detail, f"answers begin {subject.chat_tokenizer.decode(answers[0])!r}"]
         else:
             measured += ", no prompt short enough to answer"
     del model
@@ -129,29 +129,19 @@ def _isolated_documents(subject: Subject) -> tuple[LabeledConversation, ...]:
 def isolation(subject: Subject) -> Finding:
     """With this attention backend no conversation sees its neighbors in the pack, and no token those after it."""
     model, documents = subject.model.eval(), _isolated_documents(subject)
-    batch, indices = subject.batch(documents), [(0, slice(*bounds)) for bounds in _bounds(documents)]
-
-    def outputs(ids: Tensor) -> Tensor:
-        return hidden_states(model, replace(batch, input_ids=ids[0]))[None]
-
-    longest = max(documents[1::2], key=len)
+    batch, longest = subject.batch(documents), max(documents, key=len)
 
     def beside_copies(number: int) -> Tensor:
         return hidden_states(model, subject.batch([longest] * number))[: len(longest)]
 
-    allowed = "0, to the bit"
-    try:
-        with torch.no_grad():
-            found = compare_documents(
-                outputs, batch.input_ids[None], indices, lambda _: rounding_of_experts(model, beside_copies)
-            )
-    except NotMeasuredError as error:
-        return Finding(False, str(error), allowed)
-    worst = max(found.difference, found.past_difference)
-    measured = f"{len(documents)} conversations: others change by {worst:.2g}"
-    if found.rounding:
-        allowed = f"{found.rounding:.2g}, the rounding of experts"
-    return Finding(found.isolated, measured, allowed, _setting(subject))
+    with torch.no_grad():
+        found = isolation_of_pack(
+            lambda ids: hidden_states(model, replace(batch, input_ids=ids)),
+            batch.input_ids,
+            [len(each) for each in documents],
+            lambda: rounding_of_experts(model, beside_copies),
+        )
+    return replace(found, detail=_setting(subject))
 
 
 def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:

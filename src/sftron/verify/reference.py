@@ -14,7 +14,7 @@ from sftron.checkpoint.model_folder import read_json
 from sftron.models.adapters import MAGNITUDE
 from sftron.models.mxfp4 import MXFP4, quant_method
 from sftron.models.wrappers import wrapper_of
-from sftron.verify.table import NotMeasuredError
+from sftron.verify.report import NotMeasuredError
 
 
 def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapter: Path | None = None) -> Any:

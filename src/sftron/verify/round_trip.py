@@ -20,7 +20,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import to_stored
 from sftron.train.start.lora import adapter_tensors
-from sftron.verify.table import Check
+from sftron.verify.report import Check
 
 
 def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[str] = ()) -> Check:

@@ -32,9 +32,9 @@ from sftron.train.start.revisions import model_folder
 from sftron.train.start.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, NotMeasuredError
 
 _NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
 """The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""
@@ -147,7 +147,7 @@ def _bytes_of_checkpoints(subject: Subject, config: Config) -> float:
 
 def _differences(whole: _Trace, resumed: _Trace) -> list[str]:
     wrong = []
-    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens")
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens", "rows")
     for a, b in zip(whole.steps[_HALF:], resumed.steps, strict=True):
         unlike = [key for key in keys if a[key] != b[key]]
         wrong += [f"step {a['step']}: {key} is {a[key]} without a stop and {b[key]} after one" for key in unlike]

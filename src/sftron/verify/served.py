@@ -22,9 +22,9 @@ from sftron.data.types import Message, Role
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits, require_device
+from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, Prompt, native_logits, parity_report, require_device
+from sftron.verify.report import Check, Report
 from sftron.verify.servers import ServedAnswer, open_served
-from sftron.verify.table import Check
 
 QUANTIZED_BOUND = 1.0
 """Where an answer of a quantized file parts from that of the weights, its token is at most this much less likely, in
@@ -71,7 +71,7 @@ def check_served(
     device: torch.device | None = None,
     served_model: str | None = None,
     timeout: float = 120.0,
-) -> ParityReport:
+) -> Report:
     """Compares the model in `folder` with what serves it.
 
     Args:
@@ -119,7 +119,7 @@ def check_served(
         _check_answers(chat, compared, bound, served.is_quantized, _penalty(folder)),
         _check_stops(chat, compared, folder, stop_ids, max_new_tokens, bound),
     )
-    return ParityReport(f"{folder} against {served.name}", attention, "float32", len(prompts), checks, ())
+    return parity_report(f"{folder} against {served.name}", len(prompts), torch.float32, attention, checks)
 
 
 def _message(message: dict[str, str]) -> Message:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Collection, Iterator
@@ -31,6 +32,7 @@ import torch
 from sftron.data.child_process import heard_signals
 from sftron.errors import show
 from sftron.models.quantization import dtype_name
+from sftron.report.tokens import on_one_line
 from sftron.verify.parity import Ids, Prompt
 
 _MAX_REPLY_BYTES = 16 * 2**20
@@ -39,8 +41,6 @@ _START_SECONDS = 600
 _END_SECONDS = 20
 """The time that it gets to end before it is killed."""
 _NUM_LAST_LINES = 15
-_MAX_WORD = 1000
-"""The most characters of a name that a server gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +149,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while process.poll() is None:
         with suppress(OSError, HTTPException):
-            if _fetch(urllib.request.Request(f"{url}/health"), timeout=5).status == 200:
-                return
+            _fetch(urllib.request.Request(f"{url}/health"), timeout=5)
+            return
         if time.monotonic() > deadline:
             raise ValueError(
                 f"`vllm serve` is not ready after {_START_SECONDS:g} s ({url}/health); start it yourself, and give "
@@ -187,52 +187,47 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    status: int
-    location: str
-    """Where the server redirects to; empty if it does not say."""
-    content: bytes
-    """At most _MAX_REPLY_BYTES."""
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, because the request carries a key."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
-class _AsReceived(urllib.request.HTTPErrorProcessor):
-    """Returns every reply as it was received: no redirect is followed, because the request carries a key."""
-
-    def http_response(self, request: urllib.request.Request, response: Any) -> Any:
-        return response
-
-    https_response = http_response
-
-
-def _fetch(request: urllib.request.Request, timeout: float) -> _Reply:
-    """Returns the reply to a request; one to this machine does not use the proxy of the environment.
+def _fetch(request: urllib.request.Request, timeout: float) -> bytes:
+    """Returns the content of a reply; a request to this machine does not use the proxy of the environment.
 
     Raises TimeoutError if the reply is not complete in time. A socket has a timeout for each read alone, and a server
     that sends a byte a second would never reach it; therefore, a thread reads, and is left alone after the timeout.
     """
     is_here = urllib.parse.urlsplit(request.full_url).hostname in ("localhost", "127.0.0.1", "::1")
-    opener = urllib.request.build_opener(_AsReceived, *([urllib.request.ProxyHandler({})] if is_here else []))
-    reply: Future[_Reply] = Future()
+    opener = urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_here else []))
+    content: Future[bytes] = Future()
 
     def read() -> None:
         try:
             with opener.open(request, timeout=timeout) as response:
-                location = response.headers.get("Location", "")
-                reply.set_result(_Reply(response.status, location, response.read(_MAX_REPLY_BYTES)))
+                content.set_result(response.read(_MAX_REPLY_BYTES))
         except Exception as error:
-            reply.set_exception(error)
+            content.set_exception(error)
 
     threading.Thread(target=read, daemon=True).start()
-    return reply.result(timeout)
+    return content.result(timeout)
 
 
 class RefusedError(ValueError):
     """A server answered with another HTTP status than 200."""
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self, url: str, error: urllib.error.HTTPError) -> None:
+        with error:
+            reason = " ".join(error.read(300).decode(errors="replace").split())
+        remedy = "look at its log" if error.code >= 500 else "correct the URL"
+        remedy = "set VLLM_API_KEY to its key" if error.code in (401, 403) else remedy
+        if error.code in (301, 302, 303, 307, 308):
+            place = error.headers.get("Location", "")[:200]
+            reason = f"redirects to {place!r}, which is not followed with VLLM_API_KEY"
+        super().__init__(f"{url}: HTTP {error.code} ({reason}); {remedy}")
+        self.status = error.code
 
 
 class Server:
@@ -250,16 +245,15 @@ class Server:
 
     def __init__(self, url: str, model: str | None, timeout: float, vocab_size: int) -> None:
         self._url, self._timeout, self._vocab_size = url.rstrip("/").removesuffix("/v1"), timeout, vocab_size
-        listed = self._request("/v1/models").get("data")
-        models = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-        names = [self._word("/v1/models", "id of a model", each.get("id")) for each in models]
+        with self._as_expected("/v1/models"):
+            names = [str(each["id"]) for each in self._request("/v1/models")["data"]]
         if not names:
             raise ValueError(f"{self._url}/v1/models lists no model; give the URL of an OpenAI-like server")
         if model not in names if model else len(names) > 1:
             wanted = f"--served-model is {model}, but" if model else "give one of them as --served-model:"
-            raise ValueError(f"{wanted} {self._url} serves {', '.join(names)[:1000]}")
+            raise ValueError(f"{wanted} {self._url} serves {on_one_line(', '.join(names)[:1000])}")
         self._model = model or names[0]
-        self.name = f"{self._model} at {self._url}"
+        self.name = on_one_line(f"{self._model} at {self._url}")
 
     def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer:
         request = {"model": self._model, "messages": list(prompt)}
@@ -271,109 +265,68 @@ class Server:
             if error.status not in (400, 422):
                 raise
             reply = self._request(path, request | limits)  # some servers refuse keys that they do not know
-        try:
-            choice, number = reply["choices"][0], reply["usage"]["prompt_tokens"]
-            text, finish = choice["message"]["content"], choice["finish_reason"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"{self._url}{path}: the reply lacks {error!s} (choices, message, usage); is it an OpenAI-like server?"
-            ) from error
-        if type(number) is not int or number < 0:
-            raise self._unexpected(path, "usage.prompt_tokens", number, "a number of tokens")
-        if not (text is None or (isinstance(text, str) and _is_unicode(text))):
-            raise self._unexpected(path, "choices[0].message.content", text, "text that UTF-8 can encode")
-        prompt_ids, source = self._ids(path, "prompt_token_ids", reply.get("prompt_token_ids")), "prompt_token_ids"
-        if prompt_ids is None:
-            prompt_ids, source = self._tokenize(request), "/tokenize"
-        return ServedAnswer(
-            source="usage.prompt_tokens" if prompt_ids is None else source,
-            prompt_ids=prompt_ids,
-            num_prompt_tokens=number,
-            text=text or "",
-            token_ids=self._ids(path, "choices[0].token_ids", choice.get("token_ids")),
-            finish=self._word(path, "choices[0].finish_reason", finish),
-        )
+        with self._as_expected(path):
+            choice, source = reply["choices"][0], "prompt_token_ids"
+            prompt_ids = self._ids(reply.get("prompt_token_ids"))
+            if prompt_ids is None:
+                prompt_ids, source = self._tokenize(request), "/tokenize"
+            return ServedAnswer(
+                source="usage.prompt_tokens" if prompt_ids is None else source,
+                prompt_ids=prompt_ids,
+                num_prompt_tokens=int(reply["usage"]["prompt_tokens"]),
+                text=str(choice["message"]["content"] or ""),
+                token_ids=self._ids(choice.get("token_ids")),
+                finish=on_one_line(str(choice["finish_reason"])),
+            )
 
     def _tokenize(self, request: dict[str, Any]) -> Ids | None:
         """Returns the ids of vLLM's /tokenize; None if the server has no such path, or one for plain text."""
         try:
-            reply = self._request("/tokenize", request | {"add_generation_prompt": True})
+            return self._ids(self._request("/tokenize", request | {"add_generation_prompt": True}).get("tokens"))
         except RefusedError:
             return None
-        return self._ids("/tokenize", "tokens", reply.get("tokens"))
 
-    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the JSON object that the server replies. Raises ValueError with the remedy."""
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Returns the JSON value that the server replies. Raises ValueError with the remedy."""
         url, key = self._url + path, os.environ.get("VLLM_API_KEY", "").strip()
         if not key.isprintable():
             raise ValueError("VLLM_API_KEY holds a character that no request can carry, such as a line end; correct it")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = None if body is None else json.dumps(body).encode()
         try:
-            reply = _fetch(urllib.request.Request(url, data, headers), self._timeout)
-        except (OSError, HTTPException) as error:
+            content = _fetch(urllib.request.Request(url, data, headers), self._timeout)
+        except urllib.error.HTTPError as error:
+            raise RefusedError(url, error) from error
+        except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
+            problem = f"no server answers ({reason}); start it (`vllm serve FOLDER`), or correct the URL"
             if isinstance(reason, TimeoutError):
                 problem = f"no reply in {self._timeout:g} s; raise --timeout, or look at its log"
-            else:
-                problem = f"no server answers ({reason}); start it (`vllm serve FOLDER`), or correct the URL"
             raise ValueError(f"{url}: {problem}") from error
-        except ValueError as error:
-            raise ValueError(f"{url}: cannot be requested ({error}); correct the URL, or VLLM_API_KEY") from error
-        if reply.status != 200:
-            raise RefusedError(f"{url}: {_refusal(reply)}", reply.status)
         try:
-            found = json.loads(reply.content)
+            return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{url}: {reply.content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{url}: {reply.content[:60]!r} is no JSON object; is it an OpenAI-like server?")
-        return found
+            raise ValueError(f"{url}: {content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
 
-    def _ids(self, path: str, name: str, value: object) -> Ids | None:
-        """Returns the ids of a reply; None if it has none. Raises ValueError if one is not in the vocabulary."""
-        if value is None or value == []:
+    def _ids(self, value: Any) -> Ids | None:
+        """Returns the ids of a reply; None if it has none. Raises TypeError if one is not in the vocabulary."""
+        if not value:
             return None
         if not isinstance(value, list):
-            raise self._unexpected(path, name, value, "a list of ids")
-        for n, token_id in enumerate(value):
+            raise TypeError(f"{value!r:.60} is no list of ids")
+        for token_id in value:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise self._unexpected(path, f"{name}[{n}]", token_id, f"an id from 0 to {self._vocab_size - 1}")
+                raise TypeError(f"{token_id!r:.60} is not an id from 0 to {self._vocab_size - 1}")
         return value
 
-    def _word(self, path: str, name: str, value: object) -> str:
-        """Returns the value if it fits on a line of a report. Raises ValueError otherwise."""
-        if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_WORD:
-            return value
-        raise self._unexpected(path, name, value, f"a name of at most {_MAX_WORD} printable characters")
-
-    def _unexpected(self, path: str, name: str, value: object, expected: str) -> ValueError:
-        """Returns the error of a value in a reply that is not what is expected."""
-        return ValueError(
-            f"{self._url}{path}: {name} is {value!r:.60}, not {expected}; is it an OpenAI-like server of this model?"
-        )
-
-
-def _refusal(reply: _Reply) -> str:
-    """Returns the problem and the remedy of a reply whose status is not 200."""
-    if reply.status in (301, 302, 303, 307, 308):
-        return (
-            f"HTTP {reply.status} redirects to {reply.location[:200]!r}, and no redirect is followed, because the "
-            "request carries VLLM_API_KEY; give the URL of the server itself"
-        )
-    reason = " ".join(reply.content[:300].decode(errors="replace").split())
-    remedy = "look at its log" if reply.status >= 500 else "correct the URL"
-    remedy = "set VLLM_API_KEY to its key" if reply.status in (401, 403) else remedy
-    return f"HTTP {reply.status} ({reason}); {remedy}"
-
-
-def _is_unicode(text: str) -> bool:
-    """Returns whether UTF-8 can encode the text: JSON can spell half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    @contextmanager
+    def _as_expected(self, path: str) -> Iterator[None]:
+        """Names the reply that is not what an OpenAI-like server of the model gives."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            problem = f"the reply lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{self._url}{path}: {problem}; is it an OpenAI-like server of this model?") from error
 
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}

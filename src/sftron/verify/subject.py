@@ -54,7 +54,7 @@ from sftron.train.start import run_data
 from sftron.train.start.revisions import model_folder
 from sftron.train.start.sample import sampled_keys
 from sftron.train.start.setup import Setup, load_model, open_run
-from sftron.verify.table import NotMeasuredError
+from sftron.verify.report import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192

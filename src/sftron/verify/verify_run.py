@@ -11,8 +11,8 @@ from sftron.config import Config
 from sftron.report.page import render, shown_packs
 from sftron.train.start.revisions import pinned
 from sftron.verify import adapter_checks, data_checks, model_checks, run_checks
+from sftron.verify.report import Check, Report, Rule, carry_out
 from sftron.verify.subject import Subject
-from sftron.verify.table import Check, Rule, RunReport, carry_out
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -170,7 +170,7 @@ def verify_run(
     num_tokens: int | None = None,
     num_ranks: int | None = None,
     on_check: Callable[[Check], None] | None = None,
-) -> RunReport:
+) -> Report:
     """Checks a run before it begins, on its own model and data, as `sftron verify` does.
 
     Args:
@@ -210,7 +210,7 @@ def report_on(
     rules: Sequence[Rule],
     on_start: Callable[[str, dict[str, str]], None] | None = None,
     on_check: Callable[[Check], None] | None = None,
-) -> RunReport:
+) -> Report:
     """Makes the checks. Calls `on_start` with the title and the facts, then `on_check` with each row when measured."""
     title, facts, checks = f"{subject.config.general.run_name}: before it begins", subject.facts, []
     if on_start is not None:
@@ -219,10 +219,10 @@ def report_on(
         checks.append(check)
         if on_check is not None:
             on_check(check)
-    return RunReport(title, facts, tuple(checks))
+    return Report(title, facts, tuple(checks))
 
 
-def page_of(report: RunReport, subject: Subject) -> str:
+def page_of(report: Report, subject: Subject) -> str:
     """Returns a self-contained HTML page with the verdict, the table, the details of each row, and the first pack."""
     return render(
         "checks.html.jinja",

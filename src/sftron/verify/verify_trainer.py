@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sftron.report.page import render
-from sftron.verify.table import Check, Rule, RunReport, carry_out
+from sftron.verify.report import Check, Report, Rule, carry_out
 from sftron.verify.trainer import data_checks, model_checks, saved_checks
 from sftron.verify.trainer.batches import require_checkable
 from sftron.verify.trainer.state import untouched
@@ -43,7 +43,7 @@ def verify_trainer(
     *,
     on_start: Callable[[str, dict[str, str]], None] | None = None,
     on_check: Callable[[Check], None] | None = None,
-) -> RunReport:
+) -> Report:
     """Checks a trainer before `train()`, on its own batches and model, and leaves it as it was.
 
     Args:
@@ -68,9 +68,9 @@ def verify_trainer(
             checks.append(check)
             if on_check is not None:
                 on_check(check)
-    return RunReport(title, facts, tuple(checks), REQUIRED)
+    return Report(title, facts, tuple(checks), REQUIRED)
 
 
-def page_of(report: RunReport) -> str:
+def page_of(report: Report) -> str:
     """Returns a self-contained HTML page with the verdict, the table, and the details of each row."""
     return render("checks.html.jinja", report=report, looks={True: "good", False: "bad", None: "open"}, shown=None)

@@ -17,7 +17,7 @@ from sftron.checkpoint.atomic import remove
 from sftron.checkpoint.export import ExportPlan, opened, plan_export, write_export
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.merge import MergeReport
+from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -29,7 +29,7 @@ from sftron.train.exports.base_model import read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
 from sftron.train.run import ExportParts
-from sftron.train.start.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
+from sftron.train.start.lora import frozen_dtype
 from sftron.train.start.revisions import model_folder, tokenizer_folder
 from sftron.train.start.run_data import load_chat_tokenizer
 

@@ -37,11 +37,6 @@ def start(wanted: bool) -> None:
     _prints, _append, _early_lines = wanted, None, []
 
 
-def prints() -> bool:
-    """Returns whether this process prints."""
-    return _prints
-
-
 def log_to(append: Callable[[bytes], None] | None) -> None:
     """Logs every line since `start`, and from now on, with `append`; None ends the logging."""
     global _append, _early_lines

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.atomic import main_or_raise
-from sftron.data.types import Batch
-from sftron.errors import show
 from sftron.regular_file import read_lines
 from sftron.train.evaluation import Evaluation
 from sftron.train.logs import console
-from sftron.train.logs.ledger import data_facts, ledger_file, next_start, start_line, step_line
 from sftron.train.logs.loggers import Loggers
 from sftron.train.metrics import StepMetrics
 from sftron.train.run import Setup
@@ -75,12 +70,7 @@ class LineFile:
                 self._warn(f"cannot be written ({error.strerror}); {consequence}")
 
     def _warn(self, words: str) -> None:
-        line = f"WARNING    {self.path} {words}"
-        if console.prints():
-            console.write(line)
-        else:  # every rank has a ledger, but only the main one prints on the console
-            with suppress(OSError):
-                show(line, to=sys.stderr)
+        console.write(f"WARNING    {self.path} {words}")
 
 
 def _kept_size(path: Path, last_step: int | None) -> int:
@@ -105,8 +95,7 @@ def _last_step(path: Path) -> int:
 class RunLogs:
     """The logs of a run.
 
-    Each log is opened as soon as its inputs are known; a log that is not open is skipped. Only the main rank writes
-    them, except for the ledger, which has one file per rank.
+    Each log is opened as soon as its inputs are known; a log that is not open is skipped. Only the main rank writes.
     """
 
     def __init__(self, setup: Setup, directory: RunDirectory) -> None:
@@ -115,37 +104,29 @@ class RunLogs:
         self._console: LineFile | None = None
         self._metrics: LineFile | None = None
         self._evaluations: LineFile | None = None
-        self._ledger: LineFile | None = None
-        self._start = 0
 
     def open_console(self) -> None:
         if self._setup.ranks.is_main:
             self._console = LineFile(self._directory.console_log)
             console.log_to(self._console.append)
 
-    def open(self, *, step: int, evaluated_step: int | None, data_state: Mapping[str, Any]) -> None:
+    def open(self, *, step: int, evaluated_step: int | None) -> None:
         """Opens all logs except the console's, and removes the records after the point that the run resumes from.
 
         Args:
             step: The last finished step.
             evaluated_step: The step of the last evaluation; None if there was none.
-            data_state: The state of the loader.
         """
-        setup, folder = self._setup, self._directory.folder
+        setup = self._setup
         if setup.ranks.is_main:
             # After the loader has forked its workers: a fork while a logger holds a lock could hang the worker.
             if self.loggers:
                 logged, evaluated = map(_last_step, (self._directory.metrics, self._directory.evaluations))
-                self.loggers.start(step, folder=folder, logged=logged, evaluated=evaluated)
+                self.loggers.start(step, folder=self._directory.folder, logged=logged, evaluated=evaluated)
             self._metrics = LineFile(self._directory.metrics, last_step=step)
             if setup.data.is_evaluated:
                 last_evaluated = -1 if evaluated_step is None else evaluated_step
                 self._evaluations = LineFile(self._directory.evaluations, last_step=last_evaluated)
-        if setup.config.logging.ledger:
-            self._start = main_or_raise(setup.ranks, lambda: next_start(folder))
-            self._ledger = LineFile(ledger_file(folder, setup.ranks.dp_rank))
-            facts = data_facts(setup.config, setup.data.dataset)
-            self._ledger.append(start_line(self._start, step=step, state=data_state, data=facts))
 
     def write_step(self, metrics: StepMetrics) -> None:
         if self._metrics:
@@ -166,19 +147,14 @@ class RunLogs:
         records = intact_records(self._directory.evaluations) if self._evaluations else ()
         return next((record.get("answers") for record in records if record["step"] == step), None)
 
-    def write_rows(self, step: int, batches: Sequence[Batch], skipped: str | None) -> None:
-        """Writes the rows of a step to the ledger."""
-        if self._ledger:
-            self._ledger.append(step_line(self._start, step, batches, skipped))
-
-    def sync_ledger(self) -> None:
-        """Flushes the ledger to disk, because it has to contain every step of a checkpoint."""
-        if self._ledger:
-            self._ledger.sync()
+    def sync_steps(self) -> None:
+        """Flushes metrics.jsonl to disk, because it has to contain every step of a checkpoint."""
+        if self._metrics:
+            self._metrics.sync()
 
     def close(self, status: str) -> None:
         """Closes all logs; loggers may wait a minute for a slow server. `status` is the status in result.json."""
-        for file in (self._ledger, self._evaluations, self._metrics):
+        for file in (self._evaluations, self._metrics):
             if file:
                 file.close()
         if self._metrics and self.loggers:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sftron.checkpoint.adapter import read_adapter
@@ -19,7 +18,7 @@ from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_t
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import NF4, store_frozen_in
-from sftron.models.sharding import whole, whole_head
+from sftron.models.sharding import whole
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
 from sftron.train.run import RunAdapters, RunData
@@ -129,8 +128,6 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 # --- A merge against the adapter ---
 
 _NUM_TEXTS, _MOST_TOKENS = 4, 128
-MOST_KL = 0.1
-"""The largest KL divergence, in nats, of the next token's distribution that a merge may cause."""
 
 
 def texts_of(data: RunData) -> list[list[int]]:
@@ -138,32 +135,6 @@ def texts_of(data: RunData) -> list[list[int]]:
     prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
     sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
     return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
-
-
-@torch.no_grad()
-def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
-    found = []
-    with whole_head(model):
-        device = model.head_weight.device
-        for text in texts:
-            ids = torch.tensor(text, device=device)
-            bounds = torch.tensor([0, len(text)], dtype=torch.int32)
-            hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
-            found.append(model.head.logits(hidden_TH).float().cpu())
-    return found
-
-
-def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
-    """Returns the largest KL divergence, in nats, of the merged model's next token from the trained model's.
-
-    It is NaN if a logit is not finite.
-    """
-    divergences = [
-        F.kl_div(other.log_softmax(1), own.log_softmax(1), reduction="none", log_target=True).sum(dim=1)
-        for own, other in zip(trained, merged, strict=True)
-    ]
-    return torch.cat(divergences).max().item()
 
 
 def base_digest(folder: Path, ranks: Ranks) -> str:

@@ -18,7 +18,7 @@ from sftron.data.types import IGNORE_INDEX, Role, TokenizedConversation
 from sftron.report.audit import Audit
 from sftron.report.counts import RoleCount
 from sftron.report.tokens import role_name
-from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sftron.data.types import IGNORE_INDEX
-from sftron.verify.table import NotMeasuredError
+from sftron.verify.report import NotMeasuredError
 from sftron.verify.trainer.batches import SeenBatch, Step
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from sftron.data.types import IGNORE_INDEX, Role
-from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.isolation import rounding_of
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch, Step
 from sftron.verify.trainer.documents import Document
 from sftron.verify.trainer.model import StepLosses
 from sftron.verify.trainer.subject import TrainerSubject
-from sftron.verify.trainers import rounding_of
 
 
 def isolation(subject: TrainerSubject) -> Finding:

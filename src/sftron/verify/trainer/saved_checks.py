@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sftron.data.chat.check import reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation
-from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from sftron import __version__
 from sftron.data.dataset import PackedDataset
 from sftron.errors import place_of
-from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.isolation import Isolation, compare_documents, rounding_of
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import (
     SeenBatch,
@@ -42,7 +43,6 @@ from sftron.verify.trainer.finder import Finder
 from sftron.verify.trainer.model import CalledModel, StepLosses
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
-from sftron.verify.trainers import Isolation, compare_documents, rounding_of
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
@@ -372,8 +372,6 @@ class TrainerSubject:
     @property
     def facts(self) -> dict[str, str]:
         """The checked trainer, model and data, and the versions of the software."""
-        import transformers
-
         trainer, model, config, view = self.trainer, self.model.unwrapped, self.model.config, self.training
         computed = ", ".join(f"{batch.ids.shape[0]} x {batch.ids.shape[1]}" for batch in self.step.batches)
         evaluated = {
@@ -388,5 +386,5 @@ class TrainerSubject:
             **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
-            "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+            "versions": ", ".join(f"{name} {version(name)}" for name in ("sftron", "torch", "transformers")),
         }

@@ -1,4 +1,4 @@
-"""Measures whether a model in another trainer isolates the conversations of a pack from each other (law 7).
+"""Measures whether a model isolates the conversations of a pack from each other, in any trainer (law 7).
 
     a pack of three conversations    a a a | b b b b | c c
     every second one is changed      a x x | b b b b | c y
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch import Tensor, nn
 
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.types import Pack
-from sftron.models.architecture import FAMILIES
-from sftron.verify.table import NotMeasuredError
+from sftron.verify.report import Finding, NotMeasuredError
 
 POSITIONS_ALONE = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
 """Batches whose only key besides ids and labels is `position_ids`."""
@@ -166,6 +166,28 @@ def compare_documents(
     )
 
 
+def isolation_of_pack(
+    outputs: Callable[[Tensor], Tensor], ids: Tensor, lengths: Sequence[int], rounding: Callable[[], float]
+) -> Finding:
+    """Measures one of sftron's own models, in which a neighbor may change no bit, but for the rounding of experts.
+
+    Args:
+        outputs: Returns logits or hidden states [T, any] for the ids [T] of the pack.
+        lengths: The numbers of tokens of its conversations.
+        rounding: Returns the change of a conversation's outputs that is rounding, beside a copy of itself.
+    """
+    bounds, allowed = [0, *accumulate(lengths)], "0, to the bit"
+    documents = [(0, slice(*each)) for each in pairwise(bounds)]
+    try:
+        found = compare_documents(lambda each: outputs(each[0])[None], ids[None], documents, lambda _: rounding())
+    except NotMeasuredError as error:  # of the model's own outputs, so this is a failure
+        return Finding(False, str(error), allowed)
+    if found.rounding:
+        allowed = f"{found.rounding:.2g}, the rounding of experts"
+    worst = max(found.difference, found.past_difference)
+    return Finding(found.isolated, f"{len(lengths)} conversations: others change by {worst:.2g}", allowed)
+
+
 def _other_tokens(ids: Tensor) -> Tensor:
     """Returns another id for each token, taken from the batch so that the model knows it as text."""
     known = ids.unique()
@@ -231,8 +253,7 @@ def _remedies(model: Any, packs: Sequence[Pack], collator: FlattenPacks) -> Iter
         if words and _serves(model, packs, attention, keys):
             yield f"{' and '.join(words)} (measured just now)"
             break
-    if getattr(config, "model_type", None) in FAMILIES:
-        yield "sftron's own model (`sftron train`, or load_model)"
+    yield "sftron's own model (`sftron train`, or load_model), where it has this type"
     yield (
         'one conversation a row: PackedDataset(..., packing="none"), per_device_train_batch_size=1 and '
         f"{POSITIONS_ALONE!r}"

@@ -1,4 +1,4 @@
-"""The `Check` that all reports share, the rules that produce it, and the table that displays it."""
+"""The report of `check`, `verify`, `verify-trainer` and `audit`: its checks, their rules, and its table."""
 
 from __future__ import annotations
 
@@ -116,18 +116,14 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
 
 
 @dataclass(frozen=True, slots=True)
-class RunReport:
+class Report:
     """All rows of the table; `facts` describe, by name, the subject of the checks."""
 
     title: str
-    facts: dict[str, str]
+    facts: dict[str, Any]
     checks: tuple[Check, ...]
     required: tuple[str, ...] = ()
     """The names of the checks that must be measured for `passed`."""
-
-    @property
-    def rows(self) -> tuple[Check, ...]:
-        return self.checks
 
     @property
     def failed(self) -> list[Check]:
@@ -141,7 +137,8 @@ class RunReport:
 
     @property
     def passed(self) -> bool:
-        return not self.failed and not self.missing
+        """Whether no check failed, none raised, every required one was measured, and at least one passed."""
+        return not self.failed and not self.missing and any(check.passed for check in self.checks)
 
     @property
     def verdict(self) -> str:
@@ -168,6 +165,17 @@ class RunReport:
     def as_dict(self) -> dict[str, Any]:
         checks = [{"status": check.status.lower(), **asdict(check)} for check in self.checks]
         return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
+
+    def as_text(self) -> str:
+        """Returns the title, one aligned line per check without its duration, and the details and remedies."""
+        rows = [("", "check", "measured", "allowed")]
+        rows += [(check.status, check.name, check.measured, check.allowed) for check in self.checks]
+        table = aligned(rows if any(check.allowed for check in self.checks) else [row[:3] for row in rows])
+        lines = [self.title, "", *table]
+        for check in self.checks:
+            lines += ["", f"{check.name}: {check.remedy}"] if check.passed is False and check.remedy else []
+            lines += [f"  {each}" for each in check.detail]
+        return "\n".join(lines)
 
 
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}
@@ -199,7 +207,7 @@ class Table:
         if check.passed is False or check.raised:
             yield from (f"      {' ' * _NAME}  {on_one_line(line)}" for line in check.detail)
 
-    def verdict(self, report: RunReport) -> Iterator[str]:
+    def verdict(self, report: Report) -> Iterator[str]:
         yield f"\n{self._in(_COLORS[report.passed], report.verdict)}"
         if report.not_measured:
             yield self._in(_COLORS[None], report.not_measured)
@@ -208,13 +216,6 @@ class Table:
 
     def _in(self, codes: str, text: str) -> str:
         return f"\x1b[{codes}m{text}\x1b[0m" if self._color else text
-
-
-def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Returns checks without durations as aligned lines, below the names of the columns."""
-    rows = [("", "check", "measured", "allowed")]
-    rows += [(check.status, check.name, check.measured, check.allowed) for check in checks]
-    return aligned(rows if any(check.allowed for check in checks) else [row[:3] for row in rows])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
