@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -192,7 +191,6 @@ def kill_workers() -> None:
     After an exception, a traceback keeps their iterator alive. multiprocessing would then send them SIGTERM, which they
     ignore, and wait for them forever.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each worker that is killed
     for worker in list(_WORKERS):
-        with suppress(ValueError):  # a process that was closed
+        with suppress(RuntimeError, ValueError):  # torch's own handler of dead workers; a process that was closed
             worker.kill()
