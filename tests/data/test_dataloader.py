@@ -1,5 +1,6 @@
 """What was handed out, and nothing else, is in the loader's state; a worker changes neither packs nor messages."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -11,13 +12,16 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
+from multiprocessing import synchronize
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from sftron.data import loader as loader_module
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import STOP_SIGNALS
 from sftron.data.dataset import PackedDataset
@@ -44,10 +48,8 @@ def expected(make: Make) -> list[dict[str, Any]]:
     return [facts(pack) for pack in take(make(), NUM_PACKS + 10)]
 
 
-def load(
-    dataset: PackedDataset, num_workers: int = 0, state: dict[str, Any] | None = None, timeout_s: float = 60
-) -> PackLoader:
-    loader = PackLoader(dataset, num_workers=num_workers, keep_tail=False, timeout_s=timeout_s)
+def load(dataset: PackedDataset, num_workers: int = 0, state: dict[str, Any] | None = None) -> PackLoader:
+    loader = PackLoader(dataset, num_workers=num_workers, keep_tail=False, timeout_s=60)
     if state is not None:
         loader.load_state_dict(as_json(state))
     return loader
@@ -227,13 +229,12 @@ def test_a_signal_to_the_process_group_does_not_reach_the_workers(make: Make, ex
 def test_a_worker_that_hangs_or_is_killed_ends_the_wait_in_time_with_a_remedy(
     make: Make, number: signal.Signals, problem: str
 ) -> None:
-    others = multiprocessing.active_children()
-    loader = load(make(), 2, timeout_s=3)
-    batches = iter(loader)
+    batches: Any = iter(load(make(), 2))
     next(batches)
-    worker = next(child for child in multiprocessing.active_children() if child not in others)
-    started = time.monotonic()
-    os.kill(int(worker.pid or 0), number)
+    packs = batches.gi_frame.f_locals["packs"]
+    packs._timeout = batches.gi_frame.f_locals["self"]._timeout_s = 3  # for the start, there were 60 s
+    address, started = id(packs), time.monotonic()
+    os.kill(packs._workers[-1].pid, number)
     with warnings.catch_warnings():
         # torch opens files to count them at the moment when its handler reports that a worker has been killed.
         warnings.simplefilter("ignore", ResourceWarning)
@@ -242,8 +243,23 @@ def test_a_worker_that_hangs_or_is_killed_ends_the_wait_in_time_with_a_remedy(
         caught.value.__traceback__ = caught.value.__context__ = None
         gc.collect()
     assert time.monotonic() - started < 20
-    worker.kill()
-    worker.join()
+    assert not any(worker.is_alive() for worker in packs._workers)
+    _set_worker_pids(address, ())  # refused where torch still has those of the loader that failed
+    _remove_worker_pids(address)
+
+
+def test_a_worker_that_hangs_before_it_has_begun_ends_the_start_in_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "start_worker", lambda worker, parent: os.kill(os.getpid(), signal.SIGSTOP))
+    others = multiprocessing.active_children()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        with pytest.raises(WorkerError, match=r"^a loader worker has given nothing for 2 s") as caught:
+            iter(PackLoader(make(), num_workers=1, keep_tail=False, timeout_s=2))
+        caught.value.__traceback__ = caught.value.__context__ = None
+        gc.collect()
+    assert multiprocessing.active_children() == others
 
 
 @pytest.mark.parametrize(
@@ -262,3 +278,24 @@ def test_a_state_that_is_no_position_is_refused(make: Make, change: dict[str, An
     with pytest.raises(ValueError, match=r"is not a position in|the lane state is"):
         loader.load_state_dict({"next_pack": 0, "lanes": {}, "first_epoch": 0} | change)
     assert loader.state_dict() == {"next_pack": 0, "lanes": {}, "first_epoch": 0}
+
+
+@pytest.mark.parametrize("num_made", [0, 3, 7])
+def test_without_room_for_the_queues_of_workers_the_remedy_is_named_and_no_worker_is_left(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_made: int
+) -> None:
+    """Semaphores are files in /dev/shm. What torchdata has made by then prints no error of its own (gc.collect)."""
+    left, make_semaphore = iter(range(num_made)), synchronize.SemLock.__init__
+
+    def make_or_fail(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make_semaphore(*arguments, **options)
+
+    before = multiprocessing.active_children()
+    monkeypatch.setattr(synchronize.SemLock, "__init__", make_or_fail)
+    with pytest.raises(WorkerError, match=r"^no loader worker can be started .* need /dev/shm: enlarge it"):
+        iter(load(make(), num_workers=2))
+    monkeypatch.undo()
+    gc.collect()
+    assert [child for child in multiprocessing.active_children() if child not in before] == []

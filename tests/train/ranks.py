@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sftron.data.child_process import die_with_parent
-from sftron.data.loader import kill_workers
+from sftron.data.loader import _end_all_workers
 
 ROOT = Path(__file__).parents[2]
 # The server imports by itself, without pytest's own path.
@@ -147,7 +147,7 @@ def _be_rank(
     except BaseException:
         traceback.print_exc()
         status = 1
-    kill_workers()  # as at a process's own exit, which a fork does not have
+    _end_all_workers()  # as at a process's own exit, which a fork does not have
     sys.stdout.flush()
     os._exit(status or 0)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
-import signal
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from sftron.data.child_process import start_worker
 from sftron.data.dataset import PackedDataset
@@ -24,7 +26,7 @@ from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
 
 
 class WorkerError(ChildProcessError):
-    """A loader worker has died, or has sent nothing within the time-out."""
+    """A loader worker cannot be started, has died, or has sent nothing within the time-out."""
 
 
 def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
@@ -84,13 +86,16 @@ class PackLoader:
         pin_memory: bool = False,
         timeout_s: float = 600,
     ) -> None:
+        # Imported here, so that `collate` does not need torchdata: GPU benchmarks of kernels and steps run without it.
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         self._dataset, self._pin_memory, self._timeout_s = dataset, pin_memory, timeout_s
         self._collate = partial(collate, keep_tail=keep_tail, measured_roles=measured_roles)
         self.start_epoch(0, next_pack=0)
         # Workers send packs, whose arrays travel through a pipe. A batch's tensors would need /dev/shm, of which a
         # container has 64 MB, and the worker that made them would have to be alive when they are received.
         self._make_loader = partial(
-            DataLoader,
+            StatefulDataLoader,
             batch_size=None,
             num_workers=num_workers,
             worker_init_fn=partial(start_worker, parent=os.getpid()),
@@ -106,23 +111,46 @@ class PackLoader:
         if self._dataset.is_planned:
             self._dataset.measure()  # once, so that it does not happen in every worker
         self._dataset.seek(self._next_pack, self._lanes, self._first_epoch)
-        others = multiprocessing.active_children()
-        packs = iter(self._make_loader(_ErrorsAsItems(self._dataset)))
-        _WORKERS.update(child for child in multiprocessing.active_children() if child not in others)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.11 deprecates; a user can do nothing about it.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            loader = self._make_loader(_ErrorsAsItems(self._dataset))
+            others = multiprocessing.active_children()
+            try:
+                packs = self._wait_for(lambda: iter(loader))
+            except OSError as error:
+                for worker in [child for child in multiprocessing.active_children() if child not in others] * 2:
+                    with suppress(RuntimeError):  # torch's SIGCHLD handler raises it once for each
+                        worker.kill()
+                        worker.join(1)
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM) or not loader.num_workers:
+                    raise
+                for frame, _ in walk_tb(error.__traceback__):  # torch's half-made iterator would print another error
+                    iterator: Any = frame.f_locals.get("self")
+                    if type(iterator).__module__.startswith("torchdata."):
+                        iterator._shutdown = True
+                raise WorkerError(
+                    f"no loader worker can be started ({error}); its queues need /dev/shm: enlarge it (docker run "
+                    "--shm-size=1g), or set data.num_workers: 0"
+                ) from None
+        _STARTED.add(packs)
         return self._batches(packs)
 
-    def _batches(self, packs: Iterator[Pack | DataError]) -> Iterator[Batch]:
-        while (pack := self._next(packs)) is not None:
-            if isinstance(pack, DataError):
-                raise pack
-            self._next_pack = self._dataset.round_after(pack.index)
-            self._lanes[pack.lane] = pack.lane_state
-            batch = self._collate(pack)
-            yield batch.pin_memory() if self._pin_memory else batch
-
-    def _next(self, packs: Iterator[Pack | DataError]) -> Pack | DataError | None:
+    def _batches(self, packs: Any) -> Iterator[Batch]:
         try:
-            return next(packs, None)
+            while (pack := self._wait_for(lambda: next(packs, None))) is not None:
+                if isinstance(pack, DataError):
+                    raise pack
+                self._next_pack = self._dataset.round_after(pack.index)
+                self._lanes[pack.lane] = pack.lane_state
+                batch = self._collate(pack)
+                yield batch.pin_memory() if self._pin_memory else batch
+        finally:
+            _end_workers(packs)
+
+    def _wait_for(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
         except RuntimeError as error:
             if "DataLoader timed out" in str(error):
                 problem = f"has given nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds)"
@@ -180,19 +208,48 @@ class _ErrorsAsItems(IterableDataset[Pack | DataError]):
         except DataError as error:
             yield error
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._dataset.state_dict()
 
-_WORKERS: WeakSet[Any] = WeakSet()
-"""The worker processes of all loaders."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state)
+
+
+_STARTED: WeakSet[Any] = WeakSet()
+"""The iterators that may still have workers."""
+
+
+def _end_workers(packs: Any) -> None:
+    """Kills the workers of an iterator, which have nothing to save.
+
+    torch would end them with a signal that they ignore, and might wait for a lock that a killed worker held.
+    """
+    if packs not in _STARTED:
+        return
+    _STARTED.discard(packs)
+    workers = getattr(packs, "_workers", ())
+    if workers and not packs._shutdown:
+        from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+        packs._shutdown, packs._worker_pids_set = True, False
+        # torch raises an error for each child that dies and is noted here, by the iterator's address, which a later
+        # iterator may have too.
+        _remove_worker_pids(id(packs))
+        for queue in packs._index_queues:
+            queue.cancel_join_thread()
+            queue.close()
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(1)
 
 
 @atexit.register
-def kill_workers() -> None:
-    """Kills workers that are left when the process exits.
+def _end_all_workers() -> None:
+    """Ends the workers of all iterators when the process exits.
 
-    After an exception, a traceback keeps their iterator alive. multiprocessing would then send them SIGTERM, which they
-    ignore, and wait for them forever.
+    After an exception, a traceback keeps the iterator alive. multiprocessing would then send the workers SIGTERM, which
+    they ignore, and wait for them forever.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each worker that is killed
-    for worker in list(_WORKERS):
-        with suppress(ValueError):  # a process that was closed
-            worker.kill()
+    for packs in list(_STARTED):
+        _end_workers(packs)
