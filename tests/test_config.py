@@ -100,8 +100,23 @@ BROKEN: list[tuple[str, str, str, str]] = [
     ("optimizer:", "evaluation: &a {}\ncheckpoints: *a\noptimizer:", ":12: is not YAML", "only short single values"),
     ("1e-5", "!!python/object/apply:os.getcwd []", ":12: is not YAML", "is not read here"),
     ("1e-5", "[1e-5", ":13: is not YAML", "expected ',' or ']'"),
-    (MODEL, f"{MODEL}\n loss: native", ":5: is not YAML", "column 2"),
-    (MODEL, f"{MODEL}\n\tloss: native", ":5: is not YAML", "column 1"),
+    (
+        MODEL,
+        f"{MODEL}\n   loss: native",
+        ":5: is not YAML",
+        "column 4, 'loss': it is read as a part of the value",
+    ),
+    (MODEL, f"{MODEL}\n loss: native", ":5: is not YAML", "column 2, 'loss': its indentation is that of no key above;"),
+    (MODEL, f"{MODEL}\n\tloss: native", ":5: is not YAML", "column 2, 'loss': a tab; indent with spaces"),
+    (MODEL, "path: a: b", ":4: is not YAML", "column 9, 'a': mapping values are not allowed here; put quotes around"),
+    # One item where a list is wanted.
+    (
+        ROWS,
+        "path: chats.jsonl",
+        ":6: data.datasets",
+        "write a dash and a space before the first key",
+    ),
+    (LR, f"{LR}\n  betas: 0.9, 0.95", ":13: optimizer.betas", "write [0.9, 0.95]"),
     ("demo", "de\x07mo", ":2: is not YAML", "the character 7"),
     ("1e-5", "[" * 5000, ":1: is not YAML", "nested too deeply"),
 ]

@@ -14,6 +14,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import resolve_format
 from sftron.data.sources import open_source, open_stream
 from sftron.data.types import DataError
@@ -41,12 +43,12 @@ def text_of(table: list[list[str]], **options: Any) -> str:
     return file.getvalue()
 
 
-def rows_of(text: str, separator: str) -> list[tuple[int, dict[str, str | None]]]:
+def rows_of(text: str, separator: str, first_line: int = 1) -> list[tuple[int, dict[str, str | None]]]:
     """Returns the line of each row of decoded text, and the row, by Python's csv."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     names, rows, end = next(reader), [], reader.line_num
     for cells in reader:
-        rows.append((1 + end, dict(zip(names, (cell or None for cell in cells), strict=True))))
+        rows.append((first_line + end, dict(zip(names, (cell or None for cell in cells), strict=True))))
         end = reader.line_num
     return rows
 
@@ -68,11 +70,15 @@ def read(path: str) -> list[tuple[int, Any]]:
 def test_every_separator_encoding_line_end_quoting_and_compression_is_read_as_pythons_csv_reads_it(
     tmp_path: Path, separator: str, encoding: str
 ) -> None:
+    """With and without a first line that declares the separator."""
     line_ends, quotings = ("\n", "\r\n", "\r"), (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
-    for end, quoting, ending in itertools.product(line_ends, quotings, (".csv", ".tsv", ".csv.gz", ".tsv.zst")):
+    for end, quoting, declared, ending in itertools.product(
+        line_ends, quotings, ("", f"sep={separator}"), (".csv", ".tsv", ".csv.gz", ".tsv.zst")
+    ):
         text = text_of(TABLE, delimiter=separator, lineterminator=end, quoting=quoting)
-        path = write(tmp_path / f"a{ending}", packed(ENCODINGS[encoding](text), Path(ending).suffix))
-        expected = rows_of(text, separator)
+        before = declared and declared + end
+        path = write(tmp_path / f"a{ending}", packed(ENCODINGS[encoding](before + text), Path(ending).suffix))
+        expected = rows_of(text, separator, first_line=2 if declared else 1)
         assert len(expected) == 4
         assert read(path) == expected
 
@@ -98,6 +104,49 @@ def test_the_separator_is_found_whatever_the_cells_hold(
     path = write(tmp_path_factory.getbasetemp() / "any.csv", ENCODINGS[encoding](text))
     assert [list(row.values()) for _, row in read(path)] == [[cell or None for cell in row] for row in table]
     assert read(path) == rows_of(text, separator)
+
+
+def test_a_header_longer_than_the_sample_and_rows_after_it_are_read(tmp_path: Path) -> None:
+    """As well as two columns of one name among 100,000, which took a minute to find."""
+    names = [f"column {number}" for number in range(100_000)]
+    assert open_source(write(tmp_path / "a.csv", f"{';'.join(names)}\n{';' * 99_999}x\n"))[0]["column 99999"] == "x"
+    with pytest.raises(DataError, match="has two columns 'column 7'; rename or remove one"):
+        open_source(write(tmp_path / "b.csv", f"{';'.join(names)};column 7\n"))
+
+
+# --- What Excel writes ---
+
+GERMAN = '\ufeffFrage;Antwort\r\nWas ist 1,5 + 1,64?;3,14\r\n{}"Zwei\r\nZeilen; ""so""";42\r\n'
+
+
+def test_empty_lines_are_bad_rows_and_those_at_the_end_are_none(tmp_path: Path, chat_tokenizer: ChatTokenizer) -> None:
+    rows = {
+        2: {"Frage": "Was ist 1,5 + 1,64?", "Antwort": "3,14"},
+        3: {"Frage": 'Zwei\r\nZeilen; "so"', "Antwort": "42"},
+    }
+    path = write(tmp_path / "a.csv", GERMAN.format("") + "\r\n;\r\n  \r\n")
+    assert dict(read(path)) == rows
+
+    path = write(tmp_path / "b.csv", GERMAN.format("\r\n;\r\n") + "\r\n")
+    assert dict(read(path)) == {2: rows[2], 3: {}, 4: {}, 5: rows[3]}
+    columns = {"prompt": "Frage", "completion": "Antwort"}
+    problem = r"b\.csv:3: is an empty row; remove it, or let bad rows be dropped and counted \(data\.on_bad_row: skip\)"
+    options: dict[str, Any] = {"sequence_length": 96, "num_epochs": 1}
+    with pytest.raises(DataError, match=problem):
+        PackedDataset.from_path(path, chat_tokenizer, columns=columns, **options)
+    for num_lanes in (1, "auto"):
+        dataset = PackedDataset.from_path(
+            path,
+            chat_tokenizer,
+            format="prompt_completion",
+            columns=columns,
+            on_bad_row="skip",
+            num_lanes=num_lanes,
+            **options,
+        )
+        packs = list(dataset)
+        assert sorted(key.row for pack in packs for key in pack.keys) == [0, 3]
+        assert [drop.reason for pack in packs for drop in pack.dropped_rows] == ["empty_row"] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,15 +176,16 @@ def test_two_texts_of_any_names_are_offered_the_columns_that_read_them(tmp_path:
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
-        ("Frage;Antwort\nPi?;3,14\n", {2: {"Frage": "Pi?", "Antwort": "3,14"}}),
-        # Lines without a text are no rows, as in JSON Lines; Excel writes them at the end.
-        ("\ufeff\r\n;\r\nFrage;Antwort\r\n\r\nPi?;3\r\n;\r\n  \r\n", {5: {"Frage": "Pi?", "Antwort": "3"}}),
-        ('messages\n"[{""role"": ""user""}]"\n', {2: {"messages": [{"role": "user"}]}}),
-        ("text\none\n\ntwo", {2: {"text": "one"}, 4: {"text": "two"}}),
+        ("Frage, kurz;Antwort\nPi?;3\n", [{"Frage, kurz": "Pi?", "Antwort": "3"}]),
+        ("Frage;Antwort\nPi?;3,14\n", [{"Frage": "Pi?", "Antwort": "3,14"}]),
+        ("\r\n\r\nFrage;Antwort\r\nPi?;3,14", [{"Frage": "Pi?", "Antwort": "3,14"}]),
+        ('\ufeff"sep=\t"\nFrage, ja;nein\tAntwort\nPi?\t3;14\n', [{"Frage, ja;nein": "Pi?", "Antwort": "3;14"}]),
+        ('messages\n"[{""role"": ""user""}]"\n', [{"messages": [{"role": "user"}]}]),
+        ("text\none\ntwo\n", [{"text": "one"}, {"text": "two"}]),
     ],
 )
-def test_the_separator_is_that_of_the_header(tmp_path: Path, text: str, rows: dict[int, Any]) -> None:
-    assert dict(read(write(tmp_path / "a.csv", text))) == rows
+def test_the_separator_is_that_of_all_rows(tmp_path: Path, text: str, rows: list[Any]) -> None:
+    assert [row for _, row in read(write(tmp_path / "a.csv", text))] == rows
 
 
 # --- Broken files, and files that are not read to their end ---

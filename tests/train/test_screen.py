@@ -2,18 +2,22 @@
 
 import errno
 import io
+import itertools
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sftron.commands.train import run as main
 from sftron.errors import print_any_text
+from sftron.train import loop
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import LineFile
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config
+from tests.train.runs import make_config, run
 
 ESCAPE = "\x1b"
 
@@ -156,3 +160,27 @@ def test_a_dry_run_says_what_it_is_doing_before_it_does_it(
         ["memory", "predicted", "for"],
         ["dry", "run", "all"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("wall", "processor", "threads", "is_busy"), [(6.0, 3.0, 2, True), (4.0, 3.9, 2, False), (6.0, 3.0, 1, False)]
+)
+def test_a_first_step_that_waits_for_cores_names_the_remedy(
+    wall: float,
+    processor: float,
+    threads: int,
+    is_busy: bool,
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clocks = {
+        "perf_counter": itertools.count(0.0, wall).__next__,
+        "process_time": itertools.count(0.0, processor).__next__,
+    }
+    monkeypatch.setattr(loop, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    run(make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__export_hf=False))
+    warned = capsys.readouterr().out.count(f"with {processor:.1f} s of processor time: ")
+    assert warned == is_busy

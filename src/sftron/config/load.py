@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -184,9 +184,9 @@ class _Draft:
             node = Loader(text).get_single_node()
             return None if node is None else self._build(node, path, override)
         except yaml.MarkedYAMLError as error:
-            mark, problem = error.problem_mark, error.problem
-            line = mark.line + 1 if mark else 1
-            problem = f"column {mark.column + 1}: {problem}" if mark and not override else problem
+            line, problem = (error.problem_mark.line + 1 if error.problem_mark else 1), error.problem
+            if error.problem_mark and not override:
+                problem = _syntax_problem(str(problem), text.splitlines()[line - 1 :], error.problem_mark.column)
         except yaml.reader.ReaderError as error:
             line, problem = text.count("\n", 0, error.position) + 1, f"the character {error.character!r} is not allowed"
         except RecursionError:
@@ -306,7 +306,34 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
         remedy = OTHER_TRAINERS.get(str(path[-1]), "")
         wanted = words_of(field.annotation if section_of(field.annotation) is section else section)
         return f"found {describe_value(value)}; wanted {wanted}" + (remedy and f"; {remedy}")
-    return f"found {describe_value(value)}; wanted {_wanted(field)}"
+    return f"found {describe_value(value)}; wanted {_wanted(field)}{_as_list(field, value)}"
+
+
+def _as_list(field: FieldInfo | None, value: Any) -> str:
+    """Returns the remedy for a single item where a list is wanted; "" if it is none."""
+    if field is None or get_origin(field.annotation) is not tuple:
+        return ""
+    section, first = section_in(field.annotation), next(iter(value), "") if isinstance(value, dict) else ""
+    if section is not None and first.lstrip("-") in keys_of(section):
+        return f'; write a dash and a space before the first key of each item, as "- {first.lstrip("-")}: ..."'
+    return f"; write [{value}]" if section is None and isinstance(value, str) else ""
+
+
+def _syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
+    """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
+    words = list(re.finditer(r"[^\s:]*[^\s:-][^\s:]*", lines[0])) if lines else []
+    if not words:
+        return problem
+    word = next((each for each in reversed(words) if each.start() <= column), words[0])
+    if "mapping values" in problem and ":" in lines[0][:column]:
+        problem += "; put quotes around a value with a colon and a space"
+    elif "mapping values" in problem:
+        problem = "it is read as a part of the value above; indent it like the keys beside it, each with a colon"
+    elif "<block mapping start>" in problem:
+        problem = "its indentation is that of no key above; indent it like the keys beside it"
+    elif "'\\t'" in problem:
+        problem = "a tab; indent with spaces"
+    return f"column {word.start() + 1}, {word[0]!r}: {problem}"
 
 
 def _wanted(field: FieldInfo | None) -> str:

@@ -31,6 +31,7 @@ from sftron.train.run_directory import NOT_FINITE, RunDirectory
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
+from sftron.train.start import description
 from sftron.train.start.preflight import Health
 from sftron.train.start.run_data import require_unchanged
 from sftron.train.start.sample import mix_report
@@ -137,12 +138,14 @@ class TrainingLoop:
         progress, interval = self.progress, self.config.logging.untrained_roles_interval
         if progress.step == self.config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
+        is_first = self._started is not None
         if self._started is not None:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
             self._started = None
         learning_rate = self._length.learning_rate(progress, fetched.counts.total.rows)
         set_learning_rate(self.optimizer, learning_rate)
         self.ranks.at(f"step {progress.step + 1}")
+        wall, processor = time.perf_counter(), time.process_time()
         result = train_step(
             self.model,
             self.optimizer,
@@ -157,6 +160,8 @@ class TrainingLoop:
             router_aux_loss_coef=self.setup.model.router_aux_loss_coef,
             sum_over_ranks=self.ranks.sum,
         )
+        if is_first and self.ranks.world_size == 1 and self.ranks.device.type == "cpu":
+            description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
         progress.step += 1
         self._commit(fetched)
         self._health.note(result, fetched.batches)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
-from sftron.data.formats.values import describe, names_of, refusal
+from sftron.data.formats.values import describe, empty_row, names_of, refusal
 from sftron.data.sources import RowSource
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
@@ -79,7 +79,7 @@ def detect_format(
         if len(fitting) > 1:
             raise _no_format(row, location, f"fits several formats ({', '.join(fitting)})", "set `format`")
         if not fitting:
-            error = _no_format(row, location, "fits no format", _remedy(row))
+            error = _no_format(row, location, "fits no format", _remedy(row)) if row else empty_row(location)
             if not skip_bad_rows:
                 raise error
             ignored = ignored or error

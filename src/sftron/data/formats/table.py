@@ -20,7 +20,7 @@ from sftron.data.formats.messages import (
 from sftron.data.formats.pretokenized import parse_pretokenized
 from sftron.data.formats.single_turn import parse_alpaca, parse_prompt_completion, parse_question, prompt_template_text
 from sftron.data.formats.tools import check_null_arguments, parse_tools
-from sftron.data.formats.values import NamedRow, describe, refusal
+from sftron.data.formats.values import NamedRow, describe, empty_row, refusal
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import Conversation, ConversationKey, DataError, Row, TokenizedConversation
 
@@ -176,6 +176,8 @@ def parse_conversation(
     """
     if not isinstance(row, Mapping):
         raise refusal(location, "not_an_object", f"found {describe(row)}; wanted an object with named columns")
+    if not row:
+        raise empty_row(location)
     named = NamedRow(row, row_format.name, row_format.columns, location)
     parse_row = FORMATS[row_format.name].parse
     if parse_row is None:

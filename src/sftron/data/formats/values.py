@@ -70,6 +70,12 @@ def refusal(location: str, reason: str, problem: str) -> DataError:
     return DataError(f"{location}: {problem}", reason=reason)
 
 
+def empty_row(location: str) -> DataError:
+    """Returns the error for a row without a column, such as an empty line of a spreadsheet."""
+    remedy = "remove it, or let bad rows be dropped and counted (data.on_bad_row: skip)"
+    return refusal(location, "empty_row", f"is an empty row; {remedy}")
+
+
 def checked_text(value: Any, name: str, location: str) -> str:
     """Returns the value. Raises DataError unless it is a string without lone surrogates."""
     if not isinstance(value, str):

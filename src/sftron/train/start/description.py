@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sftron import __version__
 from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
@@ -37,6 +39,8 @@ from sftron.train.start.sample import Sample
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
+_BUSY = 1.5
+"""A first step that takes so many times its processor time has waited for cores."""
 _HIGHEST_RATE = 1e-2
 
 
@@ -291,6 +295,21 @@ def describe_finished(config: Config, status: str, step: int, unused: Sequence[s
         console.write(
             "           To train further, raise tokens.train_steps, tokens.train_epochs or evaluation.patience; for a "
             "run with these settings, choose another general.run_name"
+        )
+
+
+def warn_of_busy_cores(wall: float, processor: float) -> None:
+    """Warns if the first step waited for processor cores.
+
+    Args:
+        wall, processor: The seconds that the step took, and those of processor time that all threads of the process
+            used. On idle cores the second number is not below the first.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1 and wall > max(_BUSY * processor, processor + 1):
+        console.write(
+            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes "
+            f"use the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
         )
 
 
