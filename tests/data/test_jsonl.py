@@ -162,14 +162,15 @@ def test_cells_of_csv_are_the_texts_they_are_and_an_empty_one_is_null(tmp_path, 
     path = write(tmp_path / f"a{ending}", packed(text.encode(), Path(ending).suffix))
     rows = [
         {"question": "007", "answer": "NA", "note": 'two\r\nlines, "quoted"'},
+        {},
         {"question": "1e5", "answer": "é", "note": None},
     ]
     source, stream = open_source(path), open_stream(path)
     assert all_rows(source) == all_rows(stream.head(9)) == rows
-    for index, line in enumerate((2, 5)):
+    for index, line in enumerate((2, 4, 5)):
         assert source.locate(index) == stream.locate(index) == f"{path}:{line}"
     unpickled = pickle.loads(pickle.dumps(source))
-    assert (unpickled[1], unpickled.locate(1)) == (rows[1], f"{path}:5")
+    assert (unpickled[2], unpickled.locate(2)) == (rows[2], f"{path}:5")
 
 
 WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... ] (.json)"
@@ -191,12 +192,24 @@ WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... 
             f'near "{{"; write {WHOLE_LINES}',
         ),
         ("a.csv", "a,b\n1,2\n3\n", ":3: the row that ends here has 1 cells, and the header has 2"),
-        ("a.tsv", "a\tb\n1\t2, 3\n4\n", ":3: the row that ends here has 1 cells, and the header has 2"),
+        (
+            "a.csv",
+            "a;b\n1;2\n3;4;5\n",
+            ":3: the row that ends here has 3 cells, and the header has 2; quote cells that",
+        ),
+        (
+            "a.tsv",
+            "a\tb\n1\t2, 3\n4\n",
+            ":3: the row that ends here has 1 cells, and the header has 2; quote cells that",
+        ),
+        ("a.csv", 'a;b\n"1"2;3\n', ":2: is not CSV: ';' expected after '\"'; separate cells with semicolons, and"),
+        ("a.csv", 'sep=|\na|b\n"1"2|3\n', ":3: is not CSV: '|' expected after '\"'; separate cells with vertical bars"),
         ("a.csv", "a,a\n1,2\n", ": has two columns 'a'"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16")[:-1], ": is not utf-16 near line"),
-        ("a.csv", 'a;b\n1;"2"3\n', ":2: is not CSV: "),
-        ("a.csv", 'a,b\n1,"2\n3,4\n', ":2: is not CSV: "),
-        ("a.csv", b"a,b\n1,caf\xe9\n", ": is not utf-8-sig near line"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), ": holds zero bytes, as UTF-16 without a byte order mark does"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16")[:-1], ": is not UTF-16 near line"),
+        ("a.csv", 'a,b\n1,"2"3\n', ":2: is not CSV: ',' expected after '\"'"),
+        ("a.csv", 'a,b\n1,"2\n', ":2: is not CSV: unexpected end of data"),
+        ("a.csv", b"a,b\n1,caf\xe9\n", ": is not UTF-8 near line"),
         ("a.csv", "messages\n[{]\n", ":2: is not JSON: "),
         ("a.csv", "a,b\n", ": holds no rows"),
     ],
