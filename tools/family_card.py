@@ -42,16 +42,14 @@ from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation, Pack
 from sftron.errors import exit_with, show
 from sftron.models.architecture import FAMILIES
 from sftron.models.attention import resolve_attention
-from sftron.models.experts import rounds_with_neighbors
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.objective import hidden_states, loss_of
 from sftron.verify.isolation import POSITIONS_ALONE
-from sftron.verify.parity import FP32_TOLERANCE, check_generation
+from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_neighbors
+from sftron.verify.report import Check
 from tools.bench_ways import random_rows
 
-_ROUNDING_OF_EXPERTS = 1e-4
-"""The largest change of a hidden state, in fp32, accepted as rounding; a leak changes it by a part of itself."""
 PAGE = Path(__file__).parents[1] / "docs" / "models" / "index.md"
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 8192}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
@@ -108,10 +106,8 @@ class Card:
     packed: dict[str, float]
     alone: dict[str, float]
     """The largest differences by the keys of BOUNDS."""
-    num_leaks: int
-    rounds: bool
-    """Whether another conversation may change the rounding of this one's experts."""
-    """The number of pairs of conversations of which one changed a bit of the other's logits."""
+    isolation: Check
+    """Whether a changed neighbor changes no bit, or no more than the rounding of experts."""
     export: str
     num_export_errors: int
     greedy: str
@@ -124,7 +120,7 @@ class Card:
     @property
     def passed(self) -> bool:
         is_close = all(found[key] <= bound for found in (self.packed, self.alone) for key, bound in BOUNDS.items())
-        return is_close and not self.num_leaks and not self.num_export_errors and self.greedy_is_equal
+        return is_close and self.isolation.passed and not self.num_export_errors and self.greedy_is_equal
 
 
 # --- Models ---
@@ -213,25 +209,6 @@ def compare(native: Any, reference: Any) -> dict[str, float]:
     return {"logits": logits_distance, "loss": float((loss / other_loss - 1).abs()), "gradients": distance}
 
 
-@torch.no_grad()
-def count_leaks(native: LlamaForSFT, batch: Batch, lengths: Sequence[int]) -> int:
-    """Changes every token of each conversation in turn. Returns how often another conversation changed.
-
-    It may change in no bit; where products of experts round with their neighbors, in nothing but rounding.
-    """
-    allowed = _ROUNDING_OF_EXPERTS if rounds_with_neighbors(native, native.compute_dtype) else 0.0
-    num_leaks, before, whole = 0, hidden_states(native, batch).split(list(lengths)), batch.input_ids.clone()
-    for number, own in enumerate(batch.input_ids.split(list(lengths))):
-        own.add_(1).remainder_(native.config.vocab_size)
-        after = hidden_states(native, batch).split(list(lengths))
-        batch.input_ids.copy_(whole)
-        same = [bool(((x - y).abs() <= allowed).all()) for x, y in zip(before, after, strict=True)]
-        if same.pop(number):
-            raise ValueError(f"{native.config.model_type}: its results do not depend on the tokens")
-        num_leaks += same.count(False)
-    return num_leaks
-
-
 def compare_export(native: LlamaForSFT, reference: Any, source: Path, out: Path) -> tuple[str, int]:
     """Returns what transformers finds in an export, and the number of tensors and keys that are wrong."""
     export_hf(native.named_parameters(), out, source_folder=source, dtype=torch.float32, stop_token_ids=[3])
@@ -291,7 +268,7 @@ def measure(
     prompts = [row.input_ids.tolist() for row in rows if len(row) > 1][:3]
     reference.eval()
     greedy, *_ = check_generation(native, reference, prompts, NUM_NEW_TOKENS, {}, FP32_TOLERANCE.logits)
-    num_leaks = count_leaks(native, batch, lengths)
+    isolation = check_neighbors(native, [row.input_ids.tolist() for row in rows])
     fast = make_fast_reference(reference)
     del reference
     is_flat = isolates_flat_rows(fast, rows, expected[0])
@@ -313,8 +290,7 @@ def measure(
         setting=f"{datetime.date.today()}, torch {torch.__version__}, transformers {transformers.__version__}",
         packed=packed,
         alone=alone,
-        num_leaks=num_leaks,
-        rounds=rounds_with_neighbors(native, native.compute_dtype),
+        isolation=isolation,
         export=export,
         num_export_errors=num_export_errors,
         greedy=greedy.measured,
@@ -359,9 +335,11 @@ def as_row(card: Card) -> list[str]:
         f"{card.native.tokens_per_second / card.reference.tokens_per_second:.2f}{'' if card.is_flat else ' (alone)'}"
     )
     memory = f"{card.native.peak_bytes / card.reference.peak_bytes:.2f}"
-    leaks = f"{card.num_leaks} leaks" if card.num_leaks else "rounding" if card.rounds else "bitwise"
+    isolation = card.isolation.measured
+    if card.isolation.passed:
+        isolation = "rounding" if "rounding" in card.isolation.allowed else "bitwise"
     name = card.model_type if card.passed else f"{card.model_type} **differs**"
-    return [name, *(f"{each:.0e}" for each in worst), leaks, card.export, card.greedy, speed, memory, card.setting]
+    return [name, *(f"{each:.0e}" for each in worst), isolation, card.export, card.greedy, speed, memory, card.setting]
 
 
 def as_table(*rows: Sequence[str]) -> str:

@@ -27,10 +27,9 @@ def test_a_row_states_what_is_measured_and_keeps_those_of_other_families(family:
     page.write_text("| llama | a row |\n| olmoe | a row |\n")
     assert family_card.main([family, "--quick", f"--out={page}"]) == 0
     row = row_of(page, family)
-    assert (row[3], row[5]) == (
-        "rounding" if family in ("gpt_oss", "qwen3_moe") else "bitwise",
-        "3 of 3 equal (72 tokens)",
-    )
+    # Experts of a CPU may round with their neighbors; whether they do depends on the processor.
+    assert row[3] in (("bitwise", "rounding") if family in ("gpt_oss", "qwen3_moe") else ("bitwise",))
+    assert row[5] == "3 of 3 equal (72 tokens)"
     assert len(set(row[4].split(" of "))) == 1
     # transformers' linear attention continues its state from one conversation of a flat row to the next, and its eager
     # attention with sinks knows no bounds of conversations.

@@ -155,7 +155,7 @@ def check_parity(
         checks = [
             *check_logits(native, reference, prompt_ids, tolerance),
             *_check_packing(native, reference, documents, tolerance.logits),
-            _check_isolation(native, documents),
+            check_neighbors(native, documents),
             greedy,
             check_round_trip(native, folder, () if found is None else found.tensors),
         ]
@@ -256,7 +256,7 @@ def _check_packing(
     )
 
 
-def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
+def check_neighbors(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
     """Changes the second half of every second document. No bit of another document's logits may change, and those of
     experts no more than by four times their rounding."""
     name = "logits when a packed neighbor changes"
