@@ -54,7 +54,7 @@ class Trainer(TrainingLoop):
         self._started: float | None = time.perf_counter()
         parallelism = config.parallelism
         dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
-        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds)
+        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds, parallelism.context)
         console.start(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
         self._commits = self.ranks.gather(self.ranks.all_or_raise(lambda: self._ask_services(config)))[0]

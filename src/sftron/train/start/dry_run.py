@@ -24,7 +24,7 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     console.write("dry run    loading the weights")
     model = ranks.all_or_raise(lambda: load_model(setup))
     require_finite(model, ranks, f"model.path: {setup.model.folder}")
-    optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config)
+    optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config, ranks.context)
     set_learning_rate(optimizer, 0.0)
     tokens = f"{setup.data.dataset.token_budget:,} tokens"
     console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")

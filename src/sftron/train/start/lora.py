@@ -139,5 +139,5 @@ def texts_of(data: RunData) -> list[list[int]]:
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    own = file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    own = file_digests(folder, ranks.rank, ranks.world_size)
     return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})

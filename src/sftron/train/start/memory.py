@@ -100,7 +100,7 @@ def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
             longest_document=longest_document(config),
             optimizer_state=config.optimizer.state,
             accumulates=config.tokens.batch_accumulation_per_replica > 1,
-            num_shards=ranks.dimensions.shard,
+            num_shards=ranks.dimensions.num_shards,
             on_gpu=ranks.device.type == "cuda",
         )
     return own, found

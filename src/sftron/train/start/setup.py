@@ -21,7 +21,7 @@ from sftron.data.sources import find_files
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.attention import resolve_attention
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.routing import freeze_routers
@@ -106,6 +106,12 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
     folder = model_folder(config, download=False)
     compute_dtype = getattr(torch, config.model.compute_dtype)
     architecture = read_config(folder)
+    num_heads = min(block.num_heads for block in blocks_without_weights(architecture))
+    if num_heads < (context := config.parallelism.context):
+        raise ValueError(
+            f"parallelism.context is {context}, but {folder} has layers of {num_heads} heads, and each rank needs one "
+            f"head at least; give {num_heads} at most"
+        )
     if config.tokenizer.add_tokens:
         highest_id = max(data.chat_tokenizer.tokenizer.get_vocab().values())
         architecture = replace(architecture, vocab_size=max(architecture.vocab_size, highest_id + 1))
@@ -200,7 +206,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
         if config.model.freeze_router:
             freeze_routers(made)
         if mesh is not None:
-            shard_model(made, mesh)
+            shard_model(made, mesh, setup.ranks.context_group)
 
     adapters = setup.model.adapters
     loaded = load_whole_model(setup, None if adapters is None else adapters.start, prepare)
@@ -248,4 +254,5 @@ def make_loader(setup: Setup) -> PackLoader:
     # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
     # On a CPU, it would only waste computation.
     on_gpu = setup.ranks.device.type == "cuda"
-    return run_data.make_loader(setup.config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu)
+    options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": setup.ranks.context}
+    return run_data.make_loader(setup.config, setup.data.dataset, **options)
