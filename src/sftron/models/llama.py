@@ -164,7 +164,8 @@ class LlamaForSFT(nn.Module):
                 "sdpa" reads them without waiting for the device.
             max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
                 device.
-            counts: The number of tokens of each rank of `context_group`; without a group, there is one.
+            counts: The number of tokens of each rank of `context_group`. Without a group there is one, which need not
+                be given; with one, a whole row can be given to all ranks alike if no gradient is needed.
 
         Raises:
             ValueError: max_seqlen exceeds the RoPE table, or counts are not those of `context_group`.
@@ -180,6 +181,8 @@ class LlamaForSFT(nn.Module):
 
     def _context(self, input_ids: Tensor, position_ids: Tensor, counts: tuple[int, ...]) -> Context | None:
         group = self.context_group
+        if group is not None and not counts and not torch.is_grad_enabled():
+            return None  # every rank computes the whole row; their gradients would count it several times
         num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         counts = counts or (len(input_ids),)
         if len(counts) != num_ranks or counts[rank] != len(input_ids) or sum(counts) != len(position_ids):
