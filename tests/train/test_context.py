@@ -113,6 +113,7 @@ def test_a_run_that_hops_between_layouts_is_the_run_that_did_not(
     if trained == "nf4":
         pytest.importorskip("bitsandbytes")
         options["model__frozen_dtype"] = "nf4"
+        model_folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=64)  # blocks of 64
     require_ended(launch_run(tmp_path, model_folder, "alone", 1, 1, tokens__train_steps=6, **options))
     for num_ranks, context, last_step in ((4, 2, 2), (4, 4, 4), (2, 1, 5), (2, 2, 6)):
         layout = {"tokens__train_steps": last_step}
