@@ -267,9 +267,11 @@ WHOLE_ROW = ContextRank()
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
-    """The consecutive tokens of a row that one of the ranks that share it has. A row of 11 tokens on 4 ranks:
+    """The consecutive tokens of a row that one of the ranks that share it has.
 
-    0 1 2 | 3 4 5 | 6 7 8 | 9 10        counts 3 3 3 2, of which rank 2 has begin 6 and end 9
+        0 1 2 | 3 4 5 | 6 7 8 | 9 10        a row of 11 tokens on 4 ranks: counts 3 3 3 2
+
+    Rank 2 has begin 6 and end 9.
     """
 
     counts: tuple[int, ...]

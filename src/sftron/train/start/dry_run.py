@@ -30,8 +30,9 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
     with peak_of_step(model, ranks.device, baseline) as peak:
         loss = loss_of(model, batch, loss_function(setup.model.loss))
-        if not torch.isfinite(loss):
-            problem = f"the loss of a batch of one token is {loss.item()}"
+        found = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
+        if not torch.isfinite(found):
+            problem = f"the loss of a batch of one token is {found.item()}"
             raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
         loss.backward()
         optimizer.step()
