@@ -35,18 +35,18 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
         assert len(alone["tokens"]["roles"]) == 5
-        assert _flat(ours["tokens"]) == pytest.approx(_flat(alone["tokens"]), rel=1e-6)
+        assert flat(ours["tokens"]) == pytest.approx(flat(alone["tokens"]), rel=1e-6)
         for key in alone.keys() - {"loss", "norm", "tokens"}:
             scale = alone[key].abs().max().item()
             assert scale > 0
             torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
     """All numbers inside."""
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value)]
-    return [number for each in value for number in _flat(each)] if isinstance(value, list) else [value]
+    return [number for each in value for number in flat(each)] if isinstance(value, list) else [value]
 
 
 def _train(tmp_path: Path, model_folder: Path, name: str, num_ranks: int, **overrides: Any) -> list[Any]:
@@ -71,7 +71,7 @@ def test_a_run_that_hops_between_numbers_of_ranks_is_the_run_that_did_not(tmp_pa
         for key in ("trained_tokens", "total_tokens", "conversations", "epoch", "fill", "sum_squared_lengths"):
             assert ours[key] == theirs[key], (ours["step"], key)
         for key in ("roles", "datasets", "token_accuracy", "entropy"):
-            assert _flat(ours[key]) == pytest.approx(_flat(theirs[key]), rel=1e-5), (ours["step"], key)
+            assert flat(ours[key]) == pytest.approx(flat(theirs[key]), rel=1e-5), (ours["step"], key)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
     weights = [load_file(tmp_path / "runs" / name / "hf" / "step-6" / "model.safetensors") for name in ("alone", "hop")]

@@ -13,6 +13,7 @@ from tests.conftest import rest_nightly
 from tests.train.context_ranks import KINDS, save_mutants, save_steps
 from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_model_folder, metrics, settings, write_config, write_rows
+from tests.train.test_ranks import flat
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +24,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(num_ranks: int, *work: Any, folder: Path) -> None:
     for rank, ended in enumerate(launch(num_ranks, *work, folder=folder)):
         assert ended.exit_code == 0, f"rank {rank}: {ended.err[-3000:]}"
-
-
-def flat(value: Any) -> list[Any]:
-    """All numbers inside."""
-    if isinstance(value, dict):
-        value = [value[key] for key in sorted(value)]
-    return [number for each in value for number in flat(each)] if isinstance(value, list | tuple) else [value]
 
 
 @pytest.mark.parametrize("isolated", rest_nightly([True, False], [True]))
