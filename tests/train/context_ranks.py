@@ -1,4 +1,4 @@
-"""A step on ranks that share packs, and the same step on one: what the ranks of tests/train/test_context_runs.py compute."""
+"""A step on ranks that share packs, and on one: what the ranks of tests/train/test_context_runs.py compute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
