@@ -38,13 +38,14 @@ from sftron.models.delta import DeltaSizes, MixDelta
 class Context:
     """The ranks that share a packed row."""
 
-    group: dist.ProcessGroup
     counts: tuple[int, ...]
     """The number of the row's tokens that each rank of the group has, in the order of the ranks; none is 0."""
+    group: dist.ProcessGroup | None = None
+    """None is that of all ranks."""
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
@@ -96,7 +97,7 @@ def _exchanged(x: Tensor, context: Context, widths: tuple[int, ...], to_heads: b
     return torch.cat([part.view(num_tokens, -1) for part in parts], dim=1)
 
 
-def _sent(parts: Tensor, sizes: list[int], sizes_received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _sent(parts: Tensor, sizes: list[int], sizes_received: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Sends consecutive parts to the ranks, and returns theirs, one after the other."""
     received = parts.new_empty(sum(sizes_received))
     dist.all_to_all_single(received, parts, sizes_received, sizes, group=group)

@@ -190,7 +190,7 @@ class LlamaForSFT(nn.Module):
                 f"counts are {counts}, but rank {rank} of {num_ranks} that share a row has {len(input_ids)} of its "
                 f"{len(position_ids)} tokens. Cut the row for as many ranks as context_group has."
             )
-        return None if group is None or num_ranks == 1 else Context(group, counts)
+        return None if group is None or num_ranks == 1 else Context(counts, group)
 
     def attend_with(self, mixes: Iterable[Any], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Computes the same as `forward`, but in `dtype` and with one function per layer, e.g. with a cache.
