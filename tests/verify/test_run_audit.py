@@ -213,8 +213,9 @@ def test_other_loss_weights_of_the_tokens_are_found(finished: Path, monkeypatch:
 def test_a_row_that_is_packed_twice_and_one_that_is_left_out_are_named(finished: Path) -> None:
     run, problems = OpenedRun(finished), list[str]()
     replay = Replay(run)
-    rows = replay.rows[0]
-    rows[3] = rows[2]
+    rows = replay.counts[0][0, 0].rows
+    del rows[3]
+    rows[2] += 1
     counts = list(replay_module._count_epochs(run, replay, problems))
     assert counts[0].verdict == "FAIL"
     assert sorted(problem.split(": ")[-1] for problem in problems) == ["is missing", "twice"]
