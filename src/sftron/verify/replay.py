@@ -7,111 +7,23 @@ that metrics.jsonl has for their steps (data/digest.py). Their rows are then tho
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.checkpoint import read_state, steps_in
-from sftron.config import load_config
-from sftron.data.digest import digest_of, joined, pack_digest
+from sftron.data.digest import joined, pack_digest
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Pack
 from sftron.models.architecture import is_of_the_model
 from sftron.train.resume import changes
-from sftron.train.run import data_fingerprint
-from sftron.train.run_directory import RunDirectory, intact_records, process_name, read_result
-from sftron.train.start import run_data
+from sftron.train.run_directory import RunDirectory, process_name
+from sftron.verify.opened_run import MOST_PACKS, OpenedRun, RecordedStep
 from sftron.verify.report import Check, Report, aligned
 from sftron.visible_text import visible_text
 
 _MOST_NAMED = 5
-_MOST_PACKS = 2**16
-"""More packs than a step has; a damaged line must not let the replay run forever."""
 _NUM_WORDS = 12
-
-
-# --- What the run has written ---
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """A line of metrics.jsonl: the packs [first, end) of a step, and the digests of its rows; see data/digest.py."""
-
-    step: int
-    first: int
-    end: int
-    first_epoch: int
-    num_epochs: int | None
-    digests: Mapping[str, str]
-    record: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> RecordedStep:
-        """Raises KeyError, TypeError or ValueError if the record is not what a run writes."""
-        rows = record["rows"]
-        (first, end), (first_epoch, num_epochs) = rows["packs"], rows["epochs"]
-        numbers = [first, end, first_epoch, num_epochs or 0]
-        if not all(type(n) is int and 0 <= n < 2**31 for n in numbers) or not 0 < end - first <= _MOST_PACKS:
-            raise ValueError
-        digests = {name: str(rows[name]) for name in ("data", "keys", "tokens")}
-        return cls(record["step"], first, end, first_epoch, num_epochs, digests, record)
-
-
-def read_steps(folder: Path) -> tuple[list[RecordedStep], set[int]]:
-    """Reads metrics.jsonl; a step that was made again counts as it was made last, and ends those after it.
-
-    Returns the steps, and the numbers of those without a digest. Raises ValueError if no step has one.
-    """
-    steps: list[RecordedStep] = []
-    without: set[int] = set()
-    for record in intact_records(folder / "metrics.jsonl"):
-        while steps and steps[-1].step >= record["step"]:
-            steps.pop()
-        try:
-            steps.append(RecordedStep.of(record))
-        except (KeyError, TypeError, ValueError):
-            without.add(record["step"])
-    if not steps:
-        raise ValueError(
-            f"{folder}: no step in metrics.jsonl has a digest of its rows, so nothing can be proven; the run has made "
-            "no step, or an earlier version of sftron made it"
-        )
-    return steps, without
-
-
-class OpenedRun:
-    """A run that has ended or was killed, with its recorded steps and its reopened data.
-
-    Args:
-        overrides: Replacements for values of the run's configuration, for instance if the data has moved.
-
-    Raises:
-        ValueError: The run has no digests, or its data cannot be opened.
-    """
-
-    def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
-        self.folder = folder
-        self.steps, self.without_digest = read_steps(folder)
-        self.config = load_config(folder / "config.yaml", overrides)
-        self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
-        self.dataset = run_data.make_dataset(self.config, self.preparation)
-        if self.dataset.is_planned:
-            self.dataset.measure()  # the fingerprint says how an epoch is packed, which depends on all lengths
-        self.fingerprint = data_fingerprint(self.config, self.dataset)
-        self._data = digest_of(self.fingerprint)
-        self.result = read_result(folder)
-        self.is_complete = self.result.get("status") in ("completed", "diverged")
-        checkpoints = folder / "checkpoints"
-        self.saved_steps = sorted(steps_in(checkpoints))
-        self.saved_state = read_state(checkpoints / f"step-{self.saved_steps[-1]}") if self.saved_steps else {}
-
-    def has_data_of(self, step: RecordedStep) -> bool:
-        """Returns whether the current data is that of the step."""
-        return step.digests["data"] == self._data
 
 
 # --- The replay ---
@@ -162,7 +74,7 @@ class Replay:
         at = steps[0].first if steps[0].first_epoch else 0
         num_epochs, packs = steps[0].num_epochs, self._packs_from(at, steps[0], lanes)
         for step in steps:
-            if not 0 <= step.first - at <= _MOST_PACKS:
+            if not 0 <= step.first - at <= MOST_PACKS:
                 self.problems.append(f"step {step.step} has pack {step.first}, but the next one is pack {at}")
                 return
             between = list(islice(packs, step.first - at))
