@@ -136,11 +136,14 @@ def _compare(
 ) -> _Compared:
     own = list(greedy_generate(native, prompt_ids, max_new_tokens, stop_ids).token_ids)
     own_stop = own.pop() if own[-1] in stop_ids else None
-    theirs = _ids_of_text(chat, own, served.text) if served.token_ids is None else served.token_ids
-    if served.finish == "stop" and theirs and theirs[-1] in stop_ids:
-        theirs = theirs[:-1]
-    num_equal = _num_common(own, theirs)
-    compared = _Compared(prompt_ids, own, own_stop, served, num_equal, theirs[num_equal:][:1])
+    if (theirs := served.token_ids) is None:
+        num_equal, rest = _equal_text(chat, own, served.text)
+    else:
+        if served.finish == "stop" and theirs and theirs[-1] in stop_ids:
+            theirs = theirs[:-1]
+        num_equal = _num_common(own, theirs)
+        rest = theirs[num_equal:]
+    compared = _Compared(prompt_ids, own, own_stop, served, num_equal, rest[:1])
     if not compared.part_at:
         return compared
     (logits_TV,) = native_logits(native, [prompt_ids + own[:num_equal]])
@@ -149,11 +152,11 @@ def _compare(
     return replace(compared, gap=gap)
 
 
-def _ids_of_text(chat: ChatTokenizer, own: Ids, text: str) -> Ids:
-    """Returns the ids of a served text: those of `own` as far as their text is equal, then those of the rest alone."""
+def _equal_text(chat: ChatTokenizer, own: Ids, text: str) -> tuple[int, Ids]:
+    """Returns how many tokens of `own` a served text begins with, and the ids of the rest of the text."""
     num_equal = max(n for n in range(len(own) + 1) if text.startswith(_text(chat, own[:n])))
     rest = text[len(_text(chat, own[:num_equal])) :]
-    return own[:num_equal] + (chat.tokenizer.encode(rest, add_special_tokens=False) if rest else [])
+    return num_equal, chat.tokenizer.encode(rest, add_special_tokens=False) if rest else []
 
 
 def _num_common(a: Ids, b: Ids) -> int:
