@@ -294,7 +294,17 @@ python tools/family_card.py all
 ```
 
 """
-HEADER = ["model_type", "logits", "gradients", "isolation", "export", "greedy generation", "speed", "memory", "measured"]
+HEADER = [
+    "model_type",
+    "logits",
+    "gradients",
+    "isolation",
+    "export",
+    "greedy generation",
+    "speed",
+    "memory",
+    "measured",
+]
 
 
 def as_table(*rows: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,26 +43,23 @@ class RecordedStep:
         return cls(record["step"], first, end, first_epoch, num_epochs, digests, record)
 
 
-def read_steps(folder: Path) -> tuple[list[RecordedStep], set[int]]:
-    """Reads metrics.jsonl; a step that was made again counts as it was made last, and ends those after it.
+def read_steps(folder: Path) -> list[RecordedStep]:
+    """Returns the steps of metrics.jsonl that have digests. Raises ValueError if none has.
 
-    Returns the steps, and the numbers of those without a digest. Raises ValueError if no step has one.
+    A step that was made again counts as it was made last, and ends those after it.
     """
     steps: list[RecordedStep] = []
-    without: set[int] = set()
     for record in intact_records(folder / "metrics.jsonl"):
         while steps and steps[-1].step >= record["step"]:
             steps.pop()
-        try:
+        with suppress(KeyError, TypeError, ValueError):
             steps.append(RecordedStep.of(record))
-        except (KeyError, TypeError, ValueError):
-            without.add(record["step"])
     if not steps:
         raise ValueError(
             f"{folder}: no step in metrics.jsonl has a digest of its rows, so nothing can be proven; the run has made "
             "no step, or an earlier version of sftron made it"
         )
-    return steps, without
+    return steps
 
 
 class OpenedRun:
@@ -78,7 +76,7 @@ class OpenedRun:
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
         self.folder = folder
-        self.steps, self.without_digest = read_steps(folder)
+        self.steps = read_steps(folder)
         self.config = load_config(folder / "config.yaml", overrides)
         self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
         self.dataset = run_data.make_dataset(self.config, self.preparation)

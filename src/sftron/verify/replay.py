@@ -226,9 +226,8 @@ def _steps_are_recorded(run: OpenedRun) -> Check:
     found = {step.step for step in run.steps}
     ended = run.result.get("step")
     last = max(*found, *run.saved_steps, ended if type(ended) is int else 0)
-    missing = islice((step for step in range(1, last + 1) if step not in found), _MOST_NAMED + 1)
-    what = {True: "has no digest of its rows", False: "is missing"}
-    problems = [f"step {step} {what[step in run.without_digest]}" for step in missing]
+    missing = (f"step {step} has no line with a digest of its rows" for step in range(1, last + 1) if step not in found)
+    problems = list(islice(missing, _MOST_NAMED + 1))
     return _check("each step is recorded", problems, f"{len(found)} steps, {run.steps[-1].end} packs")
 
 
