@@ -17,7 +17,6 @@ from sftron.models.adapters import LoraSpec
 from sftron.train.start import lora, setup
 from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
-from sftron.verify.report import Table
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
 from tests.conftest import LazyModule
 from tests.train.runs import make_model_folder
@@ -205,7 +204,7 @@ def test_adapters_that_are_added_after_sharding_are_not_the_same_on_all_ranks(
     monkeypatch.setattr(run_checks, "_SCRIPT", ADAPTERS_AFTER_SHARDING + run_checks._SCRIPT)
     report = report_of(home, tmp_path, "ranks", ranks=2, **LORA)
     assert failed(report) == {"ranks"}
-    assert "is not the same on all ranks" in "\n".join(Table(color=False).row(report.failed[0]))
+    assert "is not the same on all ranks" in "\n".join(report.failed[0].detail)
 
 
 def test_without_peft_the_export_is_not_measured_and_the_reason_has_the_remedy(

@@ -161,6 +161,9 @@ class Subject:
         num_rows, device = self.preparation.num_rows, self.ranks.device
         rows = "rows read forward" if num_rows is None else f"{num_rows:,} rows"
         dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
+        adapters = ""
+        if (lora := self.config.lora) is not None:
+            adapters = lora.adapter or "new; random values, so that a mistake shows"
         on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
         facts = {
             "model": f"{self.model_folder}, {self.total_layers} layers",
@@ -168,7 +171,7 @@ class Subject:
             "data": f"{rows} of {', '.join(self.preparation.source_names)}",
             "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
             "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
-            "adapters": self._adapters,
+            "adapters": adapters,
             "trained": "what the model has to write" if self.config.data.train_on_completions_only else "every token",
             "device": on,
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
@@ -176,13 +179,6 @@ class Subject:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
         return {name: fact for name, fact in facts.items() if fact}
-
-    @property
-    def _adapters(self) -> str:
-        if (options := self.config.lora) is None:
-            return ""
-        made = "" if options.adapter else "; random values, so that a mistake shows"
-        return f"{options.adapter or 'new'}{made}"
 
     # -- the data ----------------------------------------------------------------------------------------------------
 
