@@ -18,8 +18,7 @@ from sftron.config import Logging
 from sftron.errors import without_secrets
 from sftron.train.logs import console
 from sftron.train.logs.loggers import Loggers
-from sftron.train.logs.trackers import Mlflow, TensorBoard, Tracker, Trackio
-from sftron.train.logs.wandb import Wandb, has_key
+from sftron.train.logs.trackers import Mlflow, TensorBoard, Tracker, Trackio, Wandb, has_key
 from sftron.train.resume import Start
 from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory
