@@ -1,7 +1,7 @@
 """Loading of the weights of a Hugging Face folder, with a check of every key (laws 9 and 10)."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -178,13 +178,16 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
         if files_of.get(name) != [weight_map.get(name)] and not name.endswith(_DERIVED)
     ]
     if different:
-        rest = f"\n  ... and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
         raise ValueError(
-            f"{folder}: {_INDEX} and the files that it names do not belong together:\n  "
-            + "\n  ".join(different[:_MAX_NAMED])
-            + rest
-            + "\nDownload the model again, all its files from one revision."
+            f"{folder}: {_INDEX} and the files that it names do not belong together:{listed(different)}\n"
+            "Download the model again, all its files from one revision."
         )
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Returns the first problems, each on an indented line, and the number of the others."""
+    rest = [f"... and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
+    return "".join(f"\n  {line}" for line in [*problems[:_MAX_NAMED], *rest])
 
 
 def file_digests(folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:

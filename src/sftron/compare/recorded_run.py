@@ -134,6 +134,7 @@ def decides_training(key: str) -> bool:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value in YAML syntax, truncated to 60 characters."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Returns a value as a person writes it in a configuration, and null as `none`."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from sftron.config import load_config
 from sftron.errors import show
 from sftron.models.fusion import NamedTensors
 from sftron.train.exports.base_model import hub_id, read_base_model
-from sftron.train.exports.exporter import plan_of_run, read_export_parts
+from sftron.train.exports.exporter import Exporter, read_export_parts
 from sftron.train.exports.model_card import AdapterFacts, plain_model_card
 from sftron.train.start.revisions import model_folder
 from sftron.train.start.run_data import load_chat_tokenizer
@@ -73,16 +72,25 @@ def convert(
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
     with opened(source, export_source, stop_token_ids) as (state, read, vocab_size):
-        options: dict[str, Any] = {"dtype": dtype, "merge": merge}
         if config is not None and parts is not None:
-            plan = plan_of_run(config, parts, state, run_config.parent, vocab_size=vocab_size, **options)
+            plan = Exporter(config, parts, state, run_config.parent, vocab_size=vocab_size).plan(
+                dtype=dtype, merge=merge
+            )
         else:
             base = read_base_model(str(model), export_source.folder)
             spec = None if merge else lora_of(state)
             card = plain_model_card(base, state["step"], None if spec is None else AdapterFacts(spec=spec))
-            options |= {"base_model": base.name if hub_id(base.name) else str(model), "base_revision": base.revision}
-            options |= {"model_dtype": torch.bfloat16, "card": lambda _: card}
-            plan = plan_export(state, export_source, vocab_size, **options)
+            plan = plan_export(
+                state,
+                export_source,
+                vocab_size,
+                dtype=dtype,
+                model_dtype=torch.bfloat16,
+                merge=merge,
+                base_model=base.name if hub_id(base.name) else str(model),
+                base_revision=base.revision,
+                card=lambda _: card,
+            )
         found = _write_and_check(plan, read, target)
     if plan.spec is not None and plan.is_adapter:
         for line in vllm_limits(plan.spec):
