@@ -33,14 +33,14 @@ def _expression(text: str) -> str:
     return text
 
 
-def _other_than_0(value: float) -> float:
+def _other_than_0(value: int | float) -> int | float:
     if value == 0:
         raise ValueError("0 would add nothing, and train nothing")
     return value
 
 
 _Rank = Annotated[int, Field(gt=0, le=2**16)]
-_Alpha = Annotated[float, Field(gt=-1e12, lt=1e12), AfterValidator(_other_than_0)]
+_Alpha = Annotated[int | float, Field(gt=-1e12, lt=1e12), AfterValidator(_other_than_0)]
 _Expression = Annotated[str, AfterValidator(_expression)]
 
 
@@ -55,7 +55,7 @@ class AdapterConfig(BaseModel):
     # Every other initialization changes the base weights, or needs data.
     init_lora_weights: Literal[True, False, "gaussian", "orthogonal"] = True
     r: _Rank = 8
-    lora_alpha: _Alpha = 8.0
+    lora_alpha: _Alpha = 8
     rank_pattern: dict[_Expression, _Rank] = {}
     alpha_pattern: dict[_Expression, _Alpha] = {}
     use_rslora: bool = False
@@ -112,7 +112,9 @@ def spec_of(folder: Path, stated: AdapterConfig, adapted: Sequence[str], config:
     named = {name: renamed(name, TEXT_MODEL, prefix) for name in adapted}
     return LoraSpec(
         ranks={name: _by_pattern(stated.rank_pattern, there, stated.r) for name, there in named.items()},
-        alphas={name: _by_pattern(stated.alpha_pattern, there, stated.lora_alpha) for name, there in named.items()},
+        alphas={
+            name: float(_by_pattern(stated.alpha_pattern, there, stated.lora_alpha)) for name, there in named.items()
+        },
         rslora=stated.use_rslora,
         dora=stated.use_dora,
         modules_to_save=tuple(name for name in SAVED_MODULES if name in saved),
@@ -137,9 +139,7 @@ def adapter_config(spec: LoraSpec, projections: Collection[str], config: LlamaCo
     if prefix != TEXT_MODEL:
         targets = {renamed(name, TEXT_MODEL, prefix) for name in spec.ranks}
     is_tied = config.tie_word_embeddings and bool(spec.modules_to_save)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+    stated = {
         "r": rank or 1,
         "lora_alpha": alpha or 1,
         "rank_pattern": rank_pattern,
@@ -149,12 +149,9 @@ def adapter_config(spec: LoraSpec, projections: Collection[str], config: LlamaCo
         "ensure_weight_tying": is_tied,
         "use_rslora": spec.rslora,
         "use_dora": spec.dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "lora_dropout": 0.0,
-        "inference_mode": True,
     }
+    off = {"fan_in_fan_out": False, "lora_dropout": 0.0, "inference_mode": True}
+    return AdapterConfig.model_validate(stated).model_dump() | off
 
 
 def _last(name: str) -> str:
