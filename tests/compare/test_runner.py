@@ -3,16 +3,20 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sftron.commands.sweep import main
-from tests.compare.sweeps import write_sweep
+from tests.compare.sweeps import ISOLATED, write_sweep
 from tests.conftest import ROOT, children_of, rest_nightly
+from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
 
 RATE = "optimizer.learning_rate"
 
@@ -121,3 +125,40 @@ def test_a_second_interrupt_kills_a_run_that_hangs(tmp_path: Path) -> None:
     interrupted(write_sweep(tmp_path, {RATE: {"values": [3.0, 0.1]}}), interrupt_twice)
     assert not Path(f"/proc/{children[0]}").exists()
     assert not (tmp_path / "runs" / "run-0.1").exists()
+
+
+@pytest.mark.nightly
+def test_the_toggles_ablation_with_real_runs_continues_where_it_was_stopped(tmp_path: Path) -> None:
+    num_steps = 40
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, make_model_folder(tmp_path / "tiny"), tokens__train_steps=num_steps)
+    tree["checkpoints"] = {"export_hf": False}
+    config = write_config(tmp_path / "base.yaml", tree)
+    train = ["torchrun", "--standalone", "--nproc_per_node=1", str(ROOT / "run_train.py"), "--config", str(config)]
+    command = [*train, f"--general.run_name=isolated_{{{ISOLATED}}}", "${args}"]
+    path = tmp_path / "sweep.yaml"
+    parameters = {ISOLATED: {"values": [True, False]}}
+    path.write_text(yaml.safe_dump({"method": "grid", "parameters": parameters, "command": command}))
+    first, second = (tmp_path / "runs" / name for name in ("isolated_true", "isolated_false"))
+
+    sweep = subprocess.Popen([sys.executable, "-m", "sftron", "sweep", path])
+    wait_for(lambda: sweep.poll() is not None or ((first / "metrics.jsonl").exists() and len(metrics(first)) >= 2), 120)
+    sweep.send_signal(signal.SIGTERM)
+    assert sweep.wait(timeout=120) == 0
+    assert statuses(tmp_path) == {"isolated_true": "preempted"}
+    assert 2 <= len(metrics(first)) < num_steps
+
+    assert main([str(path)]) == 0
+    for run in (first, second):
+        assert [line["step"] for line in metrics(run)] == list(range(1, num_steps + 1))
+    assert set(statuses(tmp_path).values()) == {"completed"}
+    printed = (first / "console.log").read_text()
+    assert "resumed    " in printed
+    assert printed.count("sftron     ") == 2  # by the run alone, once a start
+    assert set(printed.splitlines()) <= set((first / "output.log").read_text().splitlines())
+    report = json.loads((tmp_path / "runs" / "report.json").read_text())
+    assert {effect["figure"] for effect in report["effects"]} >= {"tokens_per_second", "peak_memory_gb"}
+    # The same packs in both, which is what makes them comparable.
+    tokens = [[line["total_tokens"] for line in metrics(run)] for run in (first, second)]
+    assert tokens[0] == tokens[1]
+    assert (tmp_path / "runs" / "plots" / "loss_tokens.png").exists()

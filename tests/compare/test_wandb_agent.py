@@ -8,12 +8,10 @@ import pytest
 
 from sftron.compare.grid import config_and_overrides, plan_runs, read_sweep_file
 from sftron.config import load_config
-from tests.compare.sweeps import ISOLATED
+from tests.compare.sweeps import ISOLATED, write_sweep
 from tests.conftest import ROOT, LazyModule
 
-sweeps, utils, wandb_agent = (
-    LazyModule(f"wandb.{name}") for name in ("apis.public.sweeps", "sdk.launch.sweeps.utils", "wandb_agent")
-)
+sweeps, utils = LazyModule("wandb.apis.public.sweeps"), LazyModule("wandb.sdk.launch.sweeps.utils")
 
 # wandb leaves the file open.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -50,3 +48,13 @@ def test_wandbs_agent_trains_what_the_sweep_without_a_server_trains(monkeypatch:
         assert f"--{ISOLATED}={settings[ISOLATED]}" in words
         path, overrides = config_and_overrides([word.replace("mode=online", "mode=disabled") for word in words])
         assert load_config(path, overrides) == run.config
+
+
+def test_a_float_arrives_as_it_is_in_the_file(tmp_path: Path) -> None:
+    """wandb writes floats in its own way: 1e-05, which YAML takes for a text."""
+    path = write_sweep(tmp_path, {"optimizer.learning_rate": {"values": [0.1, 1e-05]}, ISOLATED: {"value": False}})
+    for rate in (0.1, 1e-05):
+        words = wandb_command(path, {"optimizer.learning_rate": rate, ISOLATED: False})
+        config = load_config(*config_and_overrides(words))
+        assert config.optimizer.learning_rate == rate
+        assert not config.data.remove_cross_attention

@@ -122,7 +122,7 @@ def _adapted(stated: AdapterConfig, names: Collection[str], config: LlamaConfig,
     selected = [name for name in model_projections(config) if is_target(renamed(name, TEXT_MODEL, prefix), targets)]
     if all(narrowing.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):
         return selected
-    return [name for name in selected if any(each.startswith(f"{name}.") for each in names)]
+    return [name for name in selected if any(stored_name.startswith(f"{name}.") for stored_name in names)]
 
 
 def model_projections(config: LlamaConfig) -> dict[str, Projection]:
@@ -200,7 +200,7 @@ def write_adapter(
     if config.tie_word_embeddings and EMBEDDINGS in stored:
         stored[HEAD] = stored[EMBEDDINGS]
     prefix = in_wrapper(source.config)
-    in_file = {f"{_PREFIX}{renamed(name, TEXT_MODEL, prefix)}": each for name, each in stored.items()}
+    in_file = {f"{_PREFIX}{renamed(name, TEXT_MODEL, prefix)}": tensor for name, tensor in stored.items()}
 
     def write(unfinished: Path) -> None:
         write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"})

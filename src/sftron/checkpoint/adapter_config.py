@@ -81,10 +81,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             {key: value for key, value in stated.items() if value is not None or key in never_null}
         )
     except ValidationError as error:
-        problems += [f"{each['loc'][0]}: {each['input']!r}: {each['msg']}" for each in error.errors()]
+        problems += [f"{problem['loc'][0]}: {problem['input']!r}: {problem['msg']}" for problem in error.errors()]
     # Every other key that peft has is off by default: null, false or empty.
-    others = sorted(stated.keys() - AdapterConfig.model_fields.keys() - _IRRELEVANT)
-    problems += [f"{key}: {stated[key]!r}, implemented is null or false" for key in others if stated[key]]
+    unknown = sorted(stated.keys() - AdapterConfig.model_fields.keys() - _IRRELEVANT)
+    problems += [f"{key}: {stated[key]!r}, implemented is null or false" for key in unknown if stated[key]]
     if problems:
         raise ValueError(f"{folder / CONFIG}: not implemented:\n  " + "\n  ".join(problems))
     return config
@@ -160,19 +160,19 @@ def _last(name: str) -> str:
 
 def _last_parts(names: Collection[str]) -> dict[str, set[str]]:
     """Returns the names by their last parts."""
-    found: dict[str, set[str]] = {}
+    by_last_part: dict[str, set[str]] = {}
     for name in names:
-        found.setdefault(_last(name), set()).add(name)
-    return found
+        by_last_part.setdefault(_last(name), set()).add(name)
+    return by_last_part
 
 
 def _as_pattern(values: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:
     """Returns the most frequent value, and the others by the last part of a name, or by the name if layers differ."""
     exact = {name: int(value) if value == int(value) else value for name, value in values.items()}
-    default = max(Counter(exact.values()).items(), key=lambda each: (each[1], each[0]), default=(None, 0))[0]
+    default = max(Counter(exact.values()).items(), key=lambda item: (item[1], item[0]), default=(None, 0))[0]
     pattern: dict[str, float] = {}
     for last, names in _last_parts(exact).items():
-        found = {exact[name] for name in names}
-        keys = {last: found.pop()} if len(found) == 1 else {name: exact[name] for name in sorted(names)}
+        distinct = {exact[name] for name in names}
+        keys = {last: distinct.pop()} if len(distinct) == 1 else {name: exact[name] for name in sorted(names)}
         pattern |= {key: value for key, value in keys.items() if value != default}
     return default, pattern

@@ -315,6 +315,6 @@ def _read_like(parameter: Tensor, stored: ShardedTensors, key: str, shape: torch
         return stored.read(key)
     mesh, placements = parameter.device_mesh, parameter.placements
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    own = stored.read(key, offset, size).to(parameter.device)
+    shard = stored.read(key, offset, size).to(parameter.device)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)

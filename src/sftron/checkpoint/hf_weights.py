@@ -260,21 +260,21 @@ def load_model(
         for name, parameter in model.named_parameters():
             rows, (first, *rest) = local_shard(parameter.detach())
             # A tensor may also be sharded along another dimension; then this rank keeps only a part of each row.
-            own = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
+            columns = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
             if adapters is not None and (peft_name(name) in adapters.tensors or is_adapter(name)):
                 value = _adapter_value(source, name, parameter.shape, adapters, frozen_dtype)
-                rows.copy_(value[(slice(first, first + len(rows)), *own)])
+                rows.copy_(value[(slice(first, first + len(rows)), *columns)])
                 continue
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
                 whole, last = shapes[name][0], first + num_stored
-                found = read_fused(name, whole, stored, source.read_range, first, last, spelling)
+                weight = read_fused(name, whole, stored, source.read_range, first, last, spelling)
                 # The rows of NF4 are always whole.
-                rows[:num_stored] = to_stored(found, NF4) if rows.dtype == NF4 else found[(slice(None), *own)]
+                rows[:num_stored] = to_stored(weight, NF4) if rows.dtype == NF4 else weight[(slice(None), *columns)]
             if name in _PER_TOKEN:
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:
-                    rows[new] = _mean_row(source, name, initialize_ids)[own].to(rows)
+                    rows[new] = _mean_row(source, name, initialize_ids)[columns].to(rows)
     return model
 
 

@@ -124,8 +124,8 @@ def require_inside(folder: Path, path: Path) -> None:
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """Returns the paths that match, and all that is in matching folders."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(found | {path for each in found if each.is_dir() for path in each.rglob("*")})
+    matching = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(matching | {path for parent in matching if parent.is_dir() for path in parent.rglob("*")})
 
 
 def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:

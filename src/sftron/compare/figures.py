@@ -105,8 +105,8 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
     settings = _settings(runs)
     names = short_names(list(settings[0])) if settings else {}
     by_settings: dict[str, list[int]] = {}
-    for number, each in enumerate(settings):
-        by_settings.setdefault(repr(each), []).append(number)
+    for number, values_of_run in enumerate(settings):
+        by_settings.setdefault(repr(values_of_run), []).append(number)
     groups = []
     for number, (first, *more) in enumerate(by_settings.values()):
         values = settings[first]
@@ -203,9 +203,9 @@ def mean_at_end(run: RecordedRun, name: str) -> float | None:
     """Returns the mean over the tokens of the last tenth of the steps, at least five, as single steps vary."""
     weight = "roles/assistant/tokens" if name == ANSWERS_LOSS else "trained_tokens"
     steps = list(run.steps.values())[-max(5, math.ceil(len(run.steps) / 10)) :]
-    found = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
-    total = sum(each for _, each in found)
-    return sum(number * each for number, each in found) / total if total else None
+    weighted = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
+    total = sum(tokens for _, tokens in weighted)
+    return sum(number * tokens for number, tokens in weighted) / total if total else None
 
 
 def metric_of(run: RecordedRun, name: str) -> float | None:

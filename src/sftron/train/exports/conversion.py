@@ -91,11 +91,11 @@ def convert(
                 base_revision=base.revision,
                 card=lambda _: card,
             )
-        found = _write_and_check(plan, read, target)
+        compared = _write_and_check(plan, read, target)
     if plan.spec is not None and plan.is_adapter:
         for line in vllm_limits(plan.spec):
             show(f"WARNING    {line}")
-    return found
+    return compared
 
 
 def _merge_adapter(
@@ -109,17 +109,17 @@ def _merge_adapter(
         raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")
     has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     base = ExportSource.read(model, source if has_tokenizer else None)
-    found, card = read_adapter(source, base.architecture), plain_model_card(read_base_model(str(model), model), None)
+    adapter, card = read_adapter(source, base.architecture), plain_model_card(read_base_model(str(model), model), None)
     plan = ExportPlan(
         source=base,
         dtype=dtype,
         stop_token_ids=list(stop_ids_of(source)) if stop_token_ids is None else stop_token_ids,
-        vocab_size=found.vocab_size,
-        spec=found.spec,
+        vocab_size=adapter.vocab_size,
+        spec=adapter.spec,
         is_merged=True,
         card=lambda _: card,
     )
-    return _write_and_check(plan, found.tensors.items, target)
+    return _write_and_check(plan, adapter.tensors.items, target)
 
 
 def _write_and_check(plan: ExportPlan, read: Callable[[], NamedTensors], target: Path) -> tuple[int, list[str]]:

@@ -146,13 +146,13 @@ def in_words(error: BaseException) -> str:
 
 def flat(tree: Mapping[str, Any], separator: str) -> dict[str, Any]:
     """Returns the values of nested mappings by joined names, such as "datasets/x.jsonl/tokens"; lists are values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= {f"{key}{separator}{name}": each for name, each in flat(value, separator).items()}
+            values |= {f"{key}{separator}{name}": leaf for name, leaf in flat(value, separator).items()}
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def flat_numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
@@ -182,9 +182,9 @@ def keep_facts(name: str, folder: Path, **facts: Any) -> None:
 def run_id(name: str, folder: Path, given: str | None = None) -> str:
     """Returns the id of the run in a service, which resumed runs go on with: the `given` one, the kept one or a new
     one. It is kept."""
-    found = given or kept_facts(name, folder).get("id") or secrets.token_hex(6)
-    keep_facts(name, folder, id=found)
-    return found
+    chosen = given or kept_facts(name, folder).get("id") or secrets.token_hex(6)
+    keep_facts(name, folder, id=chosen)
+    return chosen
 
 
 def highest_sent(name: str, folder: Path, logged: int, evaluated: int) -> tuple[int, int]:
