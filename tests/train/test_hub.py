@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, constants
 from sftron.config import ConfigError, Hub
 from sftron.train.exports import hub
 from sftron.train.exports.exporter import export_checkpoint
-from sftron.train.exports.hub import HubPusher, Push, require_hub
+from sftron.train.exports.hub import HubPusher, require_hub
 from sftron.train.loop import TrainingLoop
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, on_each_step, result, run, stop_in
@@ -258,11 +258,6 @@ def test_a_repository_that_the_token_cannot_make_is_warned_of_at_the_start(
     printed = capfd.readouterr().out
     assert "exports may not reach they/tiny: " in printed
     assert "our-team/tiny:" not in printed
-
-
-def test_a_push_by_hand_is_quoted() -> None:
-    command = Push(Path("runs/a run/hf/step-2"), ".", 2).command(Hub(push_to="me/tiny", private=False))
-    assert command == "hf upload me/tiny 'runs/a run/hf/step-2' . --no-private --commit-message 'step 2'"
 
 
 def test_without_a_token_or_offline_a_push_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

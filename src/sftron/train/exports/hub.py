@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftron.config import Hub
 from sftron.train.logs import console
@@ -29,20 +28,13 @@ _TIME_TO_NOTICE_S = 0.2
 """A signal shortens the wait after at most this time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(NamedTuple):
     """The push of one export."""
 
     folder: Path
     path_in_repo: str
     """The folder in the repository; "." is its root."""
     step: int
-
-    def command(self, options: Hub) -> str:
-        """Returns the command that does the same by hand."""
-        words = ["hf", "upload", str(options.push_to), str(self.folder), self.path_in_repo]
-        words += ["--private" if options.private else "--no-private", "--commit-message", f"step {self.step}"]
-        return shlex.join(words)
 
 
 class HubPusher:
@@ -138,10 +130,13 @@ class HubPusher:
         return None
 
     def _report_failure(self, push: Push, problem: str) -> None:
+        command = ["hf", "upload", str(self._options.push_to), str(push.folder), push.path_in_repo]
+        command += ["--private" if self._options.private else "--no-private"]
+        command += ["--commit-message", f"step {push.step}"]
         console.write(
             f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:"
         )
-        console.write(f"             {push.command(self._options)}")
+        console.write(f"             {shlex.join(command)}")
 
 
 def _seconds_for(folder: Path) -> float:
