@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from sftron.train.logs import console
 from sftron.train.logs.loggers import Answers, Numbers, flat, in_words, kept_facts, run_id
 from sftron.train.run import Setup
+from sftron.train.run_directory import RunDirectory
 
 _PROJECT = "sftron"
 _NUM_FINAL_STEPS = 50
@@ -154,20 +155,14 @@ class Wandb(Tracker):
 
     If the server does not answer at the start, the run is logged offline. If it does not answer at the end, `finish`
     waits for a minute. Charts are drawn over the run's own step: wandb drops one that is not after its last one.
-
-    Args:
-        mode: online or offline.
-        sample_page: The HTML page with the first pack, which is logged at the start.
     """
 
-    def __init__(
-        self, setup: Setup, folder: Path, facts: Callable[[], dict[str, Any]], *, mode: str, sample_page: Path
-    ) -> None:
-        super().__init__("wandb", setup, folder, facts)
+    def __init__(self, name: str, setup: Setup, folder: Path, facts: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(name, setup, folder, facts)
         # wandb reads these at import. Its error reports contain paths, and a batch job cannot answer prompts.
         os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))  # for tables; the default is in HOME
-        self._mode, self._sample_page = mode, sample_page
+        self._mode = setup.config.logging.wandb_mode
         self._last_steps: deque[Numbers] = deque(maxlen=_NUM_FINAL_STEPS)
 
     def start(self, step: int) -> None:
@@ -187,7 +182,7 @@ class Wandb(Tracker):
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         if self._options.sample and step == 0:
-            page = self._sample_page.read_text(encoding="utf-8")
+            page = RunDirectory(self._folder).samples.read_text(encoding="utf-8")
             self._tracker.log({"step": 0, "sample_page": wandb.Html(page, inject=False)})
 
     def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
