@@ -254,8 +254,8 @@ def test_arguments_that_do_not_go_together_are_refused(capfd: pytest.CaptureFixt
     ("model", "message"),
     [
         ("chats.jsonl", "init: chats.jsonl is a file, not the folder of a model; the order is DATA MODEL\n"),
-        ("models/tinny", "models/tinny is no local folder (models/ has tiny ...), and it cannot be downloaded"),
-        ("no/model", "no/model is no local folder, and it cannot be downloaded from the Hub: it is not in the cache"),
+        ("models/tinny", "models/tinny is no local folder, and it cannot be downloaded"),
+        ("no/model", "no/model is no local folder, and it cannot be downloaded from the Hub"),
         ("no_tokenizer", "no_tokenizer has no tokenizer.json; copy the tokenizer's files from the original model\n"),
     ],
 )

@@ -12,7 +12,7 @@ from sftron.checkpoint.checkpoint import MANIFEST, load_checkpoint, steps_in
 from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, opened, require_base
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, read_config
+from sftron.checkpoint.model_folder import check_files, is_run_directory, read_config
 from sftron.config import load_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
@@ -58,7 +58,7 @@ def _newest_of_run(run: Path) -> Path:
     if exported.is_dir() and (int(step) if step.isdecimal() else -1) >= newest:
         return exported
     if newest < 0:
-        raise ValueError(f"{run}: {NOTHING_SAVED}")
+        raise ValueError(f"{run}: has saved no checkpoint and no export yet; continue it with `sftron train`")
     return run / "checkpoints" / f"step-{newest}"
 
 
