@@ -408,6 +408,31 @@ def test_the_answer_to_another_trainers_key_names_keys_that_there_are():
             assert locate(path)[1] is not None, f"{key} is no key"
 
 
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("optimizer.name", "AdamW is the only optimizer"),
+        ("optimizer.type", "AdamW is the only optimizer"),
+        ("parallelism.tp", "there is no tensor, pipeline, context or expert parallelism"),
+        ("tp", "there is no tensor, pipeline, context or expert parallelism"),
+        ("stage", "every run is supervised fine-tuning (SFT): remove the key"),
+        ("template", "write tokenizer.chat_template; without it, the model's own template is taken"),
+        ("finetuning_type", "write a section lora: {rank: 16} to train adapters; without it, all weights are trained"),
+        ("model_id", "write model.path, a folder or a Hub id"),
+        ("model.type", "the keys here are path,"),
+        ("data.datasets.0.type", "a data set's format is detected, or named by format"),
+        ("keep_last_n", "did you mean checkpoints.keep_last?"),
+        ("learning_rate", "did you mean optimizer.learning_rate?"),
+        ("tokens.warmup_stepps", "did you mean optimizer.warmup_steps?"),
+        ("optimizer.warm_up_steps", "did you mean warmup_steps?"),
+        ("optimizer.wramup_steps", "did you mean warmup_steps?"),
+    ],
+)
+def test_a_key_that_is_not_here_has_its_own_sentence(key, advice):
+    path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    assert suggest_key(path).startswith(advice)
+
+
 @pytest.mark.parametrize("optional", ["", "lora: {}\n"])
 def test_the_dump_has_every_key_also_where_the_file_leaves_it_to_its_default(tmp_path, optional):
     def require_every_key(tree: Any, section: type[Section]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache
-from os.path import commonprefix
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -135,7 +134,7 @@ def suggest_key(path: KeyPath) -> str:
     parent = locate(path[:-1])[1]
     section = Config if parent is None else section_in(parent.annotation)
     here = [] if section is None else list(keys_of(section))
-    everywhere = _every_key()
+    everywhere = list(_all_keys(Config))
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
     qualified = dotted([part for part in path if isinstance(part, str)][-2:])
@@ -143,27 +142,11 @@ def suggest_key(path: KeyPath) -> str:
         return f"it was removed: {REMOVED[dotted(path)]}"
     if replacement := OTHER_TRAINERS.get(qualified, OTHER_TRAINERS.get(name)):
         return replacement
-    nearest = [key for key in here if _is_slip(name, key)]
-    nearest = nearest or [key for key in everywhere if "_" in (last := key.rsplit(".", 1)[-1]) and _is_slip(name, last)]
+    nearest = get_close_matches(name, here, cutoff=0.8)  # "slpit" of "split"
+    if not nearest:
+        of_several_words = {key: key.rsplit(".", 1)[-1] for key in everywhere if "_" in key.rsplit(".", 1)[-1]}
+        nearest = [key for key, last in of_several_words.items() if get_close_matches(name, [last], cutoff=0.85)]
     return f"did you mean {' or '.join(nearest)}?" if nearest else f"the keys here are {', '.join(here)}"
-
-
-def _is_slip(name: str, key: str) -> bool:
-    """Returns whether at most one letter of the key was changed, added, left out or swapped with the next one.
-
-    With one changed letter, a name of up to five letters is often another word: stage and state, data and date.
-    """
-    num_equal = len(commonprefix([name, key]))  # noqa: RUF071  of characters, not of folders
-    name_rest, key_rest = name[num_equal:], key[num_equal:]
-    changed = len(name) > 5 and name_rest[1:] == key_rest[1:]
-    added, left_out = name_rest[1:] == key_rest, name_rest == key_rest[1:]
-    swapped = name_rest[1::-1] + name_rest[2:] == key_rest
-    return len(name) > 2 and (changed or added or left_out or swapped)
-
-
-@cache
-def _every_key() -> tuple[str, ...]:
-    return tuple(_all_keys(Config))
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:

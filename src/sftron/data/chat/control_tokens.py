@@ -70,49 +70,34 @@ class RenamedTokenizer:
     """int32 [vocabulary], the model's id for each id of the backend."""
     is_control: np.ndarray
     """bool [vocabulary], whether each id of the backend is a control token."""
-    num_bytes: np.ndarray | None
-    """int64 [vocabulary], the number of bytes of text in each token of a byte-level model; None for other models, in
-    which that number may vary from one occurrence to another."""
     byte_pairs: BytePairs | None
     """The same tokenizer in tiktoken, if tiktoken gives the same ids, else None."""
 
     def encode(self, texts: Sequence[str]) -> Tokens:
-        """Returns the tokens of all texts.
+        """Returns the tokens of all texts; those of a text do not depend on the others.
 
-        Where possible, positions are computed from the sizes of the tokens, which is faster than the tokenizer's own
-        offsets. A text needs the offsets if the normalizer changes it, or if it is not as long as its tokens together,
-        since a token swallowed the space next to it. The tokens of a text do not depend on the others.
+        tiktoken is faster, and positions follow from the sizes of its tokens. It is not used for a text that the
+        normalizer changes, nor for one at which it fails.
         """
-        sizes = np.array([num_bytes(text) for text in texts], dtype=np.int64)
-        if self.num_bytes is not None:
+        if self.byte_pairs is not None:
             if all(map(self._is_normalized, texts)):
-                ids, counts = self._ids(texts)
-                bounds = np.append(0, counts.cumsum())
-                token_sizes = self.num_bytes[ids]
-                ends = np.append(0, token_sizes.cumsum())
-                if (np.diff(ends[bounds]) == sizes).all():
-                    ends = ends[1:] + np.repeat(np.arange(len(texts)), counts)
-                    return Tokens(self.real_ids[ids], self.is_control[ids], ends - token_sizes, ends, bounds)
+                try:
+                    ids, sizes, counts = self.byte_pairs.encode(texts)
+                except BaseException as error:  # a panic is not an Exception
+                    if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                        raise
+                else:
+                    ends = sizes.cumsum() + np.repeat(np.arange(len(texts)), counts)
+                    bounds = np.append(0, counts.cumsum())
+                    return Tokens(self.real_ids[ids], self.is_control[ids], ends - sizes, ends, bounds)
             if len(texts) > 1:
-                return _joined([self.encode([text]) for text in texts], sizes)
+                return _joined([self.encode([text]) for text in texts], texts)
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return _joined([self._with_offsets(*each) for each in zip(texts, encodings, strict=True)], sizes)
+        return _joined([self._with_offsets(*each) for each in zip(texts, encodings, strict=True)], texts)
 
     def _is_normalized(self, text: str) -> bool:
-        # `num_bytes` is set only for tokenizers without a normalizer or with NFC alone.
+        # `byte_pairs` is set only for tokenizers without a normalizer or with NFC alone.
         return text.isascii() or self.backend.normalizer is None or unicodedata.is_normalized("NFC", text)
-
-    def _ids(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the backend's ids of all texts, int64 [n], and the number of ids of each text, int64 [texts]."""
-        if self.byte_pairs is not None:
-            try:
-                return self.byte_pairs.encode(texts)
-            except BaseException as error:  # a panic is not an Exception
-                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
-                    raise
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = np.array([token_id for encoding in encodings for token_id in encoding.ids], dtype=np.int64)
-        return ids, np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
 
     def _with_offsets(self, text: str, encoding: tokenizers.Encoding) -> Tokens:
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -126,10 +111,10 @@ class RenamedTokenizer:
         return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends, np.array([0, len(ids)]))
 
 
-def _joined(tokens: Sequence[Tokens], sizes: np.ndarray) -> Tokens:
-    """Returns the tokens of single texts, which have these sizes in bytes, as those of one sequence of texts."""
+def _joined(tokens: Sequence[Tokens], texts: Sequence[str]) -> Tokens:
+    """Returns the tokens of single texts as those of one sequence of texts."""
     counts = [len(each.ids) for each in tokens]
-    shifts = np.repeat(np.append(0, (sizes + 1).cumsum())[:-1], counts)
+    shifts = np.repeat(np.cumsum([0, *(num_bytes(text) + 1 for text in texts)])[:-1], counts)
     ids, is_control, starts, ends = (
         np.concatenate([getattr(each, name) for each in tokens]) for name in ("ids", "is_control", "starts", "ends")
     )
@@ -227,9 +212,8 @@ class ControlTokens:
         id_of_name = {name: vocabulary[name] for name in self._names.values()}
         renamed_ids = list(id_of_name.values())
         real_ids[renamed_ids], is_control[renamed_ids] = list(self.ids.values()), True
-        sizes = _bytes_of_tokens(backend, self._specification, size)
-        pairs = None if sizes is None else BytePairs.of(backend, specification, id_of_name, chr(_LAST_PRIVATE))
-        return RenamedTokenizer(backend, real_ids, is_control, sizes, pairs)
+        pairs = BytePairs.of(backend, specification, id_of_name, chr(_LAST_PRIVATE))
+        return RenamedTokenizer(backend, real_ids, is_control, pairs)
 
 
 def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
@@ -244,25 +228,6 @@ def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[st
                 "remove it, or add the token (tokenizer.add_tokens)"
             )
     return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
-
-
-def _bytes_of_tokens(backend: tokenizers.Tokenizer, specification: Mapping[str, Any], size: int) -> np.ndarray | None:
-    """Returns the number of bytes of each token, int64 [size], or None unless the model is byte-level.
-
-    A byte-level model writes each byte as one character of a token.
-    """
-    pre_tokenizer = specification["pre_tokenizer"] or {}
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    is_byte_level = any(step.get("type") == "ByteLevel" and not step["add_prefix_space"] for step in steps)
-    normalizer = specification["normalizer"]
-    if not is_byte_level or normalizer not in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
-        return None
-    num_bytes = np.zeros(size, dtype=np.int64)
-    for token, token_id in backend.get_vocab(with_added_tokens=False).items():
-        num_bytes[token_id] = len(token)
-    for token_id, added in backend.get_added_tokens_decoder().items():
-        num_bytes[token_id] = len(added.content.encode())
-    return num_bytes
 
 
 def _renamed(specification: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

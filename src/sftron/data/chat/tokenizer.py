@@ -21,9 +21,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from sftron.data.chat.control_tokens import ControlTokens, allowed_by_role
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.layout import Layout, assign_roles, frame_of
+from sftron.data.chat.layout import Layout, RenderedTurns, StopStrings, assign_roles, frame_of
 from sftron.data.chat.pretrained import load_tokenizer, template_source, template_sources
-from sftron.data.chat.spans import RenderedTurns, StopStrings
 from sftron.data.chat.template import ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.chat.turns import TurnReader
@@ -247,12 +246,11 @@ class ChatTokenizer:
             layout = self._read_layout(rendered, conversation)
         except TemplateError as error:
             return _refusal(conversation, error)
-        # The gaps decide the roles if every text is one span, and the gap before each answer begins with the
-        # generation prompt and shows its header once.
-        prompts = self._prompts[template]
+        # The gaps decide the roles if every text is one span, and the gap before each answer has its header once.
+        header = self._prompts[template].header(False)
+        answers = [n for n, message in enumerate(conversation.messages) if message.role is Role.ASSISTANT]
         if [layout.texts[span] for span in layout.text_spans] == texts and all(
-            prompt is not None and gaps[number].startswith(prompt.text) and prompts.determines(prompt, gaps[number])
-            for number, prompt in prompts.of(conversation).items()
+            header.strip() and gaps[number].count(header) == 1 for number in answers
         ):
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()

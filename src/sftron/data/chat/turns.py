@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.spans import MODEL_ROLES, RenderedTurns, Span, StopStrings, TurnSpan
+from sftron.data.chat.layout import MODEL_ROLES, RenderedTurns, Span, StopStrings, TurnSpan
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tracked_text import Origin, TrackedStr
 from sftron.data.formats.messages import REASONING_FIELDS
@@ -35,7 +35,7 @@ class TurnReader:
         self._text, self._origins = str.__getitem__(text, slice(None)), text.spans
         self._conversation, self._messages = conversation, conversation.messages
         self._prompts, self._control, self._stops = prompts, prompts.control, stops
-        self._has_marks = prompts.template.has_marks
+        self._has_marks, self._has_tools = prompts.template.has_marks, bool(conversation.tools)
         self._spans: list[Span] = []
         self._texts: list[list[int]] = [[] for _ in self._messages]
         """For each message, the indices of the spans that hold its texts."""
@@ -54,7 +54,6 @@ class TurnReader:
         """
         self._read_spans()
         left_out = self._left_out()
-        self._prompt_before = self._prompts.of(self._conversation)
         # In the order of the text, as some templates write the system message within a later turn. A message that is
         # not written comes after the message before it.
         firsts = accumulate((turn[0] if turn else -1 for turn in self._texts), lambda last, n: last if n < 0 else n)
@@ -172,8 +171,9 @@ class TurnReader:
         """
         start, end, _, _ = self._bounds(turn)
         template = self._text[end : self._next_text(turn[-1] + 1, or_marked=True)]
-        prompt = self._prompt_before.get(message + 1)
-        header_start = len(template) if prompt is None else min(prompt.header_start, len(template))
+        header_start = len(template)
+        if [following.role for following in self._messages[message + 1 : message + 2]] == [Role.ASSISTANT]:
+            header_start = self._start_of_header(template, self._messages[message].role)
         stop, stop_end = None, end
         if tokens := self._control.find(template):
             position, content = tokens[0]
@@ -275,6 +275,16 @@ class TurnReader:
         last_role = Role.ASSISTANT if filled[-1].role is Role.REASONING else filled[-1].role
         return spans[0].start, spans[-1].end, filled[0].role, last_role
 
+    def _start_of_header(self, template: str, role: Role) -> int:
+        """Returns the position in the template's text after a message of this role at which an answer's header begins.
+
+        It is the end of the text if there is no header, and 0 if the text that closes a question is the header as well.
+        """
+        if not self._prompts.header(self._has_tools):
+            return 0 if role is Role.USER else len(template)
+        position = self._prompts.position_of_header(template, self._has_tools)
+        return position if position >= 0 else len(template)
+
     def _end_of_header(self, message: int, number: int) -> int | None:
         """Returns the position at which the generated text of an answer begins; span `number` holds its first text.
 
@@ -282,11 +292,17 @@ class TurnReader:
         result is None if they differ before the answer's header.
         """
         start = next((self._spans[n].end for n in range(number - 1, -1, -1) if self._spans[n].is_text), 0)
-        first, prompt = self._next_text(number), self._prompt_before[message]
-        if not self._prompts.determines(prompt, self._text[start:first]):
-            if (end := self._end_of_whole_prompt(message, first)) is not None:
-                return max(end, self._turn_end)
-            prompt = self._prompts.before(self._conversation, message)
+        first = self._next_text(number)
+        if self._prompts.template.has_constant_header:
+            position = self._prompts.position_of_header(self._text[start:first], self._has_tools)
+            if position >= 0:
+                start += position
+                header = self._prompts.header(self._has_tools)
+                rendered = self._text[start : start + len(header) + 1]
+                return max(start + self._prompts.common_start(header, rendered), self._turn_end)
+        if (end := self._end_of_whole_prompt(message, first)) is not None:
+            return max(end, self._turn_end)
+        prompt = self._prompts.before(self._conversation, message)
         if prompt is None:
             return None
         rendered = self._text[start : start + len(prompt.text) + 1]
@@ -307,7 +323,7 @@ class TurnReader:
             prompt = self._render_prompt(message)
         except TemplateError:
             return None
-        is_prompt = self._prompts.reads_flag(bool(self._conversation.tools))
+        is_prompt = self._prompts.reads_flag(self._has_tools)
         is_whole = self._text.startswith(prompt) and (is_prompt or not self._text[len(prompt) : first].strip())
         return len(prompt) if is_whole else None
 
@@ -326,9 +342,7 @@ class TurnReader:
         # If a template ends its answers without a stop token, the next control token begins a header.
         if tokens:
             position, content = tokens[0]
-            prompt = self._prompts.after_question(bool(self._conversation.tools))
-            begins_header = prompt is not None and content in prompt.header
-            if not begins_header and not template[:position].strip():
+            if content not in self._prompts.header(self._has_tools) and not template[:position].strip():
                 return content, end + position + len(content)
         return None, end
 
