@@ -61,18 +61,6 @@ class TurnSpan(NamedTuple):
     """The end of the stop token, or of the message's text if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedTurns:
-    """The spans and turns of a rendered conversation."""
-
-    spans: list[Span]
-    """The spans in order; they cover the text, and none is empty."""
-    turns: list[TurnSpan | None]
-    """One turn for each message; None for a message of which nothing is written."""
-    left_out: list[tuple[int | None, str]]
-    """The texts that the template does not write: the index of the message, or None for the tools, and a name."""
-
-
 @dataclass(slots=True, eq=False)
 class Layout:
     """A rendered conversation, ready to tokenize. All but its texts is the same for all conversations of one frame.
@@ -103,8 +91,15 @@ class Layout:
     holds_control_text: bool
 
     @classmethod
-    def of(cls, rendered: RenderedTurns, texts: list[str], num_control: int, holds_control_text: bool) -> Layout:
-        spans = rendered.spans
+    def of(
+        cls,
+        spans: Sequence[Span],
+        turns: Sequence[TurnSpan | None],
+        texts: list[str],
+        left_out: tuple[str, ...],
+        num_control: int,
+        holds_control_text: bool,
+    ) -> Layout:
         number_at = {span.start: number for number, span in enumerate(spans)}
         number_at[spans[-1].end if spans else 0] = len(spans)
         roles = [span.role for span in spans]
@@ -115,7 +110,7 @@ class Layout:
             messages=tuple(span.message for span in spans),
             turns=tuple(
                 turn and (number_at[turn.start], number_at[turn.end], number_at[turn.stop_end] if turn.stop else None)
-                for turn in rendered.turns
+                for turn in turns
             ),
             text_spans=tuple(number for number, span in enumerate(spans) if span.is_text),
             generated_starts=tuple(
@@ -123,7 +118,7 @@ class Layout:
                 for number, (before, role) in enumerate(pairwise([Role.TEMPLATE, *roles]))
                 if before is Role.TEMPLATE and role in MODEL_ROLES
             ),
-            left_out=tuple(what for _, what in rendered.left_out),
+            left_out=left_out,
             num_control=num_control,
             holds_control_text=holds_control_text,
         )

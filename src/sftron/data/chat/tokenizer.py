@@ -11,7 +11,6 @@ import datetime
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from sftron.data.chat.control_tokens import ControlTokens, allowed_by_role
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.layout import Layout, RenderedTurns, StopStrings, assign_roles, frame_of
+from sftron.data.chat.layout import Layout, StopStrings, assign_roles, frame_of
+from sftron.data.chat.left_out import find_left_out
 from sftron.data.chat.pretrained import load_tokenizer, template_source, template_sources
 from sftron.data.chat.template import ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.chat.turns import TurnReader
-from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 _QUESTION_AND_ANSWER = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-_KNOWN_KEYS = {*REASONING_FIELDS, "tool_calls", "tool_call_id", "name", "id"}
-"""Keys of messages that are checked elsewhere or do not affect training."""
 _MOST_LAYOUTS = 1024
-_MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
 class ChatTokenizer:
@@ -219,13 +215,11 @@ class ChatTokenizer:
         conversation = probe(messages)
         try:
             text = self.template.render_conversation(conversation)
-            turn = self._read_turns(text, conversation, StopStrings(frozenset(known))).turns[1]
+            reader = TurnReader(text, conversation, self._prompts[self.template], StopStrings(frozenset(known)))
+            turn = reader.read()[1][1]
         except TemplateError:
             return None
         return turn.stop if turn else None
-
-    def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
-        return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
 
     def _lay_out(self, conversation: Conversation) -> Layout | DataError:
         """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span.
@@ -271,16 +265,11 @@ class ChatTokenizer:
 
     def _read_layout(self, text: TrackedStr, conversation: Conversation) -> Layout:
         self._control.require_usable(text)
-        rendered = self._read_turns(text, conversation, self._stops)
-        for message, what in rendered.left_out:
-            if message is not None and what.endswith(" content"):
-                self._require_left_out(conversation, message, what)
-        source = self.template_for(conversation).source  # it cannot read a key whose name it does not contain
-        for index, message in enumerate(conversation.messages):
-            unread = (name for name in message.fields.keys() - _KNOWN_KEYS if name not in source)
-            rendered.left_out.extend((index, f"{message.role.name.lower()} key {name}") for name in unread)
+        template = self.template_for(conversation)
+        left_out = find_left_out(text, conversation, template)
+        spans, turns = TurnReader(text, conversation, self._prompts[template], self._stops).read()
         texts, num_control, holds_control_text = [], 0, False
-        for span in rendered.spans:
+        for span in spans:
             content = str.__getitem__(text, slice(span.start, span.end))
             if not span.is_text or self._control.occurs_in(content):
                 found = self._control.find(content)
@@ -293,29 +282,7 @@ class ChatTokenizer:
                 num_control += len(found)
                 content = self._control.rename(content, found)
             texts.append(content)
-        return Layout.of(rendered, texts, num_control, holds_control_text)
-
-    def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
-        """Raises TemplateError if the template does write a text that was not found, but without its origin.
-
-        To detect this, the text is replaced with a unique one and the conversation is rendered again. If that is then
-        found, the template leaves out the text for what it is: SmolLM3's omits "/no_think" from a system message.
-        """
-        messages = list(conversation.messages)
-        messages[message] = replace(messages[message], content=_MARKED_TEXT, parts=())
-        marked = replace(conversation, messages=tuple(messages))
-        try:
-            text = self.template_for(conversation).render_conversation(marked)
-            is_lost = _MARKED_TEXT in text and not any(
-                origin is not None and (origin.message, origin.field) == (message, "content")
-                for _, origin in text.spans
-            )
-        except TemplateError:
-            is_lost = True
-        if is_lost:
-            raise TemplateError(
-                f"the template writes the {what} of message {message + 1} in a way that cannot be followed"
-            )
+        return Layout.of(spans, turns, texts, left_out, num_control, holds_control_text)
 
 
 def _refusal(conversation: Conversation, error: TemplateError) -> DataError:
