@@ -86,7 +86,6 @@ BROKEN: list[tuple[str, str, str, str]] = [
     (ROWS, "- chats.jsonl", ":7: data.datasets.0", "wanted a mapping with the keys path, name"),
     (ROWS, "path: chats.jsonl", ":6: data.datasets", "wanted a list of at least one"),
     (f"optimizer:\n  {LR}", "optimizer: adam", ":11: optimizer", "AdamW is the only optimizer"),
-    (MODEL, f"path: models/{'é' * 128}/tiny", ":4: model.path", "has 256 bytes"),
     (TOP, "lora: true\nmodel:", ":3: lora", "found true; wanted a mapping"),
     (TOP, "lora:\n  # rank: 8\nmodel:", ":3: lora", "is empty; write {} for its defaults"),
     (TOP, "lora: {rank: 0}\nmodel:", ":3: lora.rank", "wanted a whole number from 1"),
