@@ -517,7 +517,7 @@ def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def test_the_help_names_every_key_with_a_description():
-    text = describe_config(width=90)
+    text = describe_config()
     assert max(len(line) for line in text.splitlines()) <= 120
     described = sections(Config)[1:]
     assert len(described) > 10

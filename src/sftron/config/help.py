@@ -15,31 +15,33 @@ from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section, Wanted
 
+_WIDTH = 100
+
 KeyPath = tuple[str | int, ...]
 """`("data", "datasets", 0, "path")` is data.datasets.0.path."""
 
 
-def describe_config(width: int = 100) -> str:
+def describe_config() -> str:
     """Returns every section and key with its type, default and description, for `--help`."""
-    return "\n".join(_describe_section(Config, indent="", width=width)).strip() + "\n"
+    return "\n".join(_describe_section(Config, indent="")).strip() + "\n"
 
 
-def _describe_section(section: type[Section], indent: str, width: int) -> Iterator[str]:
+def _describe_section(section: type[Section], indent: str) -> Iterator[str]:
     for name, field in keys_of(section).items():
         inner = section_in(field.annotation)
         if inner is not None and section_of(field.annotation) is inner:
             text = " ".join(f"{name}: {field.description or inner.__doc__}".split())
             yield ""
-            yield from textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ")
-            yield from _describe_section(inner, indent + "  ", width)
+            yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+            yield from _describe_section(inner, indent + "  ")
             continue
         default = "required" if field.is_required() else f"default {_plain(field.default)}"
         margin = indent + "      "
         heading = f"{name} ({default}): {words_of(field.rebuild_annotation())}"
-        yield from textwrap.wrap(heading, max(width, 110), initial_indent=indent, subsequent_indent=margin)
-        yield from textwrap.wrap(field.description or "", width, initial_indent=margin, subsequent_indent=margin)
+        yield from textwrap.wrap(heading, 110, initial_indent=indent, subsequent_indent=margin)
+        yield from textwrap.wrap(field.description or "", _WIDTH, initial_indent=margin, subsequent_indent=margin)
         if inner is not None:
-            yield from _describe_section(inner, indent + "    ", width)
+            yield from _describe_section(inner, indent + "    ")
 
 
 # --- The schema by key ---

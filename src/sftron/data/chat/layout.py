@@ -14,7 +14,7 @@ order. Nor does a conversation with tools, tool calls or reasoning have a frame.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -128,8 +128,7 @@ class Layout:
         texts, sizes = self.texts.copy(), self.sizes.copy()
         for span, content in zip(self.text_spans, contents, strict=True):
             texts[span], sizes[span] = content, num_bytes(content)
-        spans = self.roles, self.messages, self.turns, self.text_spans, self.generated_starts
-        return Layout(texts, sizes, *spans, self.left_out, self.num_control, self.holds_control_text)
+        return replace(self, texts=texts, sizes=sizes)
 
 
 def assign_roles(
