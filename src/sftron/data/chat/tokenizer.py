@@ -152,19 +152,25 @@ class ChatTokenizer:
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Returns, for each conversation, what `encode` returns or raises; it is faster than separate calls."""
-        found = list(map(self._lay_out, conversations))
-        laid_out = [pair for pair in zip(found, conversations, strict=True) if isinstance(pair[0], Layout)]
-        tokenized = iter(self._tokenize(*zip(*laid_out, strict=True)) if laid_out else ())
-        return [each if isinstance(each, DataError) else next(tokenized) for each in found]
+        outcomes: list[Layout | DataError] = []
+        for conversation in conversations:
+            try:
+                outcomes.append(self._lay_out(conversation))
+            except TemplateError as error:
+                outcomes.append(_refusal(conversation, error))
+        pairs = zip(outcomes, conversations, strict=True)
+        tokenized = iter(self._tokenize([(layout, given) for layout, given in pairs if isinstance(layout, Layout)]))
+        return [outcome if isinstance(outcome, DataError) else next(tokenized) for outcome in outcomes]
 
-    def _tokenize(
-        self, layouts: Sequence[Layout], conversations: Sequence[Conversation]
-    ) -> Sequence[TokenizedConversation | DataError]:
+    def _tokenize(self, laid_out: Sequence[tuple[Layout, Conversation]]) -> Sequence[TokenizedConversation | DataError]:
         """Returns the tokens and roles of conversations.
 
         An error, or a panic of the tokenizers library, on a batch does not name the conversation, so they are then
         tokenized one by one. As a panic is not an Exception, it would otherwise end a loader worker or the run.
         """
+        if not laid_out:
+            return []
+        layouts, conversations = zip(*laid_out, strict=True)
         try:
             tokens = self._control.renamed_tokenizer.encode(["".join(layout.texts) for layout in layouts])
             return assign_roles(tokens, layouts, conversations)
@@ -172,12 +178,12 @@ class ChatTokenizer:
             is_refused = isinstance(error, TemplateError)
             if not is_refused and type(error).__name__ != "PanicException":
                 raise
-            if len(layouts) == 1:
+            if len(laid_out) == 1:
                 if is_refused:
                     return [_refusal(conversations[0], error)]
                 problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
                 return [DataError(f"{conversations[0].location}: {problem}", reason="tokenizer_failed")]
-        return [self._tokenize([layout], [each])[0] for layout, each in zip(layouts, conversations, strict=True)]
+        return [self._tokenize([pair])[0] for pair in laid_out]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
@@ -221,25 +227,22 @@ class ChatTokenizer:
             return None
         return turn.stop if turn else None
 
-    def _lay_out(self, conversation: Conversation) -> Layout | DataError:
+    def _lay_out(self, conversation: Conversation) -> Layout:
         """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span.
 
-        The roles are determined only if the conversation has no frame (layout.py), or a new one.
+        The roles are determined only if the conversation has no frame (layout.py), or a new one. Raises TemplateError.
         """
         template = self.template_for(conversation)
-        try:
-            rendered = template.render_conversation(conversation)
-            contents = self._plain_contents(conversation) if template.has_constant_header else None
-            framed = None if contents is None else frame_of(rendered, contents)
-            if framed is None:
-                return self._read_layout(rendered, conversation)
-            gaps, texts = framed
-            frame = (*(each.role_name or each.role.name for each in conversation.messages), *gaps)
-            if (known := self._layouts.get(frame)) is not None:
-                return known.with_texts(texts)
-            layout = self._read_layout(rendered, conversation)
-        except TemplateError as error:
-            return _refusal(conversation, error)
+        rendered = template.render_conversation(conversation)
+        contents = self._plain_contents(conversation) if template.has_constant_header else None
+        framed = None if contents is None else frame_of(rendered, contents)
+        if framed is None:
+            return self._read_layout(rendered, conversation)
+        gaps, texts = framed
+        frame = (*(message.role_name or message.role.name for message in conversation.messages), *gaps)
+        if frame in self._layouts:
+            return self._layouts[frame].with_texts(texts)
+        layout = self._read_layout(rendered, conversation)
         # The gaps decide the roles if every text is one span, and the gap before each answer has its header once.
         header = self._prompts[template].header(False)
         answers = [n for n, message in enumerate(conversation.messages) if message.role is Role.ASSISTANT]
@@ -272,15 +275,14 @@ class ChatTokenizer:
         for span in spans:
             content = str.__getitem__(text, slice(span.start, span.end))
             if not span.is_text or self._control.occurs_in(content):
-                found = self._control.find(content)
+                controls = self._control.find(content)
                 if span.is_text:
                     speaker = conversation.messages[span.message].role if span.message >= 0 else span.role
                     allowed = self._allowed.get(span.role, frozenset()) | self._allowed.get(speaker, frozenset())
-                    is_all_allowed = all(control in allowed for _, control in found)
-                    holds_control_text = holds_control_text or not is_all_allowed
-                    found = tuple(each for each in found if each[1] in allowed)
-                num_control += len(found)
-                content = self._control.rename(content, found)
+                    spelled, controls = controls, tuple(found for found in controls if found[1] in allowed)
+                    holds_control_text = holds_control_text or len(controls) < len(spelled)
+                num_control += len(controls)
+                content = self._control.rename(content, controls)
             texts.append(content)
         return Layout.of(spans, turns, texts, left_out, num_control, holds_control_text)
 
