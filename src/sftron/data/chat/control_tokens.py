@@ -150,7 +150,7 @@ class ControlTokens:
         self._first_characters = tuple({content[0] for content in self.ids})
         self._names = {content: chr(first_name + number) for number, content in enumerate(self.ids)}
         self._refused = re.compile(f"[\ud800-\udfff{chr(first_name)}-{chr(_LAST_PRIVATE)}]")
-        self._found: dict[str, Found] = {}
+        self._find_in_short = functools.lru_cache(_MOST_REMEMBERED_TEXTS)(self._find)
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -183,15 +183,11 @@ class ControlTokens:
 
     def find(self, text: str) -> Found:
         """Returns the control tokens' strings in a text."""
-        if (known := self._found.get(text)) is not None:
-            return known
-        found = tuple((match.start(), match.group()) for match in self.pattern.finditer(text))
         # A template writes the same few texts between the messages of all conversations.
-        if len(text) <= _LONGEST_REMEMBERED_TEXT:
-            if len(self._found) >= _MOST_REMEMBERED_TEXTS:
-                self._found.clear()
-            self._found[text] = found
-        return found
+        return self._find_in_short(text) if len(text) <= _LONGEST_REMEMBERED_TEXT else self._find(text)
+
+    def _find(self, text: str) -> Found:
+        return tuple((match.start(), match.group()) for match in self.pattern.finditer(text))
 
     def rename(self, text: str, found: Found) -> str:
         """Returns the text with names in place of the strings that `find` has found in it."""
