@@ -17,8 +17,8 @@ import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -41,12 +41,8 @@ Found = tuple[tuple[int, str], ...]
 """The position and the string of each control token in a text."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """The tokens of several texts, one text after another.
-
-    Positions are in bytes of UTF-8, in all texts with one byte between two of them.
-    """
+class Tokens(NamedTuple):
+    """The tokens of a text. Positions are in bytes of UTF-8."""
 
     ids: np.ndarray
     """int32 [n], the ids in the model's vocabulary."""
@@ -56,8 +52,6 @@ class Tokens:
     """int64 [n], the position at which each token begins."""
     ends: np.ndarray
     """int64 [n], the position at which each token ends."""
-    bounds: np.ndarray
-    """int64 [texts + 1], the tokens of text i are bounds[i] to bounds[i + 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +67,8 @@ class RenamedTokenizer:
     byte_pairs: BytePairs | None
     """The same tokenizer in tiktoken, if tiktoken gives the same ids, else None."""
 
-    def encode(self, texts: Sequence[str]) -> Tokens:
-        """Returns the tokens of all texts; those of a text do not depend on the others.
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns the tokens of each text.
 
         tiktoken is faster, and positions follow from the sizes of its tokens. It is not used for a text that the
         normalizer changes, nor for one at which it fails.
@@ -87,13 +81,16 @@ class RenamedTokenizer:
                     if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                         raise
                 else:
-                    ends = sizes.cumsum() + np.repeat(np.arange(len(texts)), counts)
+                    # Arrays of all texts, which are then cut, as the same operations on each text take longer.
                     bounds = np.append(0, counts.cumsum())
-                    return Tokens(self.real_ids[ids], self.is_control[ids], ends - sizes, ends, bounds)
+                    ends = sizes.cumsum()
+                    ends -= np.append(0, ends)[bounds[:-1]].repeat(counts)
+                    columns = self.real_ids[ids], self.is_control[ids], ends - sizes, ends
+                    return [Tokens(*(column[a:b] for column in columns)) for a, b in pairwise(bounds.tolist())]
             if len(texts) > 1:
-                return _joined([self.encode([text]) for text in texts], texts)
+                return [tokens for text in texts for tokens in self.encode([text])]
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return _joined([self._with_offsets(*each) for each in zip(texts, encodings, strict=True)], texts)
+        return [self._with_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _is_normalized(self, text: str) -> bool:
         # `byte_pairs` is set only for tokenizers without a normalizer or with NFC alone.
@@ -108,17 +105,7 @@ class RenamedTokenizer:
             sizes = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
             offsets = np.append(0, sizes.cumsum())[offsets]
         starts, ends = offsets
-        return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends, np.array([0, len(ids)]))
-
-
-def _joined(tokens: Sequence[Tokens], texts: Sequence[str]) -> Tokens:
-    """Returns the tokens of single texts as those of one sequence of texts."""
-    counts = [len(each.ids) for each in tokens]
-    shifts = np.repeat(np.cumsum([0, *(num_bytes(text) + 1 for text in texts)])[:-1], counts)
-    ids, is_control, starts, ends = (
-        np.concatenate([getattr(each, name) for each in tokens]) for name in ("ids", "is_control", "starts", "ends")
-    )
-    return Tokens(ids, is_control, starts + shifts, ends + shifts, np.append(0, np.cumsum(counts)))
+        return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends)
 
 
 def num_bytes(text: str) -> int:

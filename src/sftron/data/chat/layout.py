@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,6 @@ class Layout:
 
     Attributes:
         texts: The text of each span, with private names in place of control tokens.
-        sizes: The number of bytes of each of these texts.
         roles: uint8 [spans], the role of each span.
         messages: The index of the message that each span belongs to; -1 for the template.
         turns: For each message, the first span of its text, the span after the last, and the span after its stop token
@@ -80,7 +79,6 @@ class Layout:
     """
 
     texts: list[str]
-    sizes: list[int]
     roles: np.ndarray
     messages: tuple[int, ...]
     turns: tuple[tuple[int, int, int | None] | None, ...]
@@ -105,7 +103,6 @@ class Layout:
         roles = [span.role for span in spans]
         return cls(
             texts=texts,
-            sizes=[num_bytes(each) for each in texts],
             roles=np.array(roles, dtype=np.uint8),
             messages=tuple(span.message for span in spans),
             turns=tuple(
@@ -125,60 +122,42 @@ class Layout:
 
     def with_texts(self, contents: Iterable[str]) -> Layout:
         """Returns the layout with these contents in place of the texts of the conversation."""
-        texts, sizes = self.texts.copy(), self.sizes.copy()
+        texts = self.texts.copy()
         for span, content in zip(self.text_spans, contents, strict=True):
-            texts[span], sizes[span] = content, num_bytes(content)
-        return replace(self, texts=texts, sizes=sizes)
+            texts[span] = content
+        return replace(self, texts=texts)
 
 
-def assign_roles(
-    tokens: Tokens, layouts: Sequence[Layout], conversations: Sequence[Conversation]
-) -> list[TokenizedConversation]:
-    """Returns the tokenized conversations, in which every token has the role of the span in which it begins.
+def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
+    """Returns the tokenized conversation, in which every token has the role of the span in which it begins.
 
     Raises TemplateError if the tokenizer finds another number of control tokens, or returns tokens out of order.
     """
-    num_control = np.diff(np.append(0, tokens.is_control.cumsum())[tokens.bounds])
-    for layout, found in zip(layouts, num_control.tolist(), strict=True):
-        if found != layout.num_control:
-            raise TemplateError(
-                f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
-            )
-    # One row for each span and one for the byte between two texts. first[i] is the first token of row i.
-    sizes = np.fromiter(chain.from_iterable((*layout.sizes, 1) for layout in layouts), dtype=np.int64)
-    starts = sizes.cumsum() - sizes
-    rows = np.cumsum([0, *(1 + len(layout.sizes) for layout in layouts)])
-    first = tokens.starts.searchsorted(starts)
-    first[rows[:-1]] = tokens.bounds[:-1]  # white space that a tokenizer adds before the text has no position in it
-    first[rows[1:] - 1] = tokens.bounds[1:]
-    counts = np.diff(first, append=len(tokens.ids))
-    if (counts < 0).any():
-        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
-    role_ids = np.concatenate([layout.roles for layout in layouts]).repeat(np.delete(counts, rows[1:] - 1))
-
-    # A token that begins in the template and ends in content is a merge that never occurs at inference.
-    owners = np.repeat(np.arange(len(layouts)), [len(layout.generated_starts) for layout in layouts])
-    generated = rows[owners] + np.fromiter(chain.from_iterable(layout.generated_starts for layout in layouts), int)
-    crosses = np.append(0, tokens.ends)[first[generated]] > starts[generated]
-    num_boundary_tokens = np.bincount(owners[crosses], minlength=len(layouts)).tolist()
-
-    first_in_text = (first - np.repeat(tokens.bounds[:-1], np.diff(rows))).tolist()
-    encoded = []
-    for number, (layout, conversation) in enumerate(zip(layouts, conversations, strict=True)):
-        own_rows, own = slice(rows[number], rows[number + 1]), slice(*tokens.bounds[number : number + 2])
-        encoded.append(
-            TokenizedConversation(
-                tokens.ids[own],
-                role_ids[own],
-                _turns(layout, first_in_text[own_rows], conversation.messages),
-                conversation.key,
-                num_boundary_tokens[number],
-                layout.holds_control_text,
-                token_weights=_token_weights(layout, conversation.messages, counts[own_rows][:-1]),
-                left_out=layout.left_out,
-            )
+    if (num_control := int(tokens.is_control.sum())) != layout.num_control:
+        raise TemplateError(
+            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {num_control} of "
+            "them"
         )
-    return encoded
+    # The first byte and the first token of each span, and of the end of the text.
+    starts = list(accumulate(map(num_bytes, layout.texts), initial=0))
+    first = [*tokens.starts.searchsorted(starts[:-1]).tolist(), len(tokens.ids)]
+    first[0] = 0  # white space that a tokenizer adds before the text has no position in it
+    counts = [after - before for before, after in pairwise(first)]
+    if min(counts, default=0) < 0:
+        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
+    # A token that begins in the template and ends in content is a merge that never occurs at inference.
+    generated = [span for span in layout.generated_starts if first[span] > 0]
+    num_boundary_tokens = sum(bool(tokens.ends[first[span] - 1] > starts[span]) for span in generated)
+    return TokenizedConversation(
+        tokens.ids,
+        layout.roles.repeat(np.array(counts, dtype=np.int64)),
+        _turns(layout, first, conversation.messages),
+        conversation.key,
+        num_boundary_tokens,
+        layout.holds_control_text,
+        token_weights=_token_weights(layout, conversation.messages, counts),
+        left_out=layout.left_out,
+    )
 
 
 def _turns(layout: Layout, first: Sequence[int], messages: Sequence[Message]) -> tuple[Turn, ...]:
@@ -193,7 +172,7 @@ def _turns(layout: Layout, first: Sequence[int], messages: Sequence[Message]) ->
     return tuple(turns)
 
 
-def _token_weights(layout: Layout, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
+def _token_weights(layout: Layout, messages: Sequence[Message], counts: Sequence[int]) -> np.ndarray | None:
     """Returns the weight of each token's message, float32 [n], or None if all weights are 1."""
     weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):

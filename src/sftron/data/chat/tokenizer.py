@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from sftron.data.chat.control_tokens import ControlTokens, allowed_by_role
+from sftron.data.chat.control_tokens import ControlTokens, Tokens, allowed_by_role
 from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Layout, StopStrings, assign_roles, frame_of
 from sftron.data.chat.left_out import find_left_out
@@ -158,32 +158,35 @@ class ChatTokenizer:
                 outcomes.append(self._lay_out(conversation))
             except TemplateError as error:
                 outcomes.append(_refusal(conversation, error))
-        pairs = zip(outcomes, conversations, strict=True)
-        tokenized = iter(self._tokenize([(layout, given) for layout, given in pairs if isinstance(layout, Layout)]))
-        return [outcome if isinstance(outcome, DataError) else next(tokenized) for outcome in outcomes]
+        tokenized = iter(self._tokenize(["".join(each.texts) for each in outcomes if isinstance(each, Layout)]))
+        encoded: list[TokenizedConversation | DataError] = []
+        for outcome, conversation in zip(outcomes, conversations, strict=True):
+            if isinstance(outcome, DataError):
+                encoded.append(outcome)
+            elif isinstance(tokens := next(tokenized), Tokens):
+                try:
+                    encoded.append(assign_roles(tokens, outcome, conversation))
+                except TemplateError as error:
+                    encoded.append(_refusal(conversation, error))
+            else:
+                problem = f"the tokenizers library failed on this text ({tokens}); change or remove the row"
+                encoded.append(DataError(f"{conversation.location}: {problem}", reason="tokenizer_failed"))
+        return encoded
 
-    def _tokenize(self, laid_out: Sequence[tuple[Layout, Conversation]]) -> Sequence[TokenizedConversation | DataError]:
-        """Returns the tokens and roles of conversations.
+    def _tokenize(self, texts: Sequence[str]) -> list[Tokens | BaseException]:
+        """Returns the tokens of each text, or the panic of the tokenizers library.
 
-        An error, or a panic of the tokenizers library, on a batch does not name the conversation, so they are then
-        tokenized one by one. As a panic is not an Exception, it would otherwise end a loader worker or the run.
+        A panic is not an Exception, so it would end a loader worker or the run. On a batch it does not name the text,
+        so the texts are then tokenized one by one.
         """
-        if not laid_out:
-            return []
-        layouts, conversations = zip(*laid_out, strict=True)
         try:
-            tokens = self._control.renamed_tokenizer.encode(["".join(layout.texts) for layout in layouts])
-            return assign_roles(tokens, layouts, conversations)
+            return [*self._control.renamed_tokenizer.encode(texts)]
         except BaseException as error:
-            is_refused = isinstance(error, TemplateError)
-            if not is_refused and type(error).__name__ != "PanicException":
+            if type(error).__name__ != "PanicException":
                 raise
-            if len(laid_out) == 1:
-                if is_refused:
-                    return [_refusal(conversations[0], error)]
-                problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
-                return [DataError(f"{conversations[0].location}: {problem}", reason="tokenizer_failed")]
-        return [self._tokenize([pair])[0] for pair in laid_out]
+            if len(texts) == 1:
+                return [error]
+        return [tokens for text in texts for tokens in self._tokenize([text])]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
@@ -195,7 +198,7 @@ class ChatTokenizer:
             is_text = origin is not None and origin.field
             renamed += span if is_text else self._control.rename(span, self._control.find(span))
             start += length
-        return self._control.renamed_tokenizer.encode([renamed]).ids.tolist()
+        return self._control.renamed_tokenizer.encode([renamed])[0].ids.tolist()
 
     def without_control_text(self, text: str) -> str:
         """Returns the text with a space in place of each string that spells a control token."""
