@@ -53,7 +53,6 @@ class CalledModel:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._hidden_of, self._evaluated = dict[int, Tensor](), dict[int, tuple[float, Tensor]]()
 
     @cached_property
     def module(self) -> nn.Module:
@@ -120,16 +119,11 @@ class CalledModel:
     def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
         """Returns the last hidden states [B, T, H] of the batch with these ids, within the trainer's `compute_loss`.
 
-        Returns logits [B, T, V] instead if the decoder cannot be found. Those of the batch's own ids are kept.
+        Returns logits [B, T, V] instead if the decoder cannot be found.
         """
-        is_own = ids is batch.inputs["input_ids"]
-        if is_own and id(batch) in self._hidden_of:
-            return self._hidden_of[id(batch)]
         found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
         if found.shape[1] < ids.shape[1]:
             raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens alone")
-        if is_own:
-            self._hidden_of[id(batch)] = found
         return found
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
@@ -163,11 +157,9 @@ class CalledModel:
 
     def evaluated(self, batch: SeenBatch) -> tuple[float, Tensor]:
         """Returns the sum of the cross-entropies of a batch and its last hidden states [B, T, H], without dropout."""
-        if id(batch) not in self._evaluated:
-            sums = list[float]()
-            hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
-            self._evaluated[id(batch)] = sums[0], hidden[:, -batch.ids.shape[1] :]
-        return self._evaluated[id(batch)]
+        sums = list[float]()
+        hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
+        return sums[0], hidden[:, -batch.ids.shape[1] :]
 
     def gradient_positions(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
         """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.
