@@ -182,7 +182,7 @@ def stop_tokens(view: View) -> Finding:
     if view.trained_roles == "all" and all(each.tokens is None and each.source for each in view.documents):
         return _ends_of_texts(view)
     documents, lone = view.with_roles(), with_lone_answers(view.with_roles())  # of the lone ones, forgery reports
-    num_answers, names, without = 0, Counter[str](), list[str]()
+    num_answers, names, without, is_text_trained = 0, Counter[str](), list[str](), False
     for each in documents:
         if each in lone or each.tokens is None:
             continue
@@ -190,7 +190,9 @@ def stop_tokens(view: View) -> Finding:
         answers = [turn for turn in each.answers if weights is None or weights[turn.stop or turn.end - 1] > 0]
         num_answers += len(answers)
         names.update(view.tokenizer.decode([n]) for n in each.tokens.stop_ids)
-        without += [each.where for turn in answers if turn.stop is None or not is_own[turn.stop]]
+        untrained = [turn for turn in answers if turn.stop is None or not is_own[turn.stop]]
+        without += [each.where] * len(untrained)
+        is_text_trained |= any(each.trained[turn.start : turn.end].any() for turn in untrained)
     if not num_answers:
         raise NotMeasuredError("no whole answer is to be trained in the batches")
     stops = ", ".join(name for name, _ in names.most_common(3)) or "no stop token"
@@ -199,7 +201,8 @@ def stop_tokens(view: View) -> Finding:
         return Finding(True, measured, "all")
     problem = next((each.truth.problem for each in documents if each.truth is not None and each.truth.problem), "")
     detail = (f"the first whose stop token is not trained is in {without[0]}", problem)
-    return Finding(False, measured, "all", detail, _stop_remedy(view, set(names)))
+    remedy = _stop_remedy(view, set(names), is_text_trained=is_text_trained)
+    return Finding(False, measured, "all", detail, remedy)
 
 
 def _ends_of_texts(view: View) -> Finding:
@@ -212,25 +215,23 @@ def _ends_of_texts(view: View) -> Finding:
     return Finding(num_ended == len(documents), measured, "all", (), remedies.NO_STOP.of(view.trainer))
 
 
-def _stop_remedy(view: View, names: set[str]) -> str:
-    """Returns the remedy for stop tokens without a label, which the rows' own mask hides, or that of padding."""
+def _stop_remedy(view: View, names: set[str], *, is_text_trained: bool) -> str:
+    """Returns the remedy for stop tokens without a label.
+
+    Args:
+        names: The stop tokens of the documents.
+        is_text_trained: Whether an answer without one has a label.
+    """
     if not names:
         return remedies.NO_STOP.of(view.trainer)
     count = _LabelCount.of(view)
     if count.wrong["labels"]:
         return count.remedy()
-    if not any(_has_trained_answer_without_stop(each) for each in view.with_roles()):
+    if not is_text_trained:
         return remedies.ANSWERS_UNTRAINED.of(view.trainer)
     pad = view.tokenizer.pad_token
     also_padding = remedies.PAD_IS_STOP.of(view.trainer, pad=pad) if pad in names else ""
     return _remedy_of_mask(view, remedies.STOP_MASKED) + also_padding
-
-
-def _has_trained_answer_without_stop(document: Document) -> bool:
-    trained, turns = document.trained, document.answers
-    return any(
-        turn.stop is not None and not trained[turn.stop] and trained[turn.start : turn.end].any() for turn in turns
-    )
 
 
 def with_lone_answers(documents: Sequence[Document]) -> list[Document]:
@@ -238,13 +239,11 @@ def with_lone_answers(documents: Sequence[Document]) -> list[Document]:
 
     Labels that a script makes from the messages leave out an answer that only a text spells.
     """
-    known = [(each, _trained_answers(each)) for each in documents if each.source == "ids"]
-    if 2 * sum(sum(each[:-1]) for _, each in known) <= sum(len(each[:-1]) for _, each in known):
+    known = list[tuple[Document, list[bool]]]()
+    for each in documents:
+        answers = [turn for turn in each.answers if turn.end > turn.start and each.source == "ids"]
+        known.append((each, [bool(each.trained[turn.start : turn.end].any()) for turn in answers]))
+    before_last = [is_trained for _, flags in known for is_trained in flags[:-1]]
+    if 2 * sum(before_last) <= len(before_last):
         return []
-    return [document for document, each in known if any(each) and not all(each[:-1])]
-
-
-def _trained_answers(document: Document) -> list[bool]:
-    """Returns for each answer whether it is trained."""
-    trained, answers = document.trained, [turn for turn in document.answers if turn.end > turn.start]
-    return [bool(trained[turn.start : turn.end].any()) for turn in answers]
+    return [document for document, flags in known if any(flags) and not all(flags[:-1])]

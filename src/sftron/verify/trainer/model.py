@@ -39,8 +39,7 @@ def _outputs(module: nn.Module | None) -> Iterator[list[Any]]:
     found = list[Any]()
     with ExitStack() as stack:
         if module is not None:
-            hook = module.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-            stack.callback(hook.remove)
+            stack.enter_context(module.register_forward_hook(lambda _module, _inputs, output: found.append(output)))
         yield found
 
 
@@ -100,12 +99,8 @@ class CalledModel:
             caught.update({"input_ids": args[0], **kwargs} if args else kwargs)
             raise _Caught
 
-        handle = self.module.register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with suppress(_Caught):
-                call()
-        finally:
-            handle.remove()
+        with self.module.register_forward_pre_hook(catch, with_kwargs=True), suppress(_Caught):
+            call()
         return caught
 
     def loss_of(self, inputs: Mapping[str, Any], num_items: Any, *, training: bool = True) -> Tensor:
@@ -148,7 +143,7 @@ class CalledModel:
         with ExitStack() as stack:
             for each in (self.decoder, self.module):
                 if each is not None:
-                    stack.callback(each.register_forward_hook(keep).remove)
+                    stack.enter_context(each.register_forward_hook(keep))
             with suppress(_Caught):
                 call()
         if not found:
@@ -175,14 +170,10 @@ class CalledModel:
             output.last_hidden_state = leaves[-1]
             return output
 
-        handle = self.decoder.register_forward_hook(cut)
-        try:
-            with torch.enable_grad():
-                # In float16, the gradient at a token that is predicted well would be 0 without the factor.
-                loss = 1024 * self.loss_of(batch.inputs, num_items, training=False)
-                (gradient,) = torch.autograd.grad(loss, leaves[-1])
-        finally:
-            handle.remove()
+        with self.decoder.register_forward_hook(cut), torch.enable_grad():
+            # In float16, the gradient at a token that is predicted well would be 0 without the factor.
+            loss = 1024 * self.loss_of(batch.inputs, num_items, training=False)
+            (gradient,) = torch.autograd.grad(loss, leaves[-1])
         has_gradient = gradient.abs().amax(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy() > 0
         has_label = np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (0, 1)))
         return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())

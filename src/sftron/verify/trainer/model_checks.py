@@ -140,6 +140,12 @@ def _are_equal(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= _WEIGHT_TOLERANCE * max(map(abs, values))
 
 
+def _spread(losses: Sequence[float]) -> float:
+    """Returns how far the loss of some rows together, the first, is from the sum of theirs alone, relative."""
+    whole, *alone = losses
+    return abs(sum(alone) - whole) / abs(whole) if whole else 0.0
+
+
 def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -> Finding:
     """Returns the finding, failed if the cross-entropies of a few rows are others where each is alone in its batch.
 
@@ -147,8 +153,7 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
     """
     spread, detail = 0.0, found.detail
     if subject.together_and_alone:
-        whole, *alone = (subject.model.evaluated(each)[0] for each in subject.together_and_alone)
-        spread = abs(sum(alone) - whole) / whole if whole else 0.0
+        spread = _spread([subject.model.evaluated(each)[0] for each in subject.together_and_alone])
         detail = (*detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:
         _require_accumulation(subject)
@@ -180,8 +185,7 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
     if not batches or num_items is None:
         return found
     with torch.no_grad():
-        whole, *alone = (float(subject.model.loss_of(each.inputs, num_items, training=False)) for each in batches)
-    spread = abs(sum(alone) - whole) / abs(whole)
+        spread = _spread([float(subject.model.loss_of(each.inputs, num_items, training=False)) for each in batches])
     if spread > max(tolerance, _OTHER_TOLERANCE):
         return replace(found, detail=(*found.detail, f"the same rows one by one: {spread:.1%} apart"))
     if wrong := _at_other_places(subject, batches[0], found):
