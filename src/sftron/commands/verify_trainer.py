@@ -7,7 +7,6 @@ was not measured, 2 the trainer cannot be checked (a message, no traceback).
 """
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +19,10 @@ from sftron.errors import is_of_user, place_of, show
 def load_function(target: str) -> Callable[[], Any]:
     """Returns the function that `SCRIPT.py:FUNCTION` names. Raises ValueError."""
     path, _, name = target.rpartition(":")
-    if not path.endswith(".py"):
+    if not path.endswith(".py") or not Path(path).is_file():
         raise ValueError(
             f"found {target}; wanted SCRIPT.py:FUNCTION, a Python file and its function that returns the trainer"
         )
-    if not Path(path).is_file():
-        raise ValueError(f"found {target}; {path} is not a file")
     specification = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert specification is not None
     assert specification.loader is not None
@@ -40,17 +37,13 @@ def load_function(target: str) -> Callable[[], Any]:
 
 def read_conversations(path: Path) -> list[Any]:
     """Returns the values of a JSONL file; lines end only at newlines. Raises ValueError with the file or the line."""
+    from sftron.data.sources.jsonl import parse_json
+
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = enumerate(path.read_bytes().split(b"\n"), 1)
     except OSError as error:
         raise ValueError(str(error)) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line.decode())] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}; wanted a conversation as JSON on each line") from error
-    return rows
+    return [parse_json(line, f"{path}:{n}", "a conversation as JSON on each line") for n, line in lines if line.strip()]
 
 
 @refusing(ValueError)
