@@ -19,7 +19,7 @@ from sftron.__main__ import main
 from sftron.config import load_config
 from sftron.data.sources import open_source
 from sftron.report.counts import LengthCount
-from sftron.train.start import first_config
+from sftron.train.text import first_config
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, write_rows
 

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
-from sftron.data.sources import open_source
-from sftron.data.types import Conversation, ConversationKey, DataError, Role
+from sftron.data.types import Role
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
@@ -110,32 +108,6 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
         yield [pending[index] for index in chosen]
         for index in reversed(chosen):
             del pending[index]
-
-
-# --- Prompts ---
-
-
-def read_questions(path: str | None) -> list[Question]:
-    """Reads prompts from a JSONL file with a `messages` column. Raises DataError with file:line."""
-    if path is None:
-        return []
-    if not Path(path).is_file():
-        raise DataError(f"evaluation.prompts: {path} is not a file")
-    source = open_source(path, "train")
-    questions = []
-    for index in range(len(source)):
-        location = source.locate(index)
-        conversation = parse_conversation(
-            source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
-        )
-        assert isinstance(conversation, Conversation), "format messages holds no ids"
-        if conversation.tools:
-            raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
-        role = conversation.messages[-1].role
-        if role is not Role.USER:
-            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role.name.lower()}")
-        questions.append(Question(conversation.messages))
-    return questions
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
 from sftron.train.best import Best
+from sftron.train.build_data import require_unchanged
 from sftron.train.evaluation import Evaluator
 from sftron.train.flops import step_flops
 from sftron.train.logs import console
@@ -23,19 +24,18 @@ from sftron.train.metrics import Stopwatch
 from sftron.train.objective import TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunExports
+from sftron.train.preflight import Health
 from sftron.train.progress import Progress, RunLength
 from sftron.train.ranks import Ranks
 from sftron.train.resume import run_state
 from sftron.train.run import Setup
 from sftron.train.run_directory import NOT_FINITE, RunDirectory
+from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
-from sftron.train.start import description
-from sftron.train.start.preflight import Health
-from sftron.train.start.run_data import require_unchanged
-from sftron.train.start.sample import mix_report
 from sftron.train.step import StepBatches, StepResult, measure_step, next_step_batches, train_step
+from sftron.train.text import description
 
 _MAX_NON_FINITE_IN_A_ROW = 3
 

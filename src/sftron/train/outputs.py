@@ -7,20 +7,22 @@ from pathlib import Path
 from sftron.checkpoint.atomic import all_or_raise, main_or_raise
 from sftron.checkpoint.export import read_trained_adapter
 from sftron.checkpoint.merge import logits_of
+from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train.best import Best
+from sftron.train.build_model import adapter_tensors, load_whole_model
 from sftron.train.exports.exporter import Exporter, export_checkpoint
 from sftron.train.exports.hub import HubPusher
 from sftron.train.logs import console
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts
-from sftron.train.run import Setup
+from sftron.train.run import RunData, Setup
 from sftron.train.run_directory import RunDirectory
 from sftron.train.settings import Settings
-from sftron.train.start.lora import adapter_tensors, texts_of
-from sftron.train.start.setup import load_whole_model
+
+_NUM_TEXTS, _MOST_TOKENS = 4, 128
 
 
 class RunExports:
@@ -169,3 +171,10 @@ class RunExports:
             logits = logits_of(load_whole_model(setup, start), texts)
             merge = exporter.write_merged(tensors, directory.hf(step), trained=self._model, texts=texts, logits=logits)
             directory.record_merge(step, merge)
+
+
+def texts_of(data: RunData) -> list[list[int]]:
+    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
+    return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]

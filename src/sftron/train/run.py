@@ -1,6 +1,6 @@
 """What a run is, before its weights are loaded: its configuration, ranks, data and model, and their fingerprints.
 
-`start/setup.py` makes a Setup; everything else in `train` takes one.
+`preflight.build_run` makes a Setup; everything else in `train` takes one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import LabeledConversation, Message
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.quantization import NF4
 from sftron.train.exports.base_model import BaseModel
 from sftron.train.flops import Peak, TrainedMatrices
 from sftron.train.ranks import Ranks
-from sftron.train.start.sample import Projection, Sample
+from sftron.train.sample import Projection, Sample
 
 # --- The data ---
 
@@ -174,6 +175,12 @@ class RunModel:
         if self.adapters is not None:
             facts |= self.adapters.facts | {BASE_WEIGHTS: str(self.base_digest)}
         return facts
+
+
+def frozen_dtype(config: Config) -> torch.dtype:
+    """Returns the type of frozen matrices. In the compute type, a frozen matrix need not be cast at each step."""
+    name = config.model.frozen_dtype
+    return NF4 if name == "nf4" else getattr(torch, config.model.compute_dtype if name == "auto" else name)
 
 
 # --- The run ---

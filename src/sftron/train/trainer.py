@@ -14,6 +14,8 @@ from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.types import DataError
 from sftron.models.loss import loss_function
+from sftron.train.build_data import make_loader, plan_packs
+from sftron.train.build_model import load_model, make_optimizer
 from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import HubPusher, require_hub
@@ -22,21 +24,20 @@ from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.logs.make_loggers import make_loggers, require_loggers
 from sftron.train.logs.run_logs import RunLogs
 from sftron.train.loop import TrainingLoop
+from sftron.train.memory import measure_step_memory
 from sftron.train.metrics import Stopwatch
 from sftron.train.outputs import RunExports
+from sftron.train.preflight import Health, build_run, require_finite, require_one_folder
 from sftron.train.progress import DataSetCount, Progress, RunLength
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
+from sftron.train.revisions import REVISIONS, find_commits, pin
 from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
-from sftron.train.start import description, dry_run
-from sftron.train.start.preflight import Health, require_finite, require_one_folder
-from sftron.train.start.revisions import REVISIONS, find_commits, pin
-from sftron.train.start.run_data import plan_packs
-from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
+from sftron.train.text import description
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -65,7 +66,7 @@ class Trainer(TrainingLoop):
             torch.use_deterministic_algorithms(True)
         self.config = config = pin(config, self._commits)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
-        self.setup = set_up(config, self.ranks)
+        self.setup = build_run(config, self.ranks)
         plan_packs(self.setup)
         self._length = RunLength(config, self.setup.data.preparation.num_rows)
         self._logs = RunLogs(self.setup, self.directory)
@@ -114,7 +115,10 @@ class Trainer(TrainingLoop):
         self._settings = self._record_start(start)
         self.model = self.ranks.all_or_raise(lambda: load_model(setup))
         self.optimizer = make_optimizer(self.config, self.model)
-        self.loader = make_loader(setup)
+        # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
+        # On a CPU, it would only waste computation.
+        on_gpu = setup.ranks.device.type == "cuda"
+        self.loader = make_loader(self.config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu)
         self._saver = Saver(
             directory.checkpoints,
             interval=checkpoints.interval,
@@ -160,7 +164,7 @@ class Trainer(TrainingLoop):
         No weight changes, and no run directory is written. Raises ValueError if the weights give no finite loss.
         """
         description.describe_run(self.setup, None)
-        description.describe_dry_run(self.setup, dry_run.measure_step_memory(self.setup))
+        description.describe_dry_run(self.setup, measure_step_memory(self.setup))
         return EXIT_COMPLETED
 
     # -- the whole run -----------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from sftron.data.digest import digest_of, joined, pack_digest
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Pack
 from sftron.models.architecture import is_of_the_model
+from sftron.train import build_data
 from sftron.train.resume import changes
 from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import RunDirectory, intact_records, process_name, read_result
-from sftron.train.start import run_data
 from sftron.verify.report import Check, Report, aligned
 from sftron.visible_text import visible_text
 
@@ -103,8 +103,8 @@ class OpenedRun:
         self.folder = folder
         self.steps, self.without_digest = read_steps(folder)
         self.config = load_config(folder / "config.yaml", overrides)
-        self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
-        self.dataset = run_data.make_dataset(self.config, self.preparation)
+        self.preparation = build_data.open_data(self.config, build_data.load_chat_tokenizer(self.config))
+        self.dataset = build_data.make_dataset(self.config, self.preparation)
         if self.dataset.is_planned:
             self.dataset.measure()  # the fingerprint says how an epoch is packed, which depends on all lengths
         self.fingerprint = data_fingerprint(self.config, self.dataset)

@@ -32,13 +32,13 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
+from sftron.train.build_data import token_budget
 from sftron.train.divergence import divergence
 from sftron.train.exports.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run_directory import intact_records
 from sftron.train.settings import Settings, period_words, shown
-from sftron.train.start.run_data import token_budget
 from sftron.visible_text import visible_text
 
 VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
