@@ -113,7 +113,7 @@ def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
 
     folder = copied(finished, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "_save", fail)
+        patch.setattr(TrainingLoop, "save", fail)
         with pytest.raises(RuntimeError, match="killed before"):
             run(config_of(finished, tmp_path, tokens__train_steps=7, optimizer__learning_rate=0.5))
     run(config_of(finished, tmp_path, tokens__train_steps=7))

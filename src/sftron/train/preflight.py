@@ -22,9 +22,9 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
 from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
-from sftron.train.best import require_metric, watched_metric
-from sftron.train.build_data import build_data, longest_document, open_rows
+from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
 from sftron.train.build_model import base_digest, build_model
+from sftron.train.evaluation import require_metric, watched_metric
 from sftron.train.objective import TokenLoss
 from sftron.train.ranks import Ranks
 from sftron.train.revisions import model_folder, tokenizer_folder
@@ -47,6 +47,7 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
         digest = base_digest(setup.model.folder, ranks)
         setup = replace(setup, model=replace(setup.model, base_digest=digest))
     require_alike(setup)
+    plan_packs(setup)
     return setup
 
 

@@ -21,8 +21,8 @@ from sftron.models.mxfp4 import quant_method
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
-from sftron.train.best import watched_metric
 from sftron.train.build_data import num_workers
+from sftron.train.evaluation import watched_metric
 from sftron.train.logs import console
 from sftron.train.memory import (
     GROWTH_OF_TENSORS,
@@ -33,10 +33,9 @@ from sftron.train.memory import (
     predictions_of,
     total_memory,
 )
-from sftron.train.run import Question, Setup
+from sftron.train.run import Change, Question, Setup
 from sftron.train.run_directory import RunDirectory
 from sftron.train.sample import Sample
-from sftron.train.settings import Change
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
