@@ -255,13 +255,6 @@ def test_a_file_system_without_locks_is_said_and_ends_no_run(
     assert (tmp_path / "run/lock").read_text().startswith("process ")
 
 
-@pytest.mark.parametrize("name", ["latest", "best"])
-def test_a_real_folder_in_the_place_of_a_link_is_refused_before_training(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} is not a symbolic link, .*; move it away"):
-        RunDirectory(tmp_path).acquire()
-
-
 def test_a_link_that_cannot_be_made_at_the_end_is_said_and_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a run: before weights are read, between the ranks, and of the weights themselves.
+"""A run from its configuration, with its checks: before weights are read, between the ranks, and of the weights.
 
 Each check raises ValueError with both values and the remedy.
 """

@@ -66,7 +66,8 @@ class Trainer:
             if not self.ranks.is_main:
                 return {}
             require_loggers(config.logging)
-            require_hub(config.hub)
+            if config.hub.push_to is not None:
+                require_hub(config.hub)
             return find_commits(config)
 
         self._commits = self.ranks.gather(self.ranks.all_or_raise(ask_services))[0]
