@@ -32,6 +32,7 @@ from sftron.train.run_directory import RunDirectory
 
 _NUM_TEXTS, _MOST_TOKENS = 4, 128
 PlanMaker = Callable[..., ExportPlan]
+"""Makes the plan of an export of one state of the run; `merge` is its argument."""
 
 
 @dataclass(frozen=True)

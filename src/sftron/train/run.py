@@ -307,6 +307,7 @@ class Setup:
 
     @property
     def length(self) -> RunLength:
+        """The length of the run, in steps or in epochs of the current data."""
         return RunLength(self.config, self.data.preparation.num_rows)
 
     @property

@@ -36,7 +36,7 @@ from sftron.train.run import Settings
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.saving import Saver
 from sftron.train.signals import StopRequest
-from sftron.train.text import description
+from sftron.train.text import conclusion, description
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
 
@@ -103,7 +103,7 @@ class Trainer:
             self.progress = start.progress
             self._finished = str(read_result(self.directory.folder).get("status"))
             unused = [*map(str, start.changed_settings(self.setup)), *start.changes]
-            description.describe_finished(self.config, self._finished, self.progress.step, unused)
+            conclusion.describe_finished(self.config, self._finished, self.progress.step, unused)
             return
         self.ranks.all_or_raise(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
@@ -227,7 +227,7 @@ class Trainer:
             self._saver.wait()
             directory.write_result("failed", step=step, error=NOT_FINITE)
             self._draw()
-            description.conclude_not_finite(step, self._saver.saved_step)
+            conclusion.conclude_not_finite(step, self._saver.saved_step)
             return status
         problem = exported = diverged = None
         if status == "completed":
@@ -254,9 +254,9 @@ class Trainer:
         directory.write_result(status, step=step, exported=exported and str(exported), **facts)
         if status != "preempted":
             before, after = (self._logs.answers(each) for each in (0, step))
-            description.show_answers(self.setup.data.questions, before, after)
+            conclusion.show_answers(self.setup.data.questions, before, after)
         chart = self._draw()
-        description.conclude(
+        conclusion.conclude(
             status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
         )
         return status
