@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,19 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from sftron.checkpoint.adapter import vllm_limits
-from sftron.checkpoint.atomic import all_or_raise, main_or_raise, remove
-from sftron.checkpoint.export import ExportPlan, read_trained_adapter, write_export
-from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.merge import MOST_KL, largest_kl, logits_of
+from sftron.checkpoint.atomic import all_or_raise, main_or_raise
+from sftron.checkpoint.export import read_trained_adapter
+from sftron.checkpoint.merge import logits_of
 from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
-from sftron.models.quantization import dtype_name
 from sftron.models.sharding import whole
 from sftron.train.build_model import adapter_tensors, load_whole_model
 from sftron.train.evaluation import Best
-from sftron.train.exports.exporter import export_checkpoint, plan_of_run
+from sftron.train.exports.exporter import Exporter, export_checkpoint
 from sftron.train.exports.hub import HubPusher
 from sftron.train.logs import console
 from sftron.train.progress import Progress
@@ -31,8 +28,6 @@ from sftron.train.run import RunData, Settings, Setup
 from sftron.train.run_directory import RunDirectory
 
 _NUM_TEXTS, _MOST_TOKENS = 4, 128
-PlanMaker = Callable[..., ExportPlan]
-"""Makes the plan of an export of one state of the run; `merge` is its argument."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +57,15 @@ class RunExports:
         is_due = is_last or hub.every == "exports" or (isinstance(hub.every, int) and step % hub.every == 0)
         pusher = self.pusher if is_due and is_pushed else None
         facts, vocab_size = run_facts(setup, self.progress, self.settings), setup.model.architecture.vocab_size
-        make_plan = self._plan_of(facts, vocab_size, repository=hub.push_to if pusher else None)
+        exporter = self._exporter(facts, vocab_size, repository=hub.push_to if pusher else None)
         if setup.model.adapters is not None:
             tensors, texts = adapter_tensors(self.model), texts_of(setup.data)
             logits = logits_of(self.model, texts) if self._is_merged else []
-            write = partial(self._write_adapters, make_plan, step, tensors, logits)
+            write = partial(self._write_adapters, exporter, step, tensors, logits)
             folder = Path(main_or_raise(self.setup.ranks, lambda: str(write())))
         else:
             folder = self.directory.hf(step)
-            self._export_model(make_plan, folder)
+            self._export_model(exporter, folder)
         if self.setup.ranks.is_main:
             self.directory.point("latest", folder)
             if pusher:
@@ -82,11 +77,10 @@ class RunExports:
         lora = self.setup.config.lora
         return lora is not None and lora.merge
 
-    def _plan_of(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> PlanMaker:
-        """Returns `plan_of_run` for a state of the run; `merge` is left to the caller."""
+    def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
         config, parts, folder = self.setup.config, self.setup.model.export_parts, self.directory.folder
         assert parts is not None
-        return partial(plan_of_run, config, parts, state, folder, vocab_size=vocab_size, repository=repository)
+        return Exporter(config, parts, state, folder, vocab_size=vocab_size, repository=repository)
 
     def _push(self, pusher: HubPusher, exported: Path) -> None:
         """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
@@ -100,7 +94,7 @@ class RunExports:
         if exported != adapter or not self._is_merged:
             pusher.push(exported, step)
 
-    def _export_model(self, make_plan: PlanMaker, folder: Path) -> None:
+    def _export_model(self, exporter: Exporter, folder: Path) -> None:
         weights = ((name, whole(each.detach())) for name, each in self.model.named_parameters())
 
         def gather_the_rest() -> None:  # the other ranks wait for this one, as each holds a shard of the weights
@@ -109,14 +103,14 @@ class RunExports:
 
         def write() -> None:
             try:
-                write_export(make_plan(), weights, folder)
+                exporter.write_model(weights, folder)
             finally:
                 gather_the_rest()
 
         all_or_raise(self.setup.ranks, write if self.setup.ranks.is_main else gather_the_rest)
 
     def _write_adapters(
-        self, make_plan: PlanMaker, step: int, tensors: Mapping[str, Tensor], logits: Sequence[Tensor]
+        self, exporter: Exporter, step: int, tensors: Mapping[str, Tensor], logits: Sequence[Tensor]
     ) -> Path:
         """Writes adapter/step-N and, if it is wanted and accepted, the merge hf/step-N. Returns the last one.
 
@@ -124,58 +118,14 @@ class RunExports:
             tensors: The tensors of the adapter by `peft_name`.
             logits: The logits of the adapted model for `texts_of`; not used without a merge.
         """
-        plan, folder = make_plan(), self.directory.adapter(step)
-        write_export(plan, tensors.items(), folder)
-        console.write(f"adapter    {folder}, which peft loads onto {plan.base_model}")
-        for limit in vllm_limits(plan.spec) if plan.spec else ():
-            console.write(f"           {limit}")
+        folder, merged_folder = self.directory.adapter(step), self.directory.hf(step)
+        exporter.write_adapter(tensors, folder)
         if not self._is_merged:
             return folder
-        merged_folder = self.directory.hf(step)
-        merge = self._write_merged(make_plan(merge=True), tensors, merged_folder, logits)
+        texts = texts_of(self.setup.data)
+        merge = exporter.write_merged(tensors, merged_folder, trained=self.model, texts=texts, logits=logits)
         self.directory.record_merge(step, merge)
         return merged_folder if merge["is_accepted"] else folder
-
-    def _write_merged(
-        self, plan: ExportPlan, tensors: Mapping[str, Tensor], folder: Path, logits: Sequence[Tensor]
-    ) -> dict[str, Any]:
-        """Writes the merged model, unless its next tokens differ too much from those of the adapted model.
-
-        Returns the measurements of the merge, as JSON values; is_accepted is False if the folder was not written.
-        Raises OSError if the folder cannot be written, or the base model has changed since the run started.
-        """
-        unchecked, trained = folder.with_name(f"{folder.name}.unchecked"), self.model
-        try:
-            report = write_export(plan, tensors.items(), unchecked)
-        except ValueError as error:
-            raise OSError(f"the adapter cannot be merged: {error}") from error
-        assert report is not None
-        merged = load_model(  # computed as the trained model is
-            unchecked,
-            trained.attention,
-            trained.compute_dtype,
-            trained.rope_tables.num_positions,
-            adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
-            frozen_dtype=plan.dtype,
-            device=trained.head_weight.device,
-        )
-        kl = largest_kl(logits, logits_of(merged, texts_of(self.setup.data)))
-        is_accepted = kl <= MOST_KL  # False for NaN
-        measured = f"KL {kl:.1e} at most from the trained model, and {MOST_KL:g} is allowed"
-        if is_accepted:
-            remove(folder)
-            unchecked.rename(folder)
-            console.write(f"merged     {folder}: {measured}")
-        else:
-            remove(unchecked)
-            console.write(
-                f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
-                "(`sftron convert --dtype float32`)"
-            )
-        for line in report.lines():
-            console.write(f"           {line}")
-        measures = {"lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL, "is_accepted": is_accepted}
-        return {"dtype": dtype_name(plan.dtype), **measures}
 
     def export_at_end(self, best: Best | None, *, is_pushed: bool) -> Path:
         """Exports the final model, and `best` unless its folder exists already. Raises OSError for the former.
@@ -219,7 +169,7 @@ class RunExports:
         if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
             start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
             logits = logits_of(load_whole_model(setup, start), texts_of(setup.data))
-        self._write_adapters(self._plan_of(state, vocab_size, repository=None), step, tensors, logits)
+        self._write_adapters(self._exporter(state, vocab_size, repository=None), step, tensors, logits)
 
 
 def texts_of(data: RunData) -> list[list[int]]:

@@ -1,22 +1,29 @@
-"""The export of a checkpoint: its files besides the weights, its plan, and its card."""
+"""Exports of a run: a whole model, an adapter, and a merge of the two that is checked against the adapter."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from sftron.checkpoint.adapter import vllm_limits
+from sftron.checkpoint.atomic import remove
 from sftron.checkpoint.export import ExportPlan, opened, plan_export, write_export
 from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.merge import MergeReport
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.models.quantization import as_computed
+from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.models.fusion import NamedTensors
+from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
 from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.exports.base_model import read_base_model
@@ -89,6 +96,89 @@ def plan_of_run(
         card=card,
     )
     return plan
+
+
+class Exporter:
+    """Writes the exports of one state of a run, on the main rank; the arguments are those of `plan_of_run`."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: ExportParts,
+        state: Mapping[str, Any],
+        run_folder: Path,
+        *,
+        vocab_size: int,
+        repository: str | None,
+    ) -> None:
+        options: dict[str, Any] = {"vocab_size": vocab_size, "repository": repository}
+        self._plan = partial(plan_of_run, config, parts, state, run_folder, **options)
+
+    def write_model(self, weights: NamedTensors, folder: Path) -> None:
+        """Writes a Hugging Face folder. Raises OSError."""
+        write_export(self._plan(), weights, folder)
+
+    def write_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
+        plan = self._plan()
+        write_export(plan, tensors.items(), folder)
+        console.write(f"adapter    {folder}, which peft loads onto {plan.base_model}")
+        for limit in vllm_limits(plan.spec) if plan.spec else ():
+            console.write(f"           {limit}")
+
+    def write_merged(
+        self,
+        tensors: Mapping[str, Tensor],
+        folder: Path,
+        *,
+        trained: LlamaForSFT,
+        texts: Sequence[Sequence[int]],
+        logits: Sequence[Tensor],
+    ) -> dict[str, Any]:
+        """Writes the merged model, unless its next tokens differ too much from those of the trained model.
+
+        Args:
+            trained: The model that was trained; the merged one is computed in the same way.
+            texts, logits: A few texts, and the logits of the trained model for each.
+
+        Returns:
+            The measurements of the merge, as JSON values; is_accepted is False if the folder was not written.
+
+        Raises:
+            OSError: The folder cannot be written, or the base model has changed since the run started.
+        """
+        unchecked, plan = folder.with_name(f"{folder.name}.unchecked"), self._plan(merge=True)
+        try:
+            report = write_export(plan, tensors.items(), unchecked)
+        except ValueError as error:
+            raise OSError(f"the adapter cannot be merged: {error}") from error
+        assert report is not None
+        merged = load_model(
+            unchecked,
+            trained.attention,
+            trained.compute_dtype,
+            trained.rope_tables.num_positions,
+            adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
+            frozen_dtype=plan.dtype,
+            device=trained.head_weight.device,
+        )
+        kl = largest_kl(logits, logits_of(merged, texts))
+        is_accepted = kl <= MOST_KL  # False for NaN
+        measured = f"KL {kl:.1e} at most from the trained model, and {MOST_KL:g} is allowed"
+        if is_accepted:
+            remove(folder)
+            unchecked.rename(folder)
+            console.write(f"merged     {folder}: {measured}")
+        else:
+            remove(unchecked)
+            console.write(
+                f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
+                "(`sftron convert --dtype float32`)"
+            )
+        for line in report.lines():
+            console.write(f"           {line}")
+        measures = {"lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL, "is_accepted": is_accepted}
+        return {"dtype": dtype_name(plan.dtype), **measures}
 
 
 def _with_verify_card(parts: ExportParts, run_folder: Path) -> ExportParts:
