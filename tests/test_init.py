@@ -171,7 +171,7 @@ def test_adapters_are_suggested_where_only_they_fit(
     ("arguments", "message"),
     [
         (["none.jsonl", "models/tiny"], "none.jsonl"),
-        (["chats.jsonl", "models/tinny"], "models/tinny is no local folder (models/ has tiny"),
+        (["chats.jsonl", "models/tinny"], "models/tinny is no local folder"),
         (["chats.jsonl", "no/model"], "no/model is no local folder, and it cannot be downloaded from the Hub"),
         (["chats.jsonl", "chats.jsonl"], "chats.jsonl is a file, not the folder of a model; the order is DATA MODEL"),
         (["chats.jsonl", "no_tokenizer"], "no_tokenizer has no tokenizer.json"),
