@@ -9,10 +9,10 @@ from sftron.commands.train import run as main
 from sftron.data.chat import check
 from sftron.data.chat.template import ChatTemplate
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.train.start import sample as sample_module
-from sftron.train.start.description import describe_data
-from sftron.train.start.run_data import make_dataset, open_data
-from sftron.train.start.sample import Sample, check_sample
+from sftron.train import sample as sample_module
+from sftron.train.build_data import make_dataset, open_data
+from sftron.train.sample import Sample, check_sample
+from sftron.train.text.description import describe_data
 from tests.conftest import ASSETS
 from tests.train.runs import make_config, write_rows
 

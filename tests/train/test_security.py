@@ -25,8 +25,8 @@ from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
 from sftron.train.logs import console
+from sftron.train.preflight import open_run
 from sftron.train.ranks import start_ranks
-from sftron.train.start.setup import open_run
 from sftron.verify.parity import read_prompts
 from tests.conftest import ROOT
 from tests.data.files import refusal_of, write, write_rows

@@ -14,7 +14,8 @@ import torch
 from sftron.checkpoint import merge as merge_module
 from sftron.models import adapters
 from sftron.models.adapters import LoraSpec
-from sftron.train.start import lora, setup
+from sftron.train import build_model
+from sftron.train.run import Setup
 from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
@@ -98,7 +99,10 @@ def adapt_the_fused_matrix(patch: Patch) -> None:
 
 
 def choose(patch: Patch, change: Callable[[list[str], list[str]], list[str]]) -> None:
-    wrap(patch, lora, "match_targets", lambda right, targets, names, **_: change(right(targets, names), list(names)))
+    def changed(right: Any, targets: Any, names: Any, **_: Any) -> list[str]:
+        return change(right(targets, names), list(names))
+
+    wrap(patch, build_model, "match_targets", changed)
 
 
 def train_k_too(patch: Patch) -> None:
@@ -148,7 +152,7 @@ def decay_a_frozen_norm(patch: Patch) -> None:
 
 
 def train_a_norm_too(patch: Patch) -> None:
-    def wrong(right: Any, run: setup.Setup) -> Any:
+    def wrong(right: Any, run: Setup) -> Any:
         model = right(run)
         model.model.norm.weight.requires_grad_(True)
         return model

@@ -20,8 +20,8 @@ from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
 from sftron.kernels import table as table_module
 from sftron.models.sdpa_attention import SdpaAttention, attend_causally
+from sftron.train import build_data
 from sftron.train import resume as resume_module
-from sftron.train.start import run_data
 from sftron.train.step import StepResult
 from sftron.verify import model_checks, run_checks
 from sftron.verify import subject as subject_module
@@ -135,7 +135,7 @@ def shuffle_by_a_toggle(patch: Patch) -> None:
         general = config.general.model_copy(update={"seed": seed})
         return right(config.model_copy(update={"general": general}), *arguments, **options)
 
-    wrap(patch, run_data, "make_dataset", wrong)
+    wrap(patch, build_data, "make_dataset", wrong)
 
 
 def skip_a_pack_at_a_resume(patch: Patch) -> None:

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     if Path(options.model).is_file():
         raise ValueError(f"{options.model} is a file, not the folder of a model; the order is DATA MODEL")
     # Imported here, so that --help takes no time.
-    from sftron.train.start.first_config import write_first_config
+    from sftron.train.text.first_config import write_first_config
 
     with writing(options.out):
         folder = options.out.parent  # which is tried before all the data is read

@@ -17,8 +17,8 @@ from sftron.compare.recorded_run import decides_training, flat_config, value_tex
 from sftron.config import Config, ConfigError, load_config
 from sftron.config.load import split_arguments
 from sftron.regular_file import read_regular
+from sftron.train.revisions import pin, read_commits
 from sftron.train.run_directory import read_result
-from sftron.train.start.revisions import pin, read_commits
 
 _MAX_FILE_BYTES = 256 * 2**10
 _LOGGING = "--logging.wandb.mode="

@@ -20,9 +20,9 @@ from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, Adap
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
+from sftron.train.build_model import adapter_tensors, make_optimizer
 from sftron.train.objective import TokenLoss
-from sftron.train.start.lora import adapter_tensors, frozen_dtype
-from sftron.train.start.setup import make_optimizer
+from sftron.train.run import frozen_dtype
 from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
 from sftron.verify.parity import FP32_TOLERANCE, check_logits

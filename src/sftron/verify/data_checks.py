@@ -28,7 +28,7 @@ from sftron.data.types import (
     TokenizedConversation,
 )
 from sftron.report.audit import Audit
-from sftron.train.start import run_data
+from sftron.train import build_data
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.subject import Row, Subject
 
@@ -290,4 +290,4 @@ def _differ(a: Any, b: Any, names: Sequence[str]) -> bool:
 
 def _loader(subject: Subject, **ranks: int) -> PackLoader:
     config = subject.config.model_copy(update={"data": subject.config.data.model_copy(update={"num_workers": 0})})
-    return run_data.make_loader(config, subject.open_dataset(config, **ranks), keep_tail=True, pin_memory=False)
+    return build_data.make_loader(config, subject.open_dataset(config, **ranks), keep_tail=True, pin_memory=False)

@@ -20,7 +20,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
 from sftron.train.objective import hidden_states, loss_of
-from sftron.train.start.lora import frozen_dtype
+from sftron.train.run import frozen_dtype
 from sftron.train.step import train_step
 from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts

@@ -11,9 +11,9 @@ from typing import Any
 from sftron.checkpoint.checkpoint import read_state, steps_in
 from sftron.config import load_config
 from sftron.data.digest import digest_of
+from sftron.train import build_data
 from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import intact_records, read_result
-from sftron.train.start import run_data
 
 MOST_PACKS = 2**16
 """More packs than a step has; a damaged line must not let the replay run forever."""
@@ -78,8 +78,8 @@ class OpenedRun:
         self.folder = folder
         self.steps = read_steps(folder)
         self.config = load_config(folder / "config.yaml", overrides)
-        self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
-        self.dataset = run_data.make_dataset(self.config, self.preparation)
+        self.preparation = build_data.open_data(self.config, build_data.load_chat_tokenizer(self.config))
+        self.dataset = build_data.make_dataset(self.config, self.preparation)
         if self.dataset.is_planned:
             self.dataset.measure()  # the fingerprint says how an epoch is packed, which depends on all lengths
         self.fingerprint = data_fingerprint(self.config, self.dataset)

@@ -28,7 +28,7 @@ from sftron.models.experts import rounds_with_neighbors
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import dtype_name
-from sftron.train.evaluation import read_questions
+from sftron.train.build_data import read_questions
 from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.reference import load_reference
 from sftron.verify.report import Check, Report

@@ -25,11 +25,10 @@ from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.build_model import adapter_tensors, make_optimizer
 from sftron.train.objective import TokenLoss, hidden_states
+from sftron.train.revisions import model_folder
 from sftron.train.signals import StopRequest
-from sftron.train.start.lora import adapter_tensors
-from sftron.train.start.revisions import model_folder
-from sftron.train.start.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
 from sftron.verify.report import Finding, NotMeasuredError
@@ -184,7 +183,7 @@ trainer.build()
 status = trainer.train()
 if trainer.config.lora is not None:
     from safetensors.torch import save_file
-    from sftron.train.start.lora import adapter_tensors
+    from sftron.train.build_model import adapter_tensors
     save_file(adapter_tensors(trainer.model), f"{sys.argv[1]}-{os.environ['RANK']}.safetensors")
 end_ranks()
 sys.exit(status)

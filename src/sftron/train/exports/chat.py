@@ -20,8 +20,8 @@ from sftron.models.adapters import AdapterStart
 from sftron.models.generation import Choose, Sampler
 from sftron.models.generation import generate as generate_ids
 from sftron.models.llama import LlamaForSFT
-from sftron.train.start.revisions import model_folder
-from sftron.train.start.run_data import load_chat_tokenizer
+from sftron.train.build_data import load_chat_tokenizer
+from sftron.train.revisions import model_folder
 
 # --- The model ---
 

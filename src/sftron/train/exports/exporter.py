@@ -25,13 +25,12 @@ from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
+from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.exports.base_model import read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
-from sftron.train.run import ExportParts
-from sftron.train.start.lora import frozen_dtype
-from sftron.train.start.revisions import model_folder, tokenizer_folder
-from sftron.train.start.run_data import load_chat_tokenizer
+from sftron.train.revisions import model_folder, tokenizer_folder
+from sftron.train.run import ExportParts, frozen_dtype
 
 
 def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:

@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -32,13 +31,12 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
+from sftron.train.build_data import token_budget
 from sftron.train.divergence import divergence
 from sftron.train.exports.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
-from sftron.train.ranks import Ranks
+from sftron.train.run import Settings, period_words, shown
 from sftron.train.run_directory import intact_records
-from sftron.train.settings import Settings, period_words, shown
-from sftron.train.start.run_data import token_budget
 from sftron.visible_text import visible_text
 
 VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
@@ -49,7 +47,7 @@ MAX_CARD_BYTES = 16 * 2**20
 _RATE = "optimizer.learning_rate"
 
 
-# --- The adapter and the hardware ---
+# --- The adapter ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +58,6 @@ class AdapterFacts:
     base_sha256: str | None = None
     merge: MergeReport | None = None
     """For a merged model, the report of the merge."""
-
-
-def hardware(ranks: Ranks) -> str:
-    """Returns the number and the name of the devices, such as `8 x NVIDIA H100 80GB HBM3`."""
-    is_gpu = ranks.device.type == "cuda"
-    name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"CPU ({platform.machine()})"
-    return f"{ranks.dp_world_size} x {name}"
 
 
 # --- The card of a run ---
@@ -94,7 +85,7 @@ def model_card(
         adapter: The adapter that was trained, if any.
         repository: The repository on the Hub whose root the model is pushed to, if any.
     """
-    progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
+    progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
     config, periods = settings.as_config() or config, settings.periods()
     records, evaluations = (
         [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]

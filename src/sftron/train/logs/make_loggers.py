@@ -49,13 +49,13 @@ def require_loggers(options: Logging) -> None:
         console.write(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
 
 
-def make_loggers(setup: Setup, directory: RunDirectory, start: Start | None, *, num_parameters: int) -> Loggers | None:
+def make_loggers(setup: Setup, directory: RunDirectory, start: Start, *, num_parameters: int) -> Loggers | None:
     """Returns the loggers of the run; None if there are none, and on all ranks but the main one."""
     options = setup.config.logging
     names = [*options.to, *(["wandb"] if "wandb" not in options.to and options.wandb_mode != "disabled" else [])]
     if not names or not setup.ranks.is_main:
         return None
-    started_from = str(start.folder) if start else None
+    started_from = str(start.folder) if start.folder else None
     facts = partial(config_and_facts, setup, parameters=num_parameters, started_from=started_from)
     kinds = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": Mlflow, "wandb": Wandb}
     return Loggers([kinds.get(name, Tracker)(name, setup, directory.folder, facts) for name in names])
