@@ -40,16 +40,6 @@ for name in {[*COMMANDS]}:
     assert ended.stdout.count("usage: sftron ") == len(COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_describes_itself_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main([name, "--help"])
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 0
-    assert f"usage: sftron {name} " in capsys.readouterr().out
-
-
 def test_words_that_are_no_command_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--config", "x"]) == 2
     assert "'trian' is no command; there are init, train, inspect" in capsys.readouterr().err

@@ -1,19 +1,22 @@
 """The documentation is true: its keys, configurations, messages, laws, tests, files and links exist."""
 
 import ast
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 
+from sftron import ChatTokenizer, PackedDataset, PackLoader, Role, load_model, weighted_loss_sum
 from sftron.compare.grid import read_sweep_file
 from sftron.config import ConfigError, describe_config, load_config
 from sftron.config.results_schema import Logging
 from tests.conftest import ROOT
-from tests.docs_commands import PAGES, blocks
+from tests.docs_commands import FIRST_WORDS, PAGES, blocks
 
 DOCS = ROOT / "docs"
 ARCHITECTURE = DOCS / "architecture.md"
@@ -45,12 +48,6 @@ def test_every_configuration_loads(path: Path) -> None:
         assert read_sweep_file(path).grid()
     else:
         load_config(path)
-
-
-def test_the_page_of_ones_own_data_shows_the_configuration_whose_three_keys_are_changed() -> None:
-    (text,) = fenced(DOCS / "your-data.md", "yaml")
-    assert read(ROOT / "configs" / "your-data.yaml").endswith(text)
-    assert re.findall(r"(\w+): .*# \d\. ", text) == ["run_name", "path", "path"]
 
 
 YAML_BLOCKS = [(page, number, text) for page in PAGES for number, text in enumerate(fenced(page, "yaml"))]
@@ -110,7 +107,8 @@ def test_every_named_key_is_one_of_the_configuration() -> None:
 # --- Messages, laws and tests ---
 
 
-def test_every_quoted_message_is_in_the_source() -> None:
+def test_every_quoted_phrase_is_in_the_source() -> None:
+    """Three plain words or more in backquotes, which are what a run prints; `...` stands for values."""
     literals = []  # with a NUL for each hole of an f-string
     for path in SOURCES:
         for node in ast.walk(ast.parse(read(path))):
@@ -120,9 +118,18 @@ def test_every_quoted_message_is_in_the_source() -> None:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 literals.append(node.value)
     source = "\1".join(literals)
-    quoted = re.findall(r"^### `(.+)`$", read(DOCS / "troubleshooting.md"), re.MULTILINE)
-    assert len(quoted) > 5
-    assert not [text for text in quoted if not re.search("[^\1]*".join(map(re.escape, text.split("..."))), source)]
+    phrases = {
+        (page.name, " ".join(text.split()))
+        for page in PAGES
+        for text in re.findall(
+            r"`([a-z]+(?:\s+(?:[a-z,]+|\.\.\.)){2,})`", re.sub(r"(?ms)^ *```.*?^ *```", "", read(page))
+        )
+        if page.name != "CHANGELOG.md" and text.split()[0] not in (*FIRST_WORDS, "from")
+    }
+    assert len(phrases) > 5
+    assert not [
+        phrase for phrase in phrases if not re.search("[^\1]*".join(map(re.escape, phrase[1].split("..."))), source)
+    ]
 
 
 def test_every_law_that_is_cited_is_an_invariant() -> None:
@@ -144,7 +151,73 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert sorted(named - tests) == []
 
 
+# --- The row of GSM8K that goes through the pages ---
+
+SECOND_ROW = {
+    "question": "A couple with two children, ages 6 and 10 years old, decided to go to an amusement park. The regular "
+    "ticket costs $109, but children below 12 years old have a $5 discount. If they gave the cashier $500, how much "
+    "change will they receive?",
+    "answer": "The ticket costs 109 - 5 = $<<109-5=104>>104 for each child.\nSo the ticket cost of the two children is "
+    "104 x 2 = $<<104*2=208>>208.\nThe couple needs to pay the regular price, so it's 109 x 2 = $<<109*2=218>>218.\n"
+    "Thus, the family needs to pay a total of 208 + 218 = $<<208+218=426>>426.\nTherefore, their change is 500 - 426 = "
+    "$<<500-426=74>>74.\n#### 74",
+}
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="needs models/SmolLM2-135M-Instruct (make quickstart)")
+def test_the_row_of_gsm8k_is_on_every_page_what_smollm2_makes_of_it() -> None:
+    row = json.loads(next(text for text in fenced(DOCS / "data.md", "") if text.startswith('{"question"')))
+    tokenizer = ChatTokenizer.from_pretrained(SMOLLM2)
+    packs = [next(iter(packs_of([each], tokenizer))) for each in (row, SECOND_ROW)]
+    both = next(iter(packs_of([row, SECOND_ROW], tokenizer)))
+    assert [(pack.num_tokens, pack.num_trained_tokens) for pack in [*packs, both]] == [
+        (121, 55),
+        (274, 178),
+        (395, 233),
+    ]
+    pack, shown = packs[0], [*range(58, 67), *range(117, 121)]
+    table = {
+        "position": shown,
+        "token": [tokenizer.decode([pack.input_ids[n]]).replace("\n", "\\n").strip(" ") for n in shown],
+        "input_ids": pack.input_ids[shown],
+        "role_ids": [Role(role).name[0] for role in pack.role_ids[shown]],
+        "labels": ["-" if label == -100 else label for label in pack.labels[shown]],
+        "loss_weights": [int(weight) for weight in pack.loss_weights[shown]],
+    }
+    for name, cells in table.items():
+        line = " ".join([name, *map(str, cells[:9]), "...", *map(str, cells[9:])])
+        assert line in " ".join(read(DOCS / "masks.md").split()), line
+    bounds = "cu_seqlens " + " ".join(map(str, both.cu_seqlens))
+    for page in ("packing.md", "architecture.md"):
+        assert bounds in " ".join(read(DOCS / page).split()), page
+
+    model = load_model(SMOLLM2, compute_dtype=torch.float32)
+    sums = []
+    for rows in ([row], [SECOND_ROW]):
+        batch = next(iter(PackLoader(packs_of(rows, tokenizer), num_workers=0, keep_tail=False)))
+        with torch.no_grad():
+            hidden = model(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+            labels = (batch.label_positions, batch.labels, batch.loss_weights)
+            sums.append(weighted_loss_sum(hidden, model.head, *labels)[0].item())
+    assert sums == pytest.approx([122.55, 265.69], abs=0.02)
+    assert "122.55 + 265.69 nats" in read(ARCHITECTURE)
+    assert "388.24 / 233 = 1.666" in read(ARCHITECTURE)
+    assert "(122.55 + 265.69) / 233 = 1.666. The mean of both conversations' means would be 1.860" in read(
+        DOCS / "metrics.md"
+    )
+
+
+def packs_of(rows: list[dict[str, str]], tokenizer: ChatTokenizer) -> PackedDataset:
+    return PackedDataset.from_rows(rows, tokenizer, sequence_length=512, num_epochs=1)
+
+
 # --- Files and links ---
+
+
+def test_python_is_on_the_page_whose_blocks_run() -> None:
+    """tests/test_api.py runs those of docs/python.md."""
+    assert [page.name for page in PAGES if fenced(page, "python")] == ["python.md"]
 
 
 def test_every_tested_logger_has_an_extra_of_its_name() -> None:
@@ -172,6 +245,10 @@ def test_every_link_and_every_named_file_exists() -> None:
         text = re.sub(r"--out \S+", "", text)  # is written
         files = re.findall(r"\b(?:tests|tools|docs|examples|configs|src)/[\w/.-]+\.(?:py|md|yaml|jsonl)\b", text)
         missing += [f"{page.name}: {file}" for file in files if not (ROOT / file).exists()]
+        modules = re.findall(
+            r"`((?:config|data|kernels|models|checkpoint|train|verify|report|compare)/[\w/]+\.py)`", text
+        )
+        missing += [f"{page.name}: {module}" for module in modules if not (ROOT / "src" / "sftron" / module).exists()]
     assert not missing
 
 

@@ -1,4 +1,4 @@
-"""Every command and every Python block of the documentation runs unchanged, with a tiny model."""
+"""Every command of the documentation runs unchanged, with a tiny model; tests/test_api.py runs its Python blocks."""
 
 import contextlib
 import importlib.util
@@ -19,14 +19,13 @@ from torch.distributed.run import get_args_parser
 from sftron.config import load_config
 from sftron.data.child_process import STOP_SIGNALS
 from tests.conftest import ROOT
-from tests.docs_commands import PAGES, Command, blocks, commands_of, make_sandbox, parse_script, run_script
+from tests.docs_commands import PAGES, Command, commands_of, make_sandbox, parse_script, run_script
 
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
     "sftron sweep": "starts a dozen processes; its own tests make small sweeps",
     "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py measures each row",
     "tools/family_card.py": "takes minutes; tests/verify/test_family_card.py measures tiny models",
-    "tools/chaos.py": "takes six minutes; tests/train/test_chaos.py kills a few times",
 }
 """Commands and scripts, by their beginning, whose arguments are parsed without a run, and why.
 
@@ -55,8 +54,6 @@ Either the page is wrong, or this test needs an exception: names that the page a
 
 EVERY_COMMAND = [command for page in PAGES for command in commands_of(page)]
 COMMANDS = list({(*command.words()[1], *command.shown): command for command in EVERY_COMMAND}.values())
-# tests/test_api.py runs the blocks of docs/python.md, and looks at what they print.
-PYTHON = [page for page in PAGES if any(blocks(page, "python")) and page.name != "python.md"]
 
 
 @pytest.fixture(scope="module")
@@ -145,16 +142,6 @@ def run_python(script: str, arguments: list[str], folder: Path) -> tuple[int, st
     ):
         arguments = [*arguments, f"--general.output_dir={folder}"]
     return run_script(script, arguments, TYPED.get(script, ""))
-
-
-@pytest.mark.filterwarnings("default")  # warnings of libraries are not the page's
-@pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_of_the_page_runs(page: Path, sandbox: Path) -> None:
-    """The blocks of a page run one after another and share their names."""
-    names: dict[str, object] = {"__name__": "__page__"}
-    with contextlib.chdir(sandbox):
-        for line, code in blocks(page, "python"):
-            exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
 
 
 def test_every_exception_is_needed() -> None:

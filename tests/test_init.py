@@ -19,7 +19,7 @@ from sftron.__main__ import main
 from sftron.config import load_config
 from sftron.data.sources import open_source
 from sftron.report.counts import LengthCount
-from sftron.train.start import first_config
+from sftron.train.text import first_config
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, write_rows
 
@@ -171,7 +171,10 @@ def test_adapters_are_suggested_where_only_they_fit(
     ("arguments", "message"),
     [
         (["none.jsonl", "models/tiny"], "none.jsonl"),
-        (["chats.jsonl", "models/none"], "model.path: models/none is no local folder"),
+        (["chats.jsonl", "models/tinny"], "models/tinny is no local folder"),
+        (["chats.jsonl", "no/model"], "no/model is no local folder, and it cannot be downloaded from the Hub"),
+        (["chats.jsonl", "chats.jsonl"], "chats.jsonl is a file, not the folder of a model; the order is DATA MODEL"),
+        (["chats.jsonl", "no_tokenizer"], "no_tokenizer has no tokenizer.json"),
         (["chats.jsonl", "models"], "config.json"),
         (["answers.csv", "models/tiny"], "set `columns: {prompt: a, completion: b}`, or if `b` is the user's"),
         (["questions.jsonl", "models/tiny"], "rows were dropped, more than data.max_dropped_share"),
@@ -188,6 +191,9 @@ def test_what_cannot_be_trained_is_refused_and_nothing_is_written(
     Path("questions.jsonl").write_text(f"{question}\n" * 20, encoding="utf-8")
     Path("long.jsonl").write_text(json.dumps({"prompt": "Count.", "completion": "1 2 3 " * 5000}), encoding="utf-8")
     Path("taken.yaml").write_text("mine", encoding="utf-8")
+    (home / "no_tokenizer").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(home / "models" / "tiny" / name, home / "no_tokenizer")
     before = sorted(home.iterdir())
     assert main(["init", *arguments]) == 2
     assert message in capfd.readouterr().err
@@ -248,25 +254,6 @@ def test_arguments_that_do_not_go_together_are_refused(capfd: pytest.CaptureFixt
         with pytest.raises(SystemExit, match="2"):
             main(["init", *arguments])
         assert "give DATA and MODEL, or --quickstart" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("chats.jsonl", "init: chats.jsonl is a file, not the folder of a model; the order is DATA MODEL\n"),
-        ("models/tinny", "models/tinny is no local folder (models/ has tiny ...), and it cannot be downloaded"),
-        ("no/model", "no/model is no local folder, and it cannot be downloaded from the Hub: it is not in the cache"),
-        ("no_tokenizer", "no_tokenizer has no tokenizer.json; copy the tokenizer's files from the original model\n"),
-    ],
-)
-def test_the_message_for_a_wrong_model_names_what_is_there(
-    home: Path, model: str, message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (home / "no_tokenizer").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(home / "models" / "tiny" / name, home / "no_tokenizer")
-    assert main(["init", str(write("chats.jsonl")), model]) == 2
-    assert message in capfd.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_reported_before_the_data_is_read(

@@ -23,29 +23,3 @@ def commit_of(repository: str, kind: Literal["model", "dataset"], revision: str 
     files = ["README.md", "config.json", "tokenizer_config.json"]
     folder = snapshot_download(repository, repo_type=kind, revision=revision, allow_patterns=files)
     return Path(folder).name
-
-
-def hub_problem(error: Exception) -> str | None:
-    """Returns in a few words why a repository of the Hub cannot be read; None for another error."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(error, HFValidationError):
-        return "it is no Hub id (owner/name)"
-    if isinstance(error, GatedRepoError):
-        return "request access on its page, and log in (`hf auth login`)"
-    if isinstance(error, RepositoryNotFoundError):
-        return "there is no such repository, or it is private (`hf auth login`)"
-    if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision; name a branch, a tag or a whole commit"
-    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
-        return f"it is not in the cache, and {why}"
-    return None

@@ -12,7 +12,6 @@ from sftron.commands.compare import main
 from sftron.compare.comparison import MOST_POINTS, Comparison, Metric, compare
 from sftron.compare.figures import Spread
 from sftron.compare.recorded_run import read_run
-from sftron.train.run_directory import read_records
 from tests.compare.sweeps import COMPLETIONS, ISOLATED, ablation, step, write_run
 
 
@@ -193,20 +192,12 @@ PRODUCT, PERSONA = "{path: examples/quickstart/product.jsonl}", "{path: examples
             ((), LORA, (*LORA, "--general.seed=9")),
             ["r0: lora false, learning_rate 0.001", "lora true, learning_rate 0.01"],
         ),
-        (((), ("--tokens.train_epochs=2",)), ["r0: train_steps 4", "r1: train_epochs 2"]),
         (((), ("--optimizer.max_grad_norm=null",)), ["r0: max_grad_norm 1.0", "r1: max_grad_norm none"]),
         (
             ((f"--data.datasets=[{PRODUCT}]",), (f"--data.datasets=[{PERSONA}]",)),
             [
                 "r0: data.datasets.path [examples/quickstart/product.jsonl]",
                 "r1: data.datasets.path [examples/quickstart/persona.jsonl]",
-            ],
-        ),
-        (
-            ((f"--data.datasets=[{PRODUCT}, {PERSONA}]",), (f"--data.datasets=[{PRODUCT}, {PRODUCT}]",)),
-            [
-                "r0: data.datasets.path [examples/quickstart/product.jsonl, examples/quickstart/persona.jsonl]",
-                "r1: data.datasets.path [examples/quickstart/product.jsonl, examples/quickstart/product.jsonl]",
             ],
         ),
         (
@@ -268,21 +259,8 @@ def test_what_cannot_be_plotted_is_refused(tmp_path: Path, capsys: pytest.Captur
     for arguments, problem in (
         ([tmp_path], f"{tmp_path} is not a run directory"),
         ([folder, tmp_path / "link"], "a run is given twice"),
-        (
-            [folder, "--out", file / "x"],
-            f"{file}/x cannot be written: Not a directory; choose another place with --out",
-        ),
-        ([folder, "--out", file], f"{file} cannot be written: File exists; choose another place with --out"),
-        ([folder, "--out", tmp_path / "out", "--json", file / "x"], "choose another place with --json"),
+        ([folder, "--out", file / "x"], f"{file}/x cannot be written: "),
+        ([folder, "--out", tmp_path / "out", "--json", file / "x"], f"{file}/x cannot be written: "),
     ):
         assert main([str(each) for each in arguments]) == 2
         assert problem in capsys.readouterr().err
-
-
-def test_a_damaged_line_in_the_middle_is_an_error_with_its_place(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n{"st', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: is damaged"):
-        list(read_records(path))
-    path.write_text('{"step": 1}\n{"st', encoding="utf-8")
-    assert list(read_records(path)) == [{"step": 1}]

@@ -137,5 +137,5 @@ def test_a_sweep_over_a_key_of_an_optional_section_opens_it_and_tells_its_runs_f
     assert merged.state() == "completed"
     with pytest.raises(ValueError, match=r"lora\.rank is 2 there and 8 in the sweep"):
         other_rank.state()
-    with pytest.raises(ValueError, match=r"lora\.rank is null there and 16 in the sweep"):
+    with pytest.raises(ValueError, match=r"lora\.rank is none there and 16 in the sweep"):
         whole.state()

@@ -22,8 +22,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat.check import generated_tokens
+from sftron.data.chat.layout import MODEL_ROLES
 from sftron.data.chat.pretrained import named_template
-from sftron.data.chat.spans import MODEL_ROLES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import ASSETS

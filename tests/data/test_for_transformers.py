@@ -86,7 +86,7 @@ def test_transformers_loss_is_that_of_the_native_model(
             seeing_all = float(reference(**FlattenPacks()([pack]), use_cache=True).loss)
         assert found == pytest.approx(expected, abs=1e-5)
         if remove_cross_attention:
-            # What docs/python.md warns of: with a cache, transformers keeps no documents apart.
+            # What docs/isolation.md warns of: with a cache, transformers keeps no documents apart.
             assert abs(seeing_all - expected) > 1e-3
 
 

@@ -224,11 +224,6 @@ def test_names_in_another_case_or_with_blanks_around_them_get_the_columns_that_r
     ]
 
 
-def test_a_row_that_two_formats_could_read_under_other_names_gets_both_ways(tmp_path: Path):
-    message = refused(tmp_path, dict.fromkeys(("Prompt", "Completion", "Question", "Answer"), "x"))
-    assert "set `columns: {prompt: Prompt, completion: Completion}`, or if `Question` is" in message
-
-
 # --- A question and its answer ---
 
 ALPACA_TEXT = (

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.chat.spans import MODEL_ROLES
+from sftron.data.chat.layout import MODEL_ROLES
 from sftron.data.chat.template import ChatTemplate
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation

@@ -106,7 +106,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit_and_has_its_own_rows(shared: L
         assert read(GSM8K, config="main", revision=revision) == old
     for revision in (None, "main", "refs/convert/parquet", repository.refs["main"]):
         assert read(GSM8K, config="main", revision=revision) == new
-    with pytest.raises(DataError, match=r"openai/gsm8k: .* of revision v9 cannot be loaded .* has no such revision"):
+    with pytest.raises(DataError, match=r"openai/gsm8k: .* of revision v9 cannot be loaded .* Revision Not Found"):
         read(GSM8K, config="main", revision="v9")
 
 
@@ -136,7 +136,7 @@ def test_without_the_hub_a_cache_gives_its_own_commit_and_no_other(tmp_path: Pat
             assert downloaded(GSM8K, config="main", revision=revision) == rows
         with pytest.raises(DataError, match=f"commit {absent} cannot be loaded .*, and the cache has {cached}"):
             downloaded(GSM8K, config="main", revision=absent)
-        with pytest.raises(DataError, match="it is not in the cache, and "):
+        with pytest.raises(DataError, match=r"openai/gsm8k: .* cannot be loaded from the Hub"):
             downloaded(GSM8K, config="main", revision="v1")
 
 

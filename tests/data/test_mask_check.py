@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from sftron.data.chat.check import CannotCompareError, MaskCount, generated_tokens
-from sftron.data.chat.spans import MODEL_ROLES
+from sftron.data.chat.layout import MODEL_ROLES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets
 from sftron.data.prepare import DataOptions, Preparation

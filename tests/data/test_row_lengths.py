@@ -19,6 +19,7 @@ from sftron.data.types import DataError, Dropped, Row
 from tests.conftest import rest_nightly
 from tests.data.streams import OVERLONG, Rows, as_dataset, keys, make_mixture, mixed_rows, take
 from tests.data.test_elastic import ManyRows
+from tests.data.test_packing import num_best_fit_packs
 
 
 def planned(chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
@@ -65,17 +66,6 @@ def test_an_epoch_of_a_small_set_takes_one_pack_more_than_its_tokens_at_most(
     assert sum(lengths) / (len(packs) * budget) >= 0.977
 
 
-def best_fit_decreasing(lengths: list[int], budget: int) -> int:
-    """Returns the number of packs of best-fit decreasing, by its definition."""
-    rooms: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        room = min((room for room in rooms if room >= length), default=budget)
-        if room in rooms:
-            rooms.remove(room)
-        rooms.append(room - length)
-    return len(rooms)
-
-
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
 LENGTHS: dict[str, Lengths] = {
     "near half": lambda rng, n: rng.normal(0.5, 0.1, n),
@@ -117,7 +107,7 @@ def test_a_planned_epoch_is_never_half_a_point_below_best_fit_decreasing(
         packs = list(dataset)
         assert sorted(row for _, row, _ in keys(packs)) == list(range(num_rows))
         assert all(pack.num_tokens <= budget for pack in packs)
-        fill, best = (sum(lengths) / (number * budget) for number in (len(packs), best_fit_decreasing(lengths, budget)))
+        fill, best = (sum(lengths) / (number * budget) for number in (len(packs), num_best_fit_packs(lengths, budget)))
         assert fill >= best - 0.005
         seen.add(dataset.is_best_fit)
 

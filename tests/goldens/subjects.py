@@ -16,7 +16,7 @@ from typing import Any
 from sftron.config import Config, load_config
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train.start.run_data import load_chat_tokenizer, make_dataset, make_loader, open_data
+from sftron.train.build_data import load_chat_tokenizer, make_dataset, make_loader, open_data
 from sftron.train.trainer import Trainer
 from tests.conftest import ASSETS
 from tests.data.family_conversations import TOOLS, call

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from sftron.train import saving
-from sftron.train.best import metric_of
+from sftron.train.evaluation import metric_of
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, make_config, result, run, write_rows
 from tests.train.test_evaluation import evaluations

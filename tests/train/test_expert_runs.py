@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.hf_weights import load_model
 from sftron.config.load import load_config
 from sftron.models.generation import greedy_generate
+from sftron.train.preflight import build_run
 from sftron.train.ranks import start_ranks
-from sftron.train.start.setup import set_up
 from tests.conftest import ASSETS
 from tests.models.packed_experts import pack_experts
 from tests.models.reference import EXPERTS, FAMILIES, GPT_OSS, make_native, make_reference, pack
@@ -86,7 +86,7 @@ def test_adapters_of_attention_and_the_shared_expert_are_trained_and_those_of_ex
     for number, (lora, message) in enumerate(ends):
         refused = load_config(write_config(tmp_path / f"{number}.yaml", tree | {"lora": lora}))
         with pytest.raises(ValueError, match=message):
-            set_up(refused, start_ranks())
+            build_run(refused, start_ranks())
 
 
 def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
@@ -98,7 +98,7 @@ def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
         (folder, {"model__compile": "on"}, "compile: on is not implemented for mixtures of experts"),
     ):
         with pytest.raises(ValueError, match=message):
-            set_up(make_config(tmp_path, where, **options), start_ranks())
+            build_run(make_config(tmp_path, where, **options), start_ranks())
 
 
 @pytest.fixture(scope="module")

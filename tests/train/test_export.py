@@ -13,31 +13,14 @@ from sftron.train.trainer import Trainer
 from tests.train.runs import make_config
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("generation_config.json", "{", "generation_config.json: not valid JSON"),
-        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id: '</s>' is not the id of a token"),
-        ("LICENSE", None, "LICENSE: is a link to /etc/hostname, outside the folder"),
-    ],
-)
 def test_a_dry_run_reports_what_would_fail_in_the_export(
-    tmp_path: Path,
-    model_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: str | None,
-    message: str,
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    (folder / name).unlink(missing_ok=True)
-    if content is None:
-        (folder / name).symlink_to("/etc/hostname")
-    else:
-        (folder / name).write_text(content)
+    (folder / "generation_config.json").write_text("{")
     make_config(tmp_path, folder)
     assert main(["--config", str(tmp_path / "config.yaml"), "--dry-run"]) == 2
-    assert message in capsys.readouterr().err
+    assert "generation_config.json: not valid JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("added", [[], ["<|note|>"]])

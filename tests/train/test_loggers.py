@@ -13,7 +13,7 @@ import pytest
 from sftron.config import Logging
 from sftron.train.logs import loggers as loggers_module
 from sftron.train.logs import make_loggers
-from sftron.train.logs.loggers import Answers, Loggers, LoggerThread, Numbers, known_id, store_id
+from sftron.train.logs.loggers import Answers, Loggers, LoggerThread, Numbers, run_id
 from sftron.train.logs.make_loggers import require_loggers
 from tests.train.runs import bits, make_config, metrics, on_each_step, result, run, stop_in
 
@@ -132,7 +132,7 @@ def test_after_two_kills_a_logger_gets_no_step_a_second_time(
 
     class Kept(Recorded):
         def start(self, step: int) -> None:
-            store_id(self.name, folder, known_id(self.name, folder) or "id")
+            run_id(self.name, folder)
             super().start(step)
 
     folder, starts = make_config(tmp_path, model_folder).run_dir, []

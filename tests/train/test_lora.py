@@ -29,8 +29,8 @@ from sftron.models.generation import greedy_generate
 from sftron.models.layers import RMSNorm
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.train import loop
+from sftron.train.build_model import resolve_adapters
 from sftron.train.ranks import Ranks
-from sftron.train.start.lora import resolve_adapters
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
 from tests.models.reference import TINY, make_theirs

@@ -8,7 +8,7 @@ import pytest
 from sftron.commands.audit import main as audit
 from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
-from sftron.train.start import run_data
+from sftron.train import build_data
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_config, metrics, run
@@ -25,7 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(rows))
         return row_lengths.measure_rows(preparation, rows)
 
-    monkeypatch.setattr(run_data, "measure_rows", counted)
+    monkeypatch.setattr(build_data, "measure_rows", counted)
     monkeypatch.setattr("sftron.data.dataset.measure_rows", counted)
     return counts
 
@@ -56,7 +56,7 @@ def test_a_planned_run_takes_any_number_of_workers_and_names_a_bad_row_before_we
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(make_config(tmp_path, model_folder, **EPOCH, data__num_workers=5))
-    assert run_data.num_workers(trainer.config, trainer.setup.data.dataset) == 5
+    assert build_data.num_workers(trainer.config, trainer.setup.data.dataset) == 5
     assert trainer.dry_run() == 0
     assert "30 rows in one lane, planned by their lengths, loader workers: 5, packs of" in capsys.readouterr().out
 

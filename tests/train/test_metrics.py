@@ -21,8 +21,8 @@ from sftron.train.logs.run_logs import RunLogs
 from sftron.train.metrics import MeanLoss, StepMetrics, TokenLosses
 from sftron.train.progress import DataSetCount, Progress, StepCounts
 from sftron.train.ranks import Ranks
+from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory
-from sftron.train.start.setup import Setup
 from sftron.train.step import StepBatches, StepResult, measure_step
 from tests.conftest import ROOT
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sftron.config import Config
-from sftron.train.start.description import describe_run
-from sftron.train.start.sample import project
+from sftron.train.sample import project
+from sftron.train.text.description import describe_run
 from sftron.train.trainer import Trainer
 from tests.train.runs import (
     bits,

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
 from sftron.data.chat.pretrained import TEMPLATE_NAMES, named_template
 from sftron.data.types import Role
-from sftron.train.start.run_data import load_chat_tokenizer
-from sftron.train.start.setup import untrained_ids
+from sftron.train.build_data import load_chat_tokenizer
+from sftron.train.build_model import untrained_ids
 from sftron.train.trainer import Trainer
 from tests.conftest import ASSETS
 from tests.train.runs import make_config, make_model_folder, run

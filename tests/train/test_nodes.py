@@ -18,9 +18,9 @@ from sftron.checkpoint.model_folder import local_folder
 from sftron.config import load_config
 from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
+from sftron.train import preflight
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions, end_ranks, start_ranks
-from sftron.train.start import preflight
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import make_model_folder, settings, write_config, write_rows

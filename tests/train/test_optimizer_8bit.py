@@ -143,11 +143,11 @@ def test_one_and_two_ranks_resume_each_other_bit_for_bit(tmp_path: Path, hops: l
 def test_a_resume_that_would_change_the_type_of_moments_is_refused_with_the_name(tmp_path: Path) -> None:
     assert "odd" in run(1, tmp_path / "1", None)["8bit"]
     written = tmp_path / "1" / "step-2"
-    with pytest.raises(RuntimeError, match=r"the moments of odd in 8 bits, and this run in fp32 \(1 such"):
+    with pytest.raises(RuntimeError, match=r"exp_avg_scale/odd: the model's absent, the checkpoint's \["):
         run(2, tmp_path / "2", None, written)
     model = Matrices()
     plain = make_adamw(model.named_parameters(), **OPTIONS)
-    with pytest.raises(CheckpointError, match=r"of low_rank in 8 bits, and this run in fp32 \(4 such"):
+    with pytest.raises(CheckpointError, match=r"exp_avg_scale/low_rank: .*Set optimizer\.state as in"):
         load_checkpoint(written, model=model, optimizer=plain)
     assert not plain.state
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sftron.config import ConfigError
-from sftron.train.best import Best
+from sftron.train.evaluation import Best
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, make_config, on_each_step, result, run, stop_in, write_rows
 from tests.train.test_evaluation import evaluations

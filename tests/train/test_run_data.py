@@ -12,14 +12,10 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.prepare import DataSet
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped, TokenizedConversation
+from sftron.train.build_data import make_dataset, num_workers, open_data
 from sftron.train.run import data_fingerprint
-from sftron.train.start.description import describe_data
-from sftron.train.start.run_data import (
-    make_dataset,
-    num_workers,
-    open_data,
-)
-from sftron.train.start.sample import check_sample
+from sftron.train.sample import check_sample
+from sftron.train.text.description import describe_data
 from tests.data.files import all_rows
 from tests.train.runs import make_config, write_rows
 

@@ -113,7 +113,7 @@ def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
 
     folder = copied(finished, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "_save", fail)
+        patch.setattr(TrainingLoop, "save", fail)
         with pytest.raises(RuntimeError, match="killed before"):
             run(config_of(finished, tmp_path, tokens__train_steps=7, optimizer__learning_rate=0.5))
     run(config_of(finished, tmp_path, tokens__train_steps=7))
@@ -253,13 +253,6 @@ def test_a_file_system_without_locks_is_said_and_ends_no_run(
     RunDirectory(tmp_path / "run").acquire()
     assert f"WARNING    {tmp_path / 'run'} cannot be locked (no locks here): " in capsys.readouterr().out
     assert (tmp_path / "run/lock").read_text().startswith("process ")
-
-
-@pytest.mark.parametrize("name", ["latest", "best"])
-def test_a_real_folder_in_the_place_of_a_link_is_refused_before_training(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} is not a symbolic link, .*; move it away"):
-        RunDirectory(tmp_path).acquire()
 
 
 def test_a_link_that_cannot_be_made_at_the_end_is_said_and_ends_no_run(

@@ -7,12 +7,12 @@ import pytest
 
 from sftron.commands.train import run as main
 from sftron.data.chat import check
-from sftron.data.chat.generation_prompt import GenerationPrompts
+from sftron.data.chat.template import ChatTemplate
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.train.start import sample as sample_module
-from sftron.train.start.description import describe_data
-from sftron.train.start.run_data import make_dataset, open_data
-from sftron.train.start.sample import Sample, check_sample
+from sftron.train import sample as sample_module
+from sftron.train.build_data import make_dataset, open_data
+from sftron.train.sample import Sample, check_sample
+from sftron.train.text.description import describe_data
 from tests.conftest import ASSETS
 from tests.train.runs import make_config, write_rows
 
@@ -25,8 +25,8 @@ def test_a_wrong_mask_ends_a_start_with_its_row_both_masks_and_the_remedy(
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
 ) -> None:
-    """The prompt of a conversation is here wrongly taken to be that of its shape, in which the system says "Hi"."""
-    monkeypatch.setattr(GenerationPrompts, "determines", lambda _, prompt, written: prompt is not None)
+    """The header of every prompt is here wrongly taken to be that after a plain question."""
+    monkeypatch.setattr(ChatTemplate, "has_constant_header", True)
     chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Yo"}]
     rows = [{"messages": [{"role": "system", "content": text}, *chat]} for text in ("Be kind.", "/no_think")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

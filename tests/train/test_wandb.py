@@ -11,8 +11,9 @@ import pytest
 
 from sftron.config import Logging, Wandb
 from sftron.train.logs import make_loggers
+from sftron.train.logs.loggers import run_id
 from sftron.train.logs.make_loggers import git_state, require_loggers
-from sftron.train.logs.wandb import final_figures, wandb_id
+from sftron.train.logs.trackers import final_figures
 
 
 def test_final_figures_are_weighted_by_tokens() -> None:
@@ -22,31 +23,23 @@ def test_final_figures_are_weighted_by_tokens() -> None:
     assert final_figures(steps) == {"final/tokens_per_second": 50.0, "final/loss": 14 / 6}
 
 
-# --- The id ---
-
-
-@pytest.fixture(autouse=True)
-def _no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-
-
-def test_a_run_keeps_its_id_where_it_is_moved_a_copy_of_it_is_another_run_and_that_of_a_sweep_takes_precedence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_keeps_its_id_where_it_is_moved_a_copy_of_it_is_another_run_and_a_given_one_takes_precedence(
+    tmp_path: Path,
 ) -> None:
+    def id_in(name: str, given: str | None = None) -> str:
+        return run_id("wandb", tmp_path / name, given)
+
     (tmp_path / "a").mkdir()
-    first = wandb_id(tmp_path / "a")
+    first = id_in("a")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert wandb_id(tmp_path / "link") == wandb_id(tmp_path / "a") == first
+    assert id_in("link") == id_in("a") == first
     (tmp_path / "a").rename(tmp_path / "b")
-    assert wandb_id(tmp_path / "b") == first
+    assert id_in("b") == first
     shutil.copytree(tmp_path / "b", tmp_path / "c")
-    copy = wandb_id(tmp_path / "c")
+    copy = id_in("c")
     assert copy != first
-    assert (wandb_id(tmp_path / "b"), wandb_id(tmp_path / "c")) == (first, copy)
-    monkeypatch.setenv("WANDB_RUN_ID", "trial3")
-    assert wandb_id(tmp_path / "b") == "trial3"
-    monkeypatch.delenv("WANDB_RUN_ID")
-    assert wandb_id(tmp_path / "b") == "trial3"
+    assert (id_in("b"), id_in("c")) == (first, copy)
+    assert id_in("b", "trial3") == id_in("b") == "trial3"
     assert json.loads((tmp_path / "b/wandb.json").read_text())["id"] == "trial3"
 
 

@@ -51,13 +51,13 @@ def go(folder: Path, environment: dict[str, str], timeouts: dict[str, float], fa
     """Does what run_train.py does, in a process of its own; `fault` happens in step 4."""
     from sftron.commands.train import run as main
     from sftron.train import loop
-    from sftron.train.logs import wandb
+    from sftron.train.logs import trackers
 
     os.environ |= environment
     for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_ERROR_REPORTING"):
         os.environ.pop(name, None)
     sys.argv = [f"/{PLANTED_ARGUMENT}/run_train.py", f"--token={PLANTED_ARGUMENT}"]
-    wandb._SETTINGS |= timeouts
+    trackers._WANDB_SETTINGS |= timeouts
     train_step, count = loop.train_step, 0
 
     def step(*arguments: Any, **options: Any) -> Any:

@@ -108,8 +108,9 @@ class QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(behavior: Behavior) -> Iterator[str]:
-    server = QuietServer(("127.0.0.1", 0), serve(behavior))
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Lets the handler answer on a free port of this machine. Yields the URL."""
+    server = QuietServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:

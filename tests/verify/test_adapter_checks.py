@@ -14,10 +14,10 @@ import torch
 from sftron.checkpoint import merge as merge_module
 from sftron.models import adapters
 from sftron.models.adapters import LoraSpec
-from sftron.train.start import lora, setup
+from sftron.train import build_model
+from sftron.train.run import Setup
 from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
-from sftron.verify.report import Table
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
 from tests.conftest import LazyModule
 from tests.train.runs import make_model_folder
@@ -99,7 +99,10 @@ def adapt_the_fused_matrix(patch: Patch) -> None:
 
 
 def choose(patch: Patch, change: Callable[[list[str], list[str]], list[str]]) -> None:
-    wrap(patch, lora, "match_targets", lambda right, targets, names, **_: change(right(targets, names), list(names)))
+    def changed(right: Any, targets: Any, names: Any, **_: Any) -> list[str]:
+        return change(right(targets, names), list(names))
+
+    wrap(patch, build_model, "match_targets", changed)
 
 
 def train_k_too(patch: Patch) -> None:
@@ -149,7 +152,7 @@ def decay_a_frozen_norm(patch: Patch) -> None:
 
 
 def train_a_norm_too(patch: Patch) -> None:
-    def wrong(right: Any, run: setup.Setup) -> Any:
+    def wrong(right: Any, run: Setup) -> Any:
         model = right(run)
         model.model.norm.weight.requires_grad_(True)
         return model
@@ -205,7 +208,7 @@ def test_adapters_that_are_added_after_sharding_are_not_the_same_on_all_ranks(
     monkeypatch.setattr(run_checks, "_SCRIPT", ADAPTERS_AFTER_SHARDING + run_checks._SCRIPT)
     report = report_of(home, tmp_path, "ranks", ranks=2, **LORA)
     assert failed(report) == {"ranks"}
-    assert "is not the same on all ranks" in "\n".join(Table(color=False).row(report.failed[0]))
+    assert "is not the same on all ranks" in "\n".join(report.failed[0].detail)
 
 
 def test_without_peft_the_export_is_not_measured_and_the_reason_has_the_remedy(

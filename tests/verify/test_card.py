@@ -151,21 +151,12 @@ def test_paths_with_spaces_and_in_urls_have_no_folder(
     assert found["partial"] == ["--only", "--layers"]
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("of /srv/of all/x and /home/jane/deeper/x.", "of x and x."),
-        ("/home/jane doe, its folder", "~, its folder"),
-        ("file:///srv/of all/x", "file://x"),
-        ("file:///home/jane/x", "file://x"),
-        ("/home/jane doe/y ~/y", "y y"),
-        ("/srv/of all/x", "x"),
-        ("https://host/jane/x org/name data/x 1/2", "https://host/jane/x org/name data/x 1/2"),
-        ("s3://bucket/srv/of all/x", "s3://bucket/srv/of all/x"),
-    ],
-)
-def test_every_kind_of_path_is_shortened_and_addresses_are_kept(
-    text: str, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_path_is_shortened_and_addresses_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/jane doe")
-    assert _shortened({"a": [text]}, ["/srv/of all"]) == {"a": [wanted]}
+    for text, expected in {
+        "of /srv/of all/x and /home/jane/deeper/x.": "of x and x.",
+        "/home/jane doe, /home/jane doe/y ~/y": "~, y y",
+        "file:///srv/of all/x file:///home/jane/x": "file://x file://x",
+        "https://host/jane/x org/name data/x 1/2": "https://host/jane/x org/name data/x 1/2",
+    }.items():
+        assert _shortened({"a": [text]}, ["/srv/of all"]) == {"a": [expected]}

@@ -2,17 +2,16 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
-from sftron.commands import check
 from sftron.verify.parity import EXAMPLE_PROMPTS
 from sftron.verify.servers import Server
+from tests.verify.chat_server import serving
 
 KEY = "key-of-somebody-1234"
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -21,14 +20,8 @@ VOCABULARY = 768
 """The number of ids of the model."""
 
 
-class QuietServer(ThreadingHTTPServer):
-    def handle_error(self, *_: object) -> None:
-        """Prints nothing where a client gave up."""
-
-
-@contextmanager
-def listening(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[int]:
-    """Lets `answer` answer every request. Yields the port."""
+def listening(answer: Callable[[BaseHTTPRequestHandler], None]) -> AbstractContextManager[str]:
+    """Lets `answer` answer every request. Yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -39,15 +32,7 @@ def listening(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[int]
 
         def log_message(self, *_: object) -> None: ...
 
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(Handler)
 
 
 def send(request: BaseHTTPRequestHandler, content: object, status: int = 200, **headers: str) -> None:
@@ -89,9 +74,9 @@ def test_no_redirect_is_followed_and_the_key_never_comes_to_another_server(refus
         send(handler, {}, status, Location=place)
 
     with listening(ask) as own, listening(steal) as other:
-        for place in (f"http://127.0.0.1:{other}/x", f"//localhost:{other}/x", "file:///etc/passwd", "/elsewhere"):
+        for place in (f"{other}/x", f"{other}/x".removeprefix("http:"), "file:///etc/passwd", "/elsewhere"):
             for status in REDIRECTS:
-                line = refusal(f"http://127.0.0.1:{own}")
+                line = refusal(own)
                 assert f"HTTP {status} (redirects to '{place}', which is not followed" in line
     assert not stolen
 
@@ -126,21 +111,21 @@ def test_a_value_that_cannot_be_what_it_should_is_one_line_with_the_value_and_th
         else:
             send(handler, completed if handler.path == "/v1/chat/completions" else {"tokens": ["a"]})
 
-    with listening(answer) as port:
+    with listening(answer) as url:
         for models, completed in ((MODELS, each) for each in REPLIES):
             reply = (models, completed)
-            line = refusal(f"http://127.0.0.1:{port}")
+            line = refusal(url)
             assert line.endswith("; is it an OpenAI-like server of this model?"), completed
         for models in ({"data": [5]}, {"data": [{}]}, [], {}):
             reply = (models, {})
-            assert "is it an OpenAI-like server of this model?" in refusal(f"http://127.0.0.1:{port}")
+            assert "is it an OpenAI-like server of this model?" in refusal(url)
         reply = (MODELS, completion())
-        assert "'a' is not an id from 0 to" in refusal(f"http://127.0.0.1:{port}")
+        assert "'a' is not an id from 0 to" in refusal(url)
 
 
 def test_a_name_of_a_server_can_imitate_no_line_of_the_report(refusal: Callable[..., str]) -> None:
-    with listening(lambda handler: send(handler, {"data": [{"id": "a\nPASS  all\x1b[31m"}, {"id": "b"}]})) as port:
-        assert "\x1b" not in refusal(f"http://127.0.0.1:{port}")
+    with listening(lambda handler: send(handler, {"data": [{"id": "a\nPASS  all\x1b[31m"}, {"id": "b"}]})) as url:
+        assert "\x1b" not in refusal(url)
 
 
 @pytest.mark.parametrize("is_of_the_headers", [False, True])
@@ -158,22 +143,8 @@ def test_a_reply_that_drips_past_its_time_is_refused(is_of_the_headers: bool, re
             handler.wfile.write(b" " if not is_of_the_headers else b"HTTP/1.1 100 Continue\r\n\r\n")
         send(handler, MODELS)
 
-    with listening(drip) as port:
+    with listening(drip) as url:
         try:
-            assert "no reply in 1 s; raise --timeout" in refusal(f"http://127.0.0.1:{port}", timeout=1)
+            assert "no reply in 1 s; raise --timeout" in refusal(url, timeout=1)
         finally:
             is_over.set()
-
-
-def test_the_command_ends_with_status_2_and_the_line(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-    replies = {"/v1/models": MODELS, "/v1/chat/completions": completion(prompt_token_ids=[-1])}
-    with listening(lambda handler: send(handler, replies[handler.path])) as port:
-        assert check.main(["--model", str(home / "model"), "--against", "vllm", f"http://127.0.0.1:{port}"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("sftron check: ")
-    assert f"-1 is not an id from 0 to {VOCABULARY - 1}; is it" in printed.err
-    assert printed.err.count("\n") == 1

@@ -115,17 +115,13 @@ def test_an_export_that_lacks_what_loaders_need_fails_and_a_source_that_lacks_it
     assert failed(model_folder, native_folder=native) == []
 
 
-def test_the_report_is_an_aligned_table_and_json_and_one_prompt_alone_shows_no_isolation(
+def test_the_report_is_a_table_and_json_and_one_prompt_alone_shows_no_isolation(
     model_folder: Path, tmp_path: Path, run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "report.json"
     assert run("--model", model_folder, "--limit", 1, "--max-new-tokens", 3, "--json", file) == 0
-    header, *lines = capsys.readouterr().out.splitlines()[2:]
+    lines = capsys.readouterr().out.splitlines()[3:]
     assert [line[:4] for line in lines] == ["PASS"] * 4 + ["SKIP"] + ["PASS"] * 3
-    for line in lines:
-        for title in ("check", "measured", "allowed"):
-            column = header.index(title)
-            assert line[column - 1] == " " != line[column]
     report = json.loads(file.read_text())
     assert (report["passed"], report["facts"]["prompts"], len(report["checks"])) == (True, 1, len(NAMES))
 

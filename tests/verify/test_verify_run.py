@@ -20,12 +20,12 @@ from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
 from sftron.kernels import table as table_module
 from sftron.models.sdpa_attention import SdpaAttention, attend_causally
+from sftron.train import build_data
 from sftron.train import resume as resume_module
-from sftron.train.start import run_data
 from sftron.train.step import StepResult
 from sftron.verify import model_checks, run_checks
 from sftron.verify import subject as subject_module
-from sftron.verify.report import Check, Finding, NotMeasuredError, Report, Rule, Table, carry_out
+from sftron.verify.report import Check, Finding, NotMeasuredError, Report, Rule, carry_out
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import RULES, select
 from tests.train.runs import settings, write_config
@@ -135,7 +135,7 @@ def shuffle_by_a_toggle(patch: Patch) -> None:
         general = config.general.model_copy(update={"seed": seed})
         return right(config.model_copy(update={"general": general}), *arguments, **options)
 
-    wrap(patch, run_data, "make_dataset", wrong)
+    wrap(patch, build_data, "make_dataset", wrong)
 
 
 def skip_a_pack_at_a_resume(patch: Patch) -> None:
@@ -232,24 +232,11 @@ def test_what_is_broken_turns_its_own_rows_red_and_no_others(
     assert failed(report_of(home, tmp_path, *measured)) == red
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "is_learned"),
-    [
-        *(
-            (0.0, 0.0, False),
-            (1e-6, 1.9e-6, False),
-            (1e-6, 2.1e-6, True),
-            (1e-6, 6e-4, True),
-            (6e-4, 6e-4, False),
-            (0.3, 0.2, False),
-        ),
-        *((0.3, 0.31, True), (0.95, 0.93, True), (0.95, 0.89, False), (0.3, float("nan"), False)),
-    ],
-)
-def test_a_stop_token_is_learned_if_it_rises_and_is_not_shown_as_nothing(
-    before: float, after: float, is_learned: bool
-) -> None:
-    assert run_checks._is_learned(before, after) == is_learned
+def test_a_stop_token_is_learned_if_it_rises_and_is_not_shown_as_nothing() -> None:
+    learned = [(0.3, 0.31), (0.95, 0.93), (1e-6, 2.1e-6), (1e-6, 6e-4)]
+    not_learned = [(0.3, 0.2), (0.95, 0.89), (1e-6, 1.9e-6), (6e-4, 6e-4), (0.0, 0.0), (0.3, float("nan"))]
+    assert all(run_checks._is_learned(*each) for each in learned)
+    assert not any(run_checks._is_learned(*each) for each in not_learned)
 
 
 def test_a_generation_prompt_that_is_not_the_trained_header_turns_the_prompt_red(home: Path, tmp_path: Path) -> None:
@@ -281,7 +268,7 @@ def test_ranks_that_divide_by_their_own_tokens_are_red_and_their_output_is_shown
     monkeypatch.setattr(run_checks, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + run_checks._SCRIPT)
     report = report_of(home, tmp_path, "start-up", ranks=2)
     assert failed(report) == {"ranks"}, report.as_dict()
-    assert "the mean of this rank alone" in "\n".join(Table(color=False).row(report.failed[0]))
+    assert "the mean of this rank alone" in "\n".join(report.failed[0].detail)
 
 
 # --- the table ---
@@ -304,21 +291,11 @@ def test_a_run_that_would_be_refused_is_red_and_its_model_is_not_measured(home: 
 
 
 def test_a_report_passes_only_if_something_was_measured() -> None:
-    passed, failed, skipped, raised = (
-        Check("a", True, ""),
-        Check("b", False, ""),
-        Check("c", None, ""),
-        Check("d", None, "", raised=True),
-    )
-    for checks, has_passed in {
-        (passed,): True,
-        (passed, skipped): True,
-        (): False,
-        (skipped,): False,
-        (passed, failed): False,
-        (passed, raised): False,
-    }.items():
-        assert Report("", {}, checks).passed == has_passed
+    passed, failed, skipped = (Check(name, value, "") for name, value in (("a", True), ("b", False), ("c", None)))
+    raised = Check("d", None, "", raised=True)
+    assert all(Report("", {}, checks).passed for checks in [(passed,), (passed, skipped)])
+    not_passed = [(), (skipped,), (passed, failed), (passed, raised)]
+    assert not any(Report("", {}, checks).passed for checks in not_passed)
     assert not Report("", {}, (passed, skipped), required=("c",)).passed
 
 
@@ -362,25 +339,23 @@ def test_the_tool_writes_table_page_and_json_with_a_remedy_and_leaves_the_run_di
     assert "All 1 checks passed" in page.read_text()
 
 
-def test_verify_and_inspect_make_the_folders_of_their_reports_and_name_a_file_that_cannot_be_written(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [(verify_run.main, ["--html", "--card", "--json"]), (inspect.main, ["--html", "--json"])],
+    ids=["verify", "inspect"],
+)
+def test_folders_of_reports_are_made_and_a_file_that_cannot_be_written_is_status_2(
+    home: Path, tmp_path: Path, command: Callable[[list[str]], int], options: list[str], capsys: Any
 ) -> None:
     (tmp_path / "file").touch()
-    config = ["--config", str(config_file(home, tmp_path))]
-    verify, inspection = ["--only", "masks"], ["--packs", "2", "--rows", "9"]
-    for command, arguments, options in (
-        (verify_run.main, verify, ("--html", "--card", "--json")),
-        (inspect.main, inspection, ("--html", "--json")),
-    ):
-        folder = tmp_path / arguments[0]
-        files = [(option, str(folder / option / "x")) for option in options]
-        assert command([*config, *arguments, *(each for pair in files for each in pair)]) == 0
-        assert all(Path(file).stat().st_size > 100 for _, file in files)
-        for option in options:
-            below = tmp_path / "file" / "x"
-            assert command([*config, *arguments, option, str(below)]) == 2
-            expected = f"{below} cannot be written: File exists; choose another place with {option}\n"
-            assert capsys.readouterr().err == expected
+    arguments = ["--config", str(config_file(home, tmp_path))]
+    arguments += ["--only", "masks"] if command is verify_run.main else ["--packs", "2", "--rows", "9"]
+    files = {option: tmp_path / option / "report" for option in options}
+    assert command([*arguments, *(f"{option}={file}" for option, file in files.items())]) == 0
+    assert all(file.stat().st_size > 100 for file in files.values())
+    for option in options:
+        assert command([*arguments, f"{option}={tmp_path}/file/report"]) == 2
+        assert f"choose another place with {option}" in capsys.readouterr().err
 
 
 def test_a_bad_row_an_unknown_check_and_a_typo_are_status_2_and_a_message(

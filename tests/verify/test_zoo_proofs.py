@@ -12,13 +12,40 @@ from tests.verify.trainer_zoo import ZOO, hush
 from tests.verify.zoo_materials import ROWS, SMOLLM2, sft, tok
 from tests.verify.zoo_remedies import APPLIED
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not SMOLLM2.exists(), reason="needs models/SmolLM2-135M-Instruct (make quickstart)"),
-    pytest.mark.filterwarnings("ignore"),  # of TRL and transformers, about their own options
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and transformers, about their own options
+NEEDS_SMOLLM2 = pytest.mark.skipif(not SMOLLM2.exists(), reason="needs models/SmolLM2-135M-Instruct (make quickstart)")
+FAST = {
+    "cache_and_packing": "conversations in one row: others change by",
+    "mask_of_ones_and_packing": "conversations in one row: others change by",
+    "wrapped_packing": "conversations in one row: others change by",
+    "labels_across_borders": "labels cross",
+    "left_padding_of_gpt2": "a conversation alone is computed otherwise",
+    "doubled_bos": "0 of 42 documents have the template's ids",
+    "missing_bos": "0 of 42 documents have the template's ids",
+    "labels_shifted_twice": "labels are other tokens",
+    "everything_after_the_first_prompt": "prompt tokens trained",
+    "labels_begin_with_the_line_break": "70 tokens of headers trained",
+    "last_answer_alone": "answer tokens not trained",
+    "labels_end_before_the_stop": "0 of 70 answers train <|im_end|>",
+    "template_without_stop": "answers train no stop token",
+    "answers_cut_by_max_length": "answers cut off",
+    "mean_of_means": "from the ratio; the weight of a micro-batch is off by",
+    "prompts_counted_in_the_denominator": "num_items_in_batch is",
+    "loss_without_shift_of_an_untrained_model": "the loss ignores",
+    "left_padding_without_mask": "attended: changing it changes others by",
+    "trained_padding": "padding tokens trained",
+    "new_tokens_never_trained": "control tokens look untrained and are frozen",
+    "head_left_out_of_the_optimizer": "1 trainable tensors are not in the optimizer",
+    "base_trained_beside_its_adapter": "trained tensors are not saved with the adapter",
+    "stop_of_the_base_model": "generation does not end at <|im_end|>",
+    "evaluation_over_prompts": "prompt tokens trained",
+    "evaluation_of_messages": "prompt tokens trained",
+}
+"""The set-ups of make test, one of each fault, with what their row has measured."""
 
 
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ZOO)
 def test_a_set_up_is_what_it_claims_to_be(name: str) -> None:
     hush()
@@ -26,6 +53,18 @@ def test_a_set_up_is_what_it_claims_to_be(name: str) -> None:
     assert ZOO[name].proof(ZOO[name].make())
 
 
+@pytest.mark.parametrize("name", FAST)
+def test_verify_trainer_fails_the_row_that_is_wrong_with_what_it_measured(name: str) -> None:
+    hush()
+    report = verify_trainer(ZOO[name].make(), **ZOO[name].arguments)
+    assert not ZOO[name].problem(report)
+    (row,) = (row for row in report.checks if row.name == APPLIED[name].row)
+    assert FAST[name] in row.measured
+    assert APPLIED[name].words in row.remedy
+
+
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ZOO)
 def test_verify_trainer_fails_the_rows_that_are_wrong_and_no_other(name: str) -> None:
     hush()
@@ -37,6 +76,8 @@ def test_verify_trainer_fails_the_rows_that_are_wrong_and_no_other(name: str) ->
         assert APPLIED[name].words in remedy
 
 
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", APPLIED)
 def test_a_set_up_with_the_remedy_that_is_printed_for_it_passes_the_row(name: str) -> None:
     hush()
@@ -48,6 +89,8 @@ def test_a_set_up_with_the_remedy_that_is_printed_for_it_passes_the_row(name: st
     assert row.status == "PASS", row.measured
 
 
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
 def test_trl_marks_no_answers_of_smollm2_and_both_ways_that_the_remedy_names_do(tmp_path: Path) -> None:
     hush()
     with pytest.raises(ValueError, match="patching is not supported for this template"):

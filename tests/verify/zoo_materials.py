@@ -223,6 +223,29 @@ class CompletionOnly:
         return dict(batch)
 
 
+def chatml(features: Rows | None = None, collator: Any = None, **given: Any) -> Trainer:
+    """What most of the broken set-ups have changed: rows encoded by hand, and each answer with its labels."""
+    tokenizer = tok("chatml")
+    return plain(encoded(tokenizer) if features is None else features, tokenizer, collator, **given)
+
+
+def smollm2(rows: Rows = ROWS, **given: Any) -> Trainer:
+    return plain(encoded(tok(), rows), tok(), **given)
+
+
+def padded(side: str = "right", *, mask: bool = True, label: int = -100, shift: bool = False, **given: Any) -> Trainer:
+    return chatml(collator=Pad(tok("chatml"), side, mask, label, shift), **given)
+
+
+def flat(**given: Any) -> Trainer:
+    return chatml(collator=transformers.DataCollatorWithFlattening(), **given)
+
+
+def of_marks(rows: Rows = ROWS, **given: Any) -> Trainer:
+    """TRL's assistant_only_loss with a template that marks the answers."""
+    return sft(rows, marked(), assistant_only_loss=True, **given)
+
+
 class FlattenAndMask(transformers.DataCollatorWithFlattening):
     def __call__(self, features: Rows, *given: Any, **options: Any) -> dict[str, Any]:
         batch = super().__call__(features, *given, **options)

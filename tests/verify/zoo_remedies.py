@@ -11,9 +11,6 @@ from trl import SFTTrainer
 
 from tests.conftest import ASSETS, LLAMA3_TEMPLATE
 from tests.verify import documented_examples as documented
-from tests.verify import more_set_ups as more
-from tests.verify import trainer_zoo as zoo
-from tests.verify.later_set_ups import KeepsLogits
 from tests.verify.zoo_materials import (
     ANSWERS,
     LONG,
@@ -21,15 +18,21 @@ from tests.verify.zoo_materials import (
     PAIRS,
     ROWS,
     SMOLLM2,
-    Pad,
     Rows,
+    chatml,
     encoded,
-    marked,
+    flat,
     model,
+    of_marks,
+    padded,
     plain,
     sft,
+    smollm2,
     tok,
+    trl_template,
 )
+from tests.verify.zoo_texts import WITH_PASTED_TEXT, thinking
+from tests.verify.zoo_training import KeepsLogits, of_a_base_model, with_new_tokens
 
 
 class Applied(NamedTuple):
@@ -44,24 +47,6 @@ class Applied(NamedTuple):
 
 def everything(features: Rows) -> Rows:
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in features]
-
-
-def chatml(features: Rows | None = None, collator: Any = None, **given: Any) -> Trainer:
-    """The set-up that most of the broken ones have changed: rows encoded by hand, and each answer with its labels."""
-    tokenizer = tok("chatml")
-    return plain(encoded(tokenizer) if features is None else features, tokenizer, collator, **given)
-
-
-def smollm2(rows: Rows = ROWS, **given: Any) -> Trainer:
-    return plain(encoded(tok(), rows), tok(), **given)
-
-
-def padded(side: str = "right", **given: Any) -> Trainer:
-    return chatml(collator=Pad(tok("chatml"), side), **given)
-
-
-def flat(**given: Any) -> Trainer:
-    return chatml(collator=transformers.DataCollatorWithFlattening(), **given)
 
 
 def flat_texts(tokenizer: Any) -> Trainer:
@@ -93,8 +78,8 @@ def adapters(**given: Any) -> Trainer:
 
 
 def thoughts() -> Trainer:
-    rows = [row["messages"] for row in more.thinking().train_dataset.select_columns("messages")]
-    return sft([{"prompt": row[:-1], "completion": row[-1:]} for row in rows], tok(template=more.trl_template("qwen3")))
+    rows = [row["messages"] for row in thinking().train_dataset.select_columns("messages")]
+    return sft([{"prompt": row[:-1], "completion": row[-1:]} for row in rows], tok(template=trl_template("qwen3")))
 
 
 def of_messages(folder: str, **given: Any) -> Trainer:
@@ -104,10 +89,6 @@ def of_messages(folder: str, **given: Any) -> Trainer:
 def of_pairs(folder: str, peft_config: Any = None, **given: Any) -> Trainer:
     data = Dataset.from_list(ANSWERS)
     return SFTTrainer(folder, documented.config(**given), train_dataset=data, peft_config=peft_config)
-
-
-def of_marks(tokenizer: Any, rows: Rows = ROWS, **given: Any) -> Trainer:
-    return sft(rows, tokenizer, assistant_only_loss=True, **given)
 
 
 def evaluated(rows: Rows) -> Trainer:
@@ -129,9 +110,9 @@ _MESSAGES = "Give rows of messages"
 
 APPLIED: dict[str, Applied] = {
     # isolation and positions
-    "bfd_packing_of_falcon": Applied("isolation", "packing=False", lambda: of_marks(marked(), kind="falcon")),
+    "bfd_packing_of_falcon": Applied("isolation", "packing=False", lambda: of_marks(kind="falcon")),
     "bfd_packing_of_gpt_oss": Applied(
-        "isolation", "packing=False", lambda: of_marks(marked(), kind="gpt_oss", attention="eager")
+        "isolation", "packing=False", lambda: of_marks(kind="gpt_oss", attention="eager")
     ),
     "padding_free_of_bloom": Applied(
         "isolation", "padding_free=False", lambda: sft(ANSWERS, tok("chatml"), kind="bloom", attention="eager")
@@ -151,7 +132,7 @@ APPLIED: dict[str, Applied] = {
     "training_template_is_not_saved": Applied(
         "ids", "set tokenizer.chat_template", lambda: plain(encoded(t := tok(template="llama2_like")), t)
     ),
-    "system_prompts_lost": Applied("truncation", "keep every message", lambda: of_marks(marked())),
+    "system_prompts_lost": Applied("truncation", "keep every message", lambda: of_marks()),
     "template_applied_twice": Applied("ids", "Render the messages once", smollm2),
     "template_applied_twice_by_trl": Applied("ids", "Give TRL the messages as they are", lambda: sft(ANSWERS)),
     # labels
@@ -163,9 +144,9 @@ APPLIED: dict[str, Applied] = {
     "masked_stop_tokens": Applied(
         "stop tokens", "DataCollatorForSeq2Seq", lambda: plain(everything(encoded(tok())), tok())
     ),
-    "marks_without_stop": Applied("stop tokens", "{% endgeneration %} behind its stop", lambda: of_marks(marked())),
+    "marks_without_stop": Applied("stop tokens", "{% endgeneration %} behind its stop", lambda: of_marks()),
     "marks_before_the_line_break": Applied(
-        "trained tokens", "{% generation %} behind the header", lambda: of_marks(marked())
+        "trained tokens", "{% generation %} behind the header", lambda: of_marks()
     ),
     "labels_end_before_the_stop": Applied("stop tokens", "stop token, which has its label too", chatml),
     "labels_begin_with_the_line_break": Applied("trained tokens", _LABELS, chatml),
@@ -177,19 +158,19 @@ APPLIED: dict[str, Applied] = {
         "trained tokens", "DataCollatorForLanguageModeling(mlm=False)", lambda: language_modeling()
     ),
     # truncation
-    "answers_cut_by_max_length": Applied("truncation", "SFTConfig(max_length=...)", lambda: of_marks(marked())),
+    "answers_cut_by_max_length": Applied("truncation", "SFTConfig(max_length=...)", lambda: of_marks()),
     "prompts_cut_by_keep_end": Applied(
-        "truncation", "SFTConfig(max_length=...)", lambda: of_marks(marked(), LONG, truncation_mode="keep_end")
+        "truncation", "SFTConfig(max_length=...)", lambda: of_marks(LONG, truncation_mode="keep_end")
     ),
     "answers_cut_by_bfd_packing": Applied(
-        "truncation", "SFTConfig(max_length=...)", lambda: of_marks(marked(), packing=True)
+        "truncation", "SFTConfig(max_length=...)", lambda: of_marks(packing=True)
     ),
     "rows_dropped_by_max_length": Applied(
-        "truncation", "SFTConfig(max_length=...)", lambda: sft(zoo.WITH_PASTED_TEXT, max_length=8192)
+        "truncation", "SFTConfig(max_length=...)", lambda: sft(WITH_PASTED_TEXT, max_length=8192)
     ),
     "nothing_left_to_train": Applied(
         "truncation", "above the longest conversation",
-        lambda: smollm2([{"messages": row["prompt"] + row["completion"]} for row in zoo.WITH_PASTED_TEXT]),
+        lambda: smollm2([{"messages": row["prompt"] + row["completion"]} for row in WITH_PASTED_TEXT]),
     ),
     "questions_and_answers_cut": Applied("truncation", "above the longest", lambda: smollm2(ROWS[12:])),
     "cut_within_a_header": Applied(
@@ -226,11 +207,11 @@ APPLIED: dict[str, Applied] = {
     "forged_turn": Applied("forgery", "Remove the control tokens from the texts", smollm2, ROWS),
     "new_tokens_never_trained": Applied(
         "adapters", "modules_to_save=['embed_tokens', 'lm_head']",
-        lambda: zoo.with_new_tokens(modules_to_save=["embed_tokens", "lm_head"]),
+        lambda: with_new_tokens(modules_to_save=["embed_tokens", "lm_head"]),
     ),
     "optimizer_without_adapters": Applied(
         "adapters", "the optimizer's parameters",
-        lambda: of_marks(marked(), peft_config=LoraConfig(target_modules="all-linear")),
+        lambda: of_marks(peft_config=LoraConfig(target_modules="all-linear")),
     ),
     "head_left_out_of_the_optimizer": Applied(
         "adapters", "the optimizer's parameters",
@@ -240,7 +221,7 @@ APPLIED: dict[str, Applied] = {
         "adapters", "Leave the base frozen", lambda: adapters(target_modules="all-linear")
     ),
     "stop_of_the_base_model": Applied(
-        "generation", "SFTConfig(eos_token='<|im_end|>')", lambda: zoo.of_a_base_model(eos_token="<|im_end|>")
+        "generation", "SFTConfig(eos_token='<|im_end|>')", lambda: of_a_base_model(eos_token="<|im_end|>")
     ),
     "saved_without_template": Applied("ids", "Set tokenizer.chat_template", chatml),
     # the evaluation

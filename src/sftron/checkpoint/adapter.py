@@ -14,15 +14,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.adapter_config import CONFIG, adapter_config, read_adapter_config, renamed, spec_of
+from sftron.checkpoint.adapter_config import (
+    CONFIG,
+    AdapterConfig,
+    adapter_config,
+    read_adapter_config,
+    renamed,
+    spec_of,
+)
 from sftron.checkpoint.atomic import publish
 from sftron.checkpoint.hf_export import ExportSource, write_json
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, wrong_tensors
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, listed, wrong_tensors
 from sftron.checkpoint.model_folder import check_files
 from sftron.checkpoint.shards import write_tensors
 from sftron.models.adapters import (
@@ -67,15 +73,13 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
     """
     check_files(folder)
     if not (folder / WEIGHTS).is_file():
-        is_pickled = (folder / "adapter_model.bin").exists()
-        but = ", but adapter_model.bin, a pickle, which runs code when it is loaded" if is_pickled else ""
-        raise ValueError(f"{folder}: holds no {WEIGHTS}{but}. Save the adapter again with peft's save_pretrained.")
-    stated, values = read_adapter_config(folder)
+        raise ValueError(f"{folder}: holds no {WEIGHTS}. Save the adapter again with peft's save_pretrained.")
+    stated = read_adapter_config(folder)
     with SafetensorsFolder(folder, WEIGHTS) as source:
         keys = {_short_name(key): key for key in source.names()}
         prefix = WRAPPED if _is_wrapped(keys) else TEXT_MODEL
         keys = {renamed(name, prefix, TEXT_MODEL): key for name, key in keys.items()}
-        spec = spec_of(folder, values, _adapted(stated, keys, config, prefix), config, prefix)
+        spec = spec_of(folder, stated, _adapted(stated, keys, config, prefix), config, prefix)
         # Tokens may have been added to the base.
         rows = [source.shape(keys[name])[0] for name in (EMBEDDINGS, HEAD) if name in keys and source.shape(keys[name])]
         config = replace(config, vocab_size=max(config.vocab_size, *rows)) if rows else config
@@ -92,10 +96,7 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
             "adapter with peft into a model with tie_word_embeddings: false, and train that."
         )
     return AdapterFolder(
-        spec=spec,
-        tensors=tensors,
-        vocab_size=config.vocab_size,
-        base_model=values["base_model_name_or_path"],
+        spec=spec, tensors=tensors, vocab_size=config.vocab_size, base_model=stated.base_model_name_or_path
     )
 
 
@@ -114,14 +115,14 @@ def is_of_wrapper(folder: Path) -> bool:
         return _is_wrapped(map(_short_name, source.names()))
 
 
-def _adapted(stated: Mapping[str, Any], names: Collection[str], config: LlamaConfig, prefix: str) -> list[str]:
+def _adapted(stated: AdapterConfig, names: Collection[str], config: LlamaConfig, prefix: str) -> list[str]:
     """Returns the adapted projections: those that target_modules selects or, if layers_to_transform or exclude_modules
     narrow them, those among them that have tensors."""
-    targets = stated.get("target_modules") or ALL_LINEAR
+    targets, narrowing = stated.target_modules or ALL_LINEAR, stated.model_extra or {}
     selected = [name for name in model_projections(config) if is_target(renamed(name, TEXT_MODEL, prefix), targets)]
-    if all(stated.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):
+    if all(narrowing.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):
         return selected
-    return [name for name in selected if any(each.startswith(f"{name}.") for each in names)]
+    return [name for name in selected if any(stored_name.startswith(f"{name}.") for stored_name in names)]
 
 
 def model_projections(config: LlamaConfig) -> dict[str, Projection]:
@@ -148,11 +149,10 @@ def _require_tensors(
 ) -> None:
     problems = wrong_tensors(found, expected)
     if problems or not expected:
-        rest = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(
-            f"{where}: the tensors are not those that {CONFIG} describes for this base model:\n  "
-            + "\n  ".join(problems[:20] or ["there are none"])
-            + f"{rest}\nIs this the whole adapter, and the model that it was trained on?"
+            f"{where}: the tensors are not those that {CONFIG} describes for this base model:"
+            f"{listed(problems or ['there are none'])}\n"
+            "Is this the whole adapter, and the model that it was trained on?"
         )
 
 
@@ -200,7 +200,7 @@ def write_adapter(
     if config.tie_word_embeddings and EMBEDDINGS in stored:
         stored[HEAD] = stored[EMBEDDINGS]
     prefix = in_wrapper(source.config)
-    in_file = {f"{_PREFIX}{renamed(name, TEXT_MODEL, prefix)}": each for name, each in stored.items()}
+    in_file = {f"{_PREFIX}{renamed(name, TEXT_MODEL, prefix)}": tensor for name, tensor in stored.items()}
 
     def write(unfinished: Path) -> None:
         write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"})

@@ -175,8 +175,10 @@ def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
     if (named := _STEP_FOLDER.fullmatch(folder.name)) and step != int(named[1]):
         return f"{MANIFEST} is that of step {step}"
     # Counted before the names are made, because the stated number may be huge.
-    if num_writers < 1 or len(files) != 1 + 2 * num_writers or files.keys() != _file_names(num_writers):
-        return f"{MANIFEST} does not name the {1 + 2 * num_writers} files of a checkpoint of {num_writers} ranks"
+    num_files = 1 + 2 * num_writers
+    names = (file_name(kind, rank, num_writers) for kind in (MODEL, OPTIMIZER) for rank in range(num_writers))
+    if num_writers < 1 or len(files) != num_files or files.keys() != {STATE, *names}:
+        return f"{MANIFEST} does not name the {num_files} files of a checkpoint of {num_writers} ranks"
     # Names that begin with a dot are ignored, because some file systems create such files.
     found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if unknown := sorted(found - files.keys() - {MANIFEST}):
@@ -195,10 +197,6 @@ def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], int, int]:
         return files, int(manifest["num_ranks"]), int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
-
-
-def _file_names(num_ranks: int) -> set[str]:
-    return {STATE, *(file_name(kind, rank, num_ranks) for kind in (MODEL, OPTIMIZER) for rank in range(num_ranks))}
 
 
 def _wrong_content(path: Path, size: int, digest: str) -> str | None:
@@ -257,7 +255,8 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
     """
     parameters = trained_parameters(model)
     with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
-        _require_same_shapes(folder, {name: each.shape for name, each in parameters.items()}, stored.shapes())
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        _require_same_shapes(folder, shapes, stored.shapes(), "It is of another model; resume from another checkpoint")
         state = None if optimizer is None else _read_optimizer_state(folder, optimizer, parameters, moments)
         for name, parameter in parameters.items():
             local, offset = local_shard(parameter.detach())
@@ -266,17 +265,19 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _require_same_shapes(folder: Path, model: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+def _require_same_shapes(
+    folder: Path, expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size], remedy: str
+) -> None:
     def words(shape: torch.Size | None) -> str:
         return "absent" if shape is None else str(list(shape))
 
     wrong = [
-        f"{name}: the model's {words(model.get(name))}, the checkpoint's {words(stored.get(name))}"
-        for name in sorted(model.keys() | stored.keys())
-        if model.get(name) != stored.get(name)
+        f"{name}: the model's {words(expected.get(name))}, the checkpoint's {words(stored.get(name))}"
+        for name in sorted(expected.keys() | stored.keys())
+        if expected.get(name) != stored.get(name)
     ]
     if wrong:
-        raise CheckpointError(f"{folder} is of another model; {len(wrong)} tensors differ: " + "; ".join(wrong[:5]))
+        raise CheckpointError(f"{folder}: {len(wrong)} tensors differ: {'; '.join(wrong[:5])}. {remedy}")
 
 
 def _read_optimizer_state(
@@ -285,39 +286,23 @@ def _read_optimizer_state(
     """Returns the stored state, sharded like the parameters, by the indices of the optimizer's state_dict."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     trained = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    stored = {key.partition("/")[2] for key in moments.shapes()}
-    if stored and stored != set(trained):  # none before the first update
-        raise CheckpointError(
-            f"{folder} holds the optimizer state of {len(stored)} parameters, and the weights of {len(trained)}; "
-            "resume from another checkpoint"
+    stored = moments.shapes()
+    if stored:  # none before the first update
+        shapes_of = getattr(optimizer, "state_shapes", _adamw_shapes)
+        fields = {name: shapes_of(parameters[name]) for name in trained}
+        expected = {f"{field}/{name}": shape for name in trained for field, shape in fields[name].items()}
+        remedy = (
+            "Set optimizer.state as in the checkpoint's run; with 8bit, the rows of each rank have to be whole blocks "
+            "of 256 values, so resume with as many ranks. Or begin with its weights (checkpoints.load: weights)"
         )
-    if stored:
-        _require_same_state(folder, optimizer, {name: parameters[name] for name in trained}, moments)
+        _require_same_shapes(folder, expected, stored, remedy)
     index_of = {name: index for index, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}
-    for key, shape in moments.shapes().items():
+    for key, shape in stored.items():
         field, _, name = key.partition("/")
         value = _read_like(parameters[name], moments, key, shape) if shape else moments.read(key)
         state.setdefault(index_of[name], {})[field] = value
     return state
-
-
-def _require_same_state(
-    folder: Path, optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], moments: ShardedTensors
-) -> None:
-    """Requires that the optimizer stores the same tensors for each parameter as the checkpoint does."""
-    shapes_of = getattr(optimizer, "state_shapes", _adamw_shapes)
-    expected = {f"{field}/{name}": shape for name, each in trained.items() for field, shape in shapes_of(each).items()}
-    found = moments.shapes()
-    names = sorted({key.partition("/")[2] for key, _ in expected.items() ^ found.items()})
-    if names:
-        kinds = ["8 bits" if f"exp_avg_scale/{names[0]}" in each else "fp32" for each in (found, expected)]
-        raise CheckpointError(
-            f"{folder} holds the moments of {names[0]} in {kinds[0]}, and this run in {kinds[1]} ({len(names)} such "
-            "parameters). Set optimizer.state as in the checkpoint's run; with 8bit, the rows of each rank have to be "
-            "whole blocks of 256 values, or the moments are fp32, so resume with as many ranks. Or begin with its "
-            "weights (checkpoints.load: weights)"
-        )
 
 
 def _adamw_shapes(parameter: Tensor) -> dict[str, torch.Size]:
@@ -330,6 +315,6 @@ def _read_like(parameter: Tensor, stored: ShardedTensors, key: str, shape: torch
         return stored.read(key)
     mesh, placements = parameter.device_mesh, parameter.placements
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    own = stored.read(key, offset, size).to(parameter.device)
+    shard = stored.read(key, offset, size).to(parameter.device)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)

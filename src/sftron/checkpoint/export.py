@@ -123,15 +123,15 @@ def check_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> tuple
     """
     if not plan.is_adapter:
         return differing_weights(_whole(plan, weights)[0], folder)
-    expected, found = dict(weights), read_adapter(folder, plan.source.architecture).tensors
+    expected, stored = dict(weights), read_adapter(folder, plan.source.architecture).tensors
     with SafetensorsFolder(folder, WEIGHTS) as file:
         dtype = DTYPES[file.dtype(file.names()[0])]
     different = [
         name
-        for name in expected.keys() | found.keys()
-        if name not in expected or name not in found or not same_bits(expected[name].to(dtype), found[name])
+        for name in expected.keys() | stored.keys()
+        if name not in expected or name not in stored or not same_bits(expected[name].to(dtype), stored[name])
     ]
-    return len(found), sorted(different)
+    return len(stored), sorted(different)
 
 
 def _whole(plan: ExportPlan, weights: NamedTensors) -> tuple[NamedTensors, MergeReport | None]:
@@ -214,10 +214,10 @@ def lora_of(state: Mapping[str, Any]) -> LoraSpec | None:
 
 def require_base(folder: Path, trained: str) -> None:
     """Raises CheckpointError if `folder` has other weights than the base that adapters were trained with."""
-    found = digest_of(file_digests(folder))
-    if trained != found:
+    digest = digest_of(file_digests(folder))
+    if trained != digest:
         raise CheckpointError(
-            f"{folder} has weights with the SHA-256 {found[:12]}, and the adapters were trained with a base of "
+            f"{folder} has weights with the SHA-256 {digest[:12]}, and the adapters were trained with a base of "
             f"{trained[:12]}; give that base model"
         )
 
@@ -248,11 +248,11 @@ def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
 
 
 def _require_architecture(checkpoint: Path, fingerprint: Any, config: LlamaConfig) -> None:
-    found = fingerprint if isinstance(fingerprint, dict) else {}
+    of_checkpoint = fingerprint if isinstance(fingerprint, dict) else {}
     different = [
-        f"{name}: {found.get(name, 'absent')} in the checkpoint, {value} in config.json"
+        f"{name}: {of_checkpoint.get(name, 'absent')} in the checkpoint, {value} in config.json"
         for name, value in architecture_facts(config).items()
-        if found.get(name) != value
+        if of_checkpoint.get(name) != value
     ]
     if different:
         raise CheckpointError(f"{checkpoint} is of another model than config.json:\n  " + "\n  ".join(different))

@@ -165,8 +165,8 @@ class ExportSource:
             }
         # The export holds no code of its own, and transformers has a class for every supported model_type. Quantized
         # weights are exported as they are computed, as bf16 or fp32.
-        own = {key: value for key, value in self.config.items() if key not in ("auto_map", "quantization_config")}
-        return {**own, **of_text, "architectures": [family.architecture], **dtypes}
+        rest = {key: value for key, value in self.config.items() if key not in ("auto_map", "quantization_config")}
+        return {**rest, **of_text, "architectures": [family.architecture], **dtypes}
 
     def exported_generation_config(self, stop_token_ids: Collection[int]) -> dict[str, Any]:
         # transformers may replace a file with this key by values from config.json, which would lose the stop tokens.
@@ -183,8 +183,8 @@ def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
     `rope_parameters` and `dtype`, and reads both forms.
     """
     keys = ("architectures", "model_type", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters")
-    found = {**text_config(config)[0], **config}
-    return [key for key in keys if key not in found or (found[key] is None and key != "rope_scaling")]
+    present = {**text_config(config)[0], **config}
+    return [key for key in keys if key not in present or (present[key] is None and key != "rope_scaling")]
 
 
 def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:
@@ -251,9 +251,9 @@ def stop_ids_of(folder: Path) -> dict[int, None]:
     """
     stops: dict[int, None] = {}
     for path in (folder / "generation_config.json", folder / "config.json"):
-        stated = read_json(path).get("eos_token_id") if path.exists() else None
-        ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
-        if wrong := [each for each in ids if type(each) is not int or each < 0]:
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if wrong := [token_id for token_id in ids if type(token_id) is not int or token_id < 0]:
             raise ValueError(f"{path}: eos_token_id: {wrong[0]!r} is not the id of a token, nor a list of them")
         stops |= dict.fromkeys(ids)
     return stops

@@ -1,7 +1,7 @@
 """Loading of the weights of a Hugging Face folder, with a check of every key (laws 9 and 10)."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -178,13 +178,16 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
         if files_of.get(name) != [weight_map.get(name)] and not name.endswith(_DERIVED)
     ]
     if different:
-        rest = f"\n  ... and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
         raise ValueError(
-            f"{folder}: {_INDEX} and the files that it names do not belong together:\n  "
-            + "\n  ".join(different[:_MAX_NAMED])
-            + rest
-            + "\nDownload the model again, all its files from one revision."
+            f"{folder}: {_INDEX} and the files that it names do not belong together:{listed(different)}\n"
+            "Download the model again, all its files from one revision."
         )
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Returns the first problems, each on an indented line, and the number of the others."""
+    rest = [f"... and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
+    return "".join(f"\n  {line}" for line in [*problems[:_MAX_NAMED], *rest])
 
 
 def file_digests(folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
@@ -257,21 +260,21 @@ def load_model(
         for name, parameter in model.named_parameters():
             rows, (first, *rest) = local_shard(parameter.detach())
             # A tensor may also be sharded along another dimension; then this rank keeps only a part of each row.
-            own = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
+            columns = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
             if adapters is not None and (peft_name(name) in adapters.tensors or is_adapter(name)):
                 value = _adapter_value(source, name, parameter.shape, adapters, frozen_dtype)
-                rows.copy_(value[(slice(first, first + len(rows)), *own)])
+                rows.copy_(value[(slice(first, first + len(rows)), *columns)])
                 continue
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
                 whole, last = shapes[name][0], first + num_stored
-                found = read_fused(name, whole, stored, source.read_range, first, last, spelling)
+                weight = read_fused(name, whole, stored, source.read_range, first, last, spelling)
                 # The rows of NF4 are always whole.
-                rows[:num_stored] = to_stored(found, NF4) if rows.dtype == NF4 else found[(slice(None), *own)]
+                rows[:num_stored] = to_stored(weight, NF4) if rows.dtype == NF4 else weight[(slice(None), *columns)]
             if name in _PER_TOKEN:
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:
-                    rows[new] = _mean_row(source, name, initialize_ids)[own].to(rows)
+                    rows[new] = _mean_row(source, name, initialize_ids)[columns].to(rows)
     return model
 
 

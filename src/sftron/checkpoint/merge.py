@@ -133,15 +133,15 @@ MOST_KL = 0.1
 @torch.no_grad()
 def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
-    found = []
+    logits = []
     with whole_head(model):
         device = model.head_weight.device
         for text in texts:
             ids = torch.tensor(text, device=device)
             bounds = torch.tensor([0, len(text)], dtype=torch.int32)
             hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
-            found.append(model.head.logits(hidden_TH).float().cpu())
-    return found
+            logits.append(model.head.logits(hidden_TH).float().cpu())
+    return logits
 
 
 def kl_divergences(trained_TV: Tensor, other_TV: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ The origin of a folder is not trusted: files are bounded in size, and none is a 
 """
 
 import contextlib
-import difflib
 import json
 import math
 import stat
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sftron.hub_revision import commit_of, hub_problem
+from sftron.hub_revision import commit_of
 from sftron.models.architecture import LlamaConfig
 from sftron.regular_file import read_regular
 
@@ -37,7 +36,6 @@ _LIMITS = {
     "*": _MAX_FILE_BYTES,
 }
 """The maximum size of a file, by the first pattern that matches its name."""
-NOTHING_SAVED = "is a run directory that has saved no checkpoint and no export yet; continue it with `sftron train`"
 
 
 def local_folder(path: str, revision: str | None = None, *, with_weights: bool = True, download: bool = True) -> Path:
@@ -79,20 +77,11 @@ def _refused(path: str, revision: str | None, with_weights: bool) -> Iterator[No
     try:
         yield
     except Exception as error:  # huggingface_hub raises many types, some of them those of its HTTP library
-        problem = f"is no local folder{_near(Path(path))}, and it cannot be downloaded from the Hub"
         at = "" if revision is None else f" (revision {revision})"
-        reason = hub_problem(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{what} {problem}{at}: {reason}") from error
-
-
-def _near(path: Path) -> str:
-    """Returns the folders next to the path with the most similar names, or the first ones, in parentheses."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = sorted(each.name for each in path.parent.iterdir() if each.is_dir() and each.name[0] != ".")
-    likely = difflib.get_close_matches(path.name, names, n=3) or names[:3]
-    more = " ..." if len(names) > len(likely) else ""
-    return f" ({path.parent}/ has {', '.join(likely)}{more})" if likely else ""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{what} is no local folder, and it cannot be downloaded from the Hub{at}: {reason}"
+        ) from error
 
 
 def check_files(folder: Path) -> None:
@@ -117,16 +106,11 @@ def is_run_directory(folder: Path) -> bool:
 
 
 def _require_no_run(folder: Path) -> None:
-    """Raises ValueError with the folders to give instead if `folder` is a run directory."""
-    if not is_run_directory(folder):
-        return
-    export, checkpoints = folder / "latest", folder / "checkpoints"
-    remedies = [f"give its export {export}"] if export.is_dir() else []
-    if any(each.name.removeprefix("step-").isdecimal() for each in checkpoints.glob("step-*")):
-        remedies.append(f"convert a checkpoint in {checkpoints} (`sftron convert`)")
-    if remedies:
-        raise ValueError(f"{folder}: is a run directory; {', or '.join(remedies)}")
-    raise ValueError(f"{folder}: {NOTHING_SAVED}")
+    if is_run_directory(folder):
+        raise ValueError(
+            f"{folder}: is a run directory; give its export {folder / 'latest'}, or convert a checkpoint in "
+            f"{folder / 'checkpoints'} (`sftron convert`)"
+        )
 
 
 def require_inside(folder: Path, path: Path) -> None:
@@ -140,8 +124,8 @@ def require_inside(folder: Path, path: Path) -> None:
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """Returns the paths that match, and all that is in matching folders."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(found | {path for each in found if each.is_dir() for path in each.rglob("*")})
+    matching = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(matching | {path for parent in matching if parent.is_dir() for path in parent.rglob("*")})
 
 
 def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:

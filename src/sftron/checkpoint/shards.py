@@ -83,7 +83,7 @@ class HostCopy:
     def take(self, shards: StoredShards) -> StoredShards:
         """Returns copies of the shards in host memory; they are valid until the next call."""
         copied = {
-            kind: {name: replace(each, tensor=self._copy((kind, name), each.tensor)) for name, each in named.items()}
+            kind: {name: replace(shard, tensor=self._copy((kind, name), shard.tensor)) for name, shard in named.items()}
             for kind, named in shards.items()
         }
         if torch.cuda.is_available():
@@ -183,7 +183,7 @@ class ShardedTensors:
             file = stack.enter_context(safe_open(path, framework="pt"))
             shards = json.loads((file.metadata() or {})["shards"])
             for name in file.keys():  # noqa: SIM118  (not a mapping)
-                offset, shape = (tuple(map(int, each)) for each in shards[name])
+                offset, shape = (tuple(map(int, numbers)) for numbers in shards[name])
                 size = tuple(file.get_slice(name).get_shape())
                 if not len(offset) == len(size) == len(shape) or self._shapes.setdefault(name, shape) != shape:
                     raise ValueError(f"the metadata of {name} does not fit its shape, or that of another file")
@@ -225,6 +225,6 @@ def _is_grid(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tupl
     if not math.prod(shape):
         return not boxes
     spans = [sorted({(offset[n], offset[n] + size[n]) for offset, size in boxes}) for n in range(len(shape))]
-    bounds = [([0, *(end for _, end in each)], [*(start for start, _ in each)]) for each in spans]
+    bounds = [([0, *(end for _, end in axis)], [*(start for start, _ in axis)]) for axis in spans]
     is_divided = all(ends == [*starts, length] for (ends, starts), length in zip(bounds, shape, strict=True))
     return is_divided and len({*boxes}) == len(boxes) == math.prod(map(len, spans))

@@ -1,20 +1,22 @@
-"""What the arguments of all commands have in common."""
+"""What the commands have in common: the kinds of their arguments, the files that they write, and bad input."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sftron.errors import without_secrets
+from sftron.errors import refuse, without_secrets
 
 if TYPE_CHECKING:
     import torch
 
 OVERRIDES = "--section.key=value overrides the configuration, as in `sftron train`."
+OVERRIDES_OF_RUN = "--section.key=value overrides the run's configuration, as for a model or data that has moved."
 
 
 def make_parser(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -28,30 +30,40 @@ def make_parser(command: str, description: str | None, epilog: str | None = None
     )
 
 
-def add_reports(parser: argparse.ArgumentParser, html: str | None = "write the page there") -> None:
-    """Adds --html, with this help, unless it is None, and --json."""
-    if html is not None:
-        parser.add_argument("--html", type=Path, metavar="FILE", help=html)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+Main = Callable[[list[str]], int]
 
 
-def write_json(path: Path | None, content: Any) -> None:
-    """Writes a report without secrets and makes its folder, if a file is wanted. Raises OSError."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(without_secrets(content), indent=2) + "\n", encoding="utf-8")
+def refusing(*errors: type[Exception], tool: str | None = None) -> Callable[[Main], Main]:
+    """Makes a command print these errors of bad input, after the name of the tool, and return exit status 2."""
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def with_refusal(arguments: list[str]) -> int:
+            try:
+                return main(arguments)
+            except errors as error:
+                return refuse(error, tool)
+
+        return with_refusal
+
+    return decorate
 
 
-@contextlib.contextmanager
-def writing(path: Path, remedy: str = "choose another place with --out") -> Iterator[None]:
-    """Words an OSError of writing to `path`."""
-    try:
-        yield
-    except OSError as error:
-        at = Path(str(error.filename or path)).absolute()
-        if isinstance(error, ConnectionError) or not at.is_relative_to(path.absolute().parent):
-            raise  # of the reader of standard output, of the Hub, or of another file
-        raise OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
+# -- kinds of arguments ----------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    """Parses an integer of 1 or more; argparse reports a ValueError with the name of the argument."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def count(text: str) -> int:
+    """Parses an integer of 0 or more."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
 
 
 def integers(text: str) -> list[int]:
@@ -74,8 +86,29 @@ def device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def positive(text: str) -> int:
-    """Parses an integer of 1 or more; argparse reports a ValueError with the name of the argument."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(path: Path, remedy: str = "choose another place with --out") -> Iterator[None]:
+    """Raises ValueError with the remedy in place of an OSError of writing to `path`."""
+    try:
+        yield
+    except OSError as error:
+        at = Path(str(error.filename or path)).absolute()
+        if isinstance(error, ConnectionError) or not at.is_relative_to(path.absolute().parent):
+            raise  # of the reader of standard output, of the Hub, or of another file
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
+
+
+def write_report(path: Path, content: str, option: str) -> None:
+    """Writes the file that an option names, and makes its folder. Raises ValueError if that is not possible."""
+    with writing(path, f"choose another place with {option}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Writes the file of --json without secrets, if one is wanted. Raises ValueError if that is not possible."""
+    if path is not None:
+        write_report(path, json.dumps(without_secrets(content), indent=2) + "\n", "--json")

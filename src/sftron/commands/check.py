@@ -7,20 +7,21 @@
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
 
-import argparse
 from pathlib import Path
 
-from sftron.commands.arguments import add_reports, device, make_parser, positive, write_json
-from sftron.errors import refuse, show
+from sftron.commands.arguments import device, make_parser, positive, refusing, write_json
+from sftron.errors import show
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+@refusing(ValueError, OSError, tool="sftron check")
+def main(arguments: list[str]) -> int:
     parser = make_parser(
         "check",
         "LlamaForSFT against transformers, and peft: logits, packing, isolation, generation, weights.",
         epilog="docs/verify.md lists what a pass of each check proves.",
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
     other.add_argument("--adapter", type=Path, help="an adapter of --model in peft's format, compared with peft")
@@ -31,29 +32,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="compare --model with what serves it: `vllm` and the URL of a server, or a folder for which `vllm serve` "
         "is started; `gguf` and a file",
     )
-    parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
-    parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)"
-    )
-    parser.add_argument(
+    add("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
+    add("--limit", type=positive, help="use the first LIMIT prompts only")
+    add("--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)")
+    add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="the type that LlamaForSFT computes in (float32); with --against, that of the server (bfloat16; "
         "float32 for a folder)",
     )
-    parser.add_argument("--served-model", metavar="NAME", help="the model of a server that serves several")
-    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
-    parser.add_argument("--device", type=device, help="cpu (default) or cuda")
-    add_reports(parser, html=None)
+    add("--served-model", metavar="NAME", help="the model of a server that serves several")
+    add("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
+    add("--device", type=device, help="cpu (default) or cuda")
+    add("--json", type=Path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(arguments)
     if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
         parser.error("--served-model and --timeout belong to --against vllm URL")
-    return options
-
-
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
     # Imported here, so that --help takes no time.
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -62,32 +56,29 @@ def main(arguments: list[str]) -> int:
     from sftron.verify.served import check_served
 
     disable_progress_bar()
-    try:
-        prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS
-        prompts, dtype = prompts[: options.limit], options.dtype and getattr(torch, options.dtype)
-        if options.against:
-            report = check_served(
-                options.model,
-                prompts,
-                tuple(options.against),
-                max_new_tokens=options.max_new_tokens,
-                dtype=dtype,
-                device=options.device,
-                served_model=options.served_model,
-                timeout=options.timeout or 120,
-            )
-        else:
-            report = check_parity(
-                options.model,
-                prompts,
-                max_new_tokens=options.max_new_tokens,
-                dtype=dtype or torch.float32,
-                device=options.device,
-                native_folder=options.native,
-                adapter=options.adapter,
-            )
-        show(report.as_text())
-        write_json(options.json, report.as_dict())
-    except (ValueError, OSError) as error:
-        return refuse(error, "sftron check")
+    prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS
+    prompts, dtype = prompts[: options.limit], options.dtype and getattr(torch, options.dtype)
+    if options.against:
+        report = check_served(
+            options.model,
+            prompts,
+            tuple(options.against),
+            max_new_tokens=options.max_new_tokens,
+            dtype=dtype,
+            device=options.device,
+            served_model=options.served_model,
+            timeout=options.timeout or 120,
+        )
+    else:
+        report = check_parity(
+            options.model,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            dtype=dtype or torch.float32,
+            device=options.device,
+            native_folder=options.native,
+            adapter=options.adapter,
+        )
+    show(report.as_text())
+    write_json(options.json, report.as_dict())
     return 0 if report.passed else 1

@@ -8,39 +8,30 @@ figures. Runs that differ in nothing but the seed are taken together.
 Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
 """
 
-import argparse
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser, writing
-from sftron.errors import refuse, show
+from sftron.commands.arguments import make_parser, refusing, write_report, writing
+from sftron.errors import show
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+@refusing(ValueError, OSError, tool="sftron compare")
+def main(arguments: list[str]) -> int:
     parser = make_parser("compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
     parser.add_argument("--title", default="Runs compared", help="of the page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
     # Imported here, so that --help takes no time.
     from sftron.compare.comparison import compare
     from sftron.compare.recorded_run import read_run
 
-    try:
-        if len({folder.resolve() for folder in options.runs}) < len(options.runs):
-            raise ValueError(f"a run is given twice: {', '.join(map(str, options.runs))}; give each run once")
-        comparison = compare(options.title, [read_run(folder) for folder in options.runs])
-        with writing(options.out):
-            page = comparison.write(options.out)
-        if options.json:
-            with writing(options.json, "choose another place with --json"):
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(comparison.as_json(), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        return refuse(error, "sftron compare")
+    if len({folder.resolve() for folder in options.runs}) < len(options.runs):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, options.runs))}; give each run once")
+    comparison = compare(options.title, [read_run(folder) for folder in options.runs])
+    with writing(options.out):
+        page = comparison.write(options.out)
+    if options.json:
+        write_report(options.json, comparison.as_json(), "--json")
     show(f"{comparison.as_text()}\n\nreport     {page}")
     return 0

@@ -11,32 +11,15 @@ Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import device, make_parser, positive, write_json
-from sftron.errors import refuse, show
+from sftron.commands.arguments import device, make_parser, positive, refusing, write_json
+from sftron.errors import show
 
 if TYPE_CHECKING:
     from sftron.train.exports.chat import Chat
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = make_parser("generate", __doc__)
-    add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
-    add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
-    add("--system", help="the system message")
-    add("--max-new-tokens", type=positive, default=512, metavar="N", help="of an answer (%(default)s)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-p", type=float, default=1.0, metavar="P", help="with a temperature (%(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
-    add("--dtype", choices=["float32", "bfloat16"], help="to compute in (float32; bfloat16 if there is a GPU)")
-    add("--device", type=device, help="where to compute (cuda if there is a GPU, else cpu)")
-    add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
-    return parser.parse_args(arguments)
 
 
 def show_answer(chat: Chat, question: str) -> None:
@@ -72,8 +55,22 @@ def chat_until_end(chat: Chat) -> None:
             return
 
 
+@refusing(ValueError, OSError, tool="sftron generate")
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    parser = make_parser("generate", __doc__)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
+    add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
+    add("--system", help="the system message")
+    add("--max-new-tokens", type=positive, default=512, metavar="N", help="of an answer (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-p", type=float, default=1.0, metavar="P", help="with a temperature (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
+    add("--dtype", choices=["float32", "bfloat16"], help="to compute in (float32; bfloat16 if there is a GPU)")
+    add("--device", type=device, help="where to compute (cuda if there is a GPU, else cpu)")
+    add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
+    options = parser.parse_args(arguments)
+    # Imported here, so that --help takes no time.
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -81,30 +78,22 @@ def main(arguments: list[str]) -> int:
     from sftron.train.exports.chat import open_chat
 
     disable_progress_bar()
-    try:
-        chat = open_chat(
-            options.model,
-            system=options.system,
-            max_new_tokens=options.max_new_tokens,
-            sampler=Sampler(options.temperature, options.top_p, options.seed),
-            dtype=getattr(torch, options.dtype) if options.dtype else None,
-            device=options.device,
-        )
-        weights = chat.opened.model.head_weight
-        show(f"{chat.opened.folder}, {str(weights.dtype).removeprefix('torch.')} on {weights.device}", to=sys.stderr)
-        if not options.prompt and sys.stdin.isatty():
-            import readline  # noqa: F401  # makes input() support the arrow keys
+    chat = open_chat(
+        options.model,
+        system=options.system,
+        max_new_tokens=options.max_new_tokens,
+        sampler=Sampler(options.temperature, options.top_p, options.seed),
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        device=options.device,
+    )
+    weights = chat.opened.model.head_weight
+    show(f"{chat.opened.folder}, {str(weights.dtype).removeprefix('torch.')} on {weights.device}", to=sys.stderr)
+    if not options.prompt and sys.stdin.isatty():
+        import readline  # noqa: F401  # makes input() support the arrow keys
 
-            chat_until_end(chat)
-        for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):
-            show_answer(chat, question)
-    except (ValueError, OSError) as error:
-        return refuse(error, "sftron generate")
-    if options.json:
-        messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
-        found = {"model": str(chat.opened.folder), "messages": messages}
-        try:
-            write_json(options.json, found)
-        except OSError as error:
-            return refuse(error, "the conversation cannot be written")
+        chat_until_end(chat)
+    for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):
+        show_answer(chat, question)
+    messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
+    write_json(options.json, {"model": str(chat.opened.folder), "messages": messages})
     return 0

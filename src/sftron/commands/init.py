@@ -8,19 +8,19 @@ MODEL is a folder in Hugging Face format, or a Hub id. A sample of the rows is c
 Exit status: 0, or 2 if the data or the model cannot be trained on, or a file would be overwritten.
 """
 
-import argparse
 import errno
 import os
 import shutil
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser, writing
-from sftron.errors import refuse, show
+from sftron.commands.arguments import make_parser, refusing, writing
+from sftron.errors import show
 
 _STARTER = Path(__file__).parents[1] / "starter"
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+@refusing(ValueError, OSError, tool="sftron init")
+def main(arguments: list[str]) -> int:
     parser = make_parser("init", __doc__)
     parser.add_argument("data", nargs="?", metavar="DATA", help="the rows to train on")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to start from")
@@ -31,33 +31,21 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quickstart == bool(options.data) or bool(options.data) != bool(options.model):
         parser.error("give DATA and MODEL, or --quickstart")
-    return options
+    if options.quickstart:
+        with writing(Path.cwd(), "run this in another folder"):
+            copy_quickstart(Path())
+        return 0
+    if Path(options.model).is_file():
+        raise ValueError(f"{options.model} is a file, not the folder of a model; the order is DATA MODEL")
+    # Imported here, so that --help takes no time.
+    from sftron.train.text.first_config import write_first_config
 
-
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
-    try:
-        if options.quickstart:
-            with writing(Path.cwd(), "run this in another folder"):
-                copy_quickstart(Path())
-        else:
-            if Path(options.model).is_file():
-                raise ValueError(f"{options.model} is a file, not the folder of a model; the order is DATA MODEL")
-            # Imported here, so that --help takes no time.
-            from sftron.train.start.first_config import write_first_config
-
-            with writing(options.out):
-                require_writable(options.out)
-                write_first_config(options.data, options.model, options.out)
-    except (ValueError, OSError) as error:
-        return refuse(error, "sftron init")
+    with writing(options.out):
+        folder = options.out.parent  # which is tried before all the data is read
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(options.out))
+        write_first_config(options.data, options.model, options.out)
     return 0
-
-
-def require_writable(file: Path) -> None:
-    """Raises PermissionError if the file's folder cannot be written, before all the data is read."""
-    if file.parent.is_dir() and not os.access(file.parent, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def copy_quickstart(folder: Path) -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import make_parser
-from sftron.errors import refuse, show
+from sftron.commands.arguments import make_parser, refusing
+from sftron.errors import show
 
 if TYPE_CHECKING:
     from sftron.compare.grid import PlannedRun, SweepFile
@@ -32,6 +32,7 @@ LOG_NAME = "output.log"
 """The file in the run directory with the output of its processes, over all starts."""
 
 
+@refusing(ValueError, OSError)
 def main(arguments: list[str]) -> int:
     parser = make_parser("sweep", __doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
@@ -40,20 +41,17 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help takes no time.
     from sftron.compare.grid import plan_runs, read_sweep_file
 
-    try:
-        sweep = read_sweep_file(options.sweep)
-        runs = plan_runs(options.sweep, sweep)
-        states = [run.state() for run in runs]
-        if options.dry_run:
-            for run, state in zip(runs, states, strict=True):
-                show(f"{state:<9}  {run.name}\n     {shlex.join(run.command)}")
-            return 0
-        waiting = [run for run, state in zip(runs, states, strict=True) if state != "completed"]
-        show(f"sweep      {sweep.name}: {len(runs)} runs, {len(runs) - len(waiting)} completed before")
-        status = run_all(waiting)
-        report(sweep, runs)
-    except (ValueError, OSError) as error:
-        return refuse(error)
+    sweep = read_sweep_file(options.sweep)
+    runs = plan_runs(options.sweep, sweep)
+    states = [run.state() for run in runs]
+    if options.dry_run:
+        for run, state in zip(runs, states, strict=True):
+            show(f"{state:<9}  {run.name}\n     {shlex.join(run.command)}")
+        return 0
+    waiting = [run for run, state in zip(runs, states, strict=True) if state != "completed"]
+    show(f"sweep      {sweep.name}: {len(runs)} runs, {len(runs) - len(waiting)} completed before")
+    status = run_all(waiting)
+    report(sweep, runs)
     return status
 
 

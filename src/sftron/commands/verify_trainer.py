@@ -6,36 +6,23 @@ make_trainer() returns the trainer, which is left as it was. Exit status: 0 pass
 was not measured, 2 the trainer cannot be checked (a message, no traceback).
 """
 
-import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sftron.commands.arguments import add_reports, make_parser
-from sftron.errors import is_of_user, place_of, refuse
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = make_parser("verify-trainer", __doc__)
-    parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="a function without arguments; gives the trainer")
-    parser.add_argument("--trained-roles", choices=("assistant", "all"), default="assistant", help="what is meant")
-    parser.add_argument("--conversations", type=Path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
-    add_reports(parser)
-    return parser.parse_args(arguments)
+from sftron.commands.arguments import make_parser, refusing, write_json, write_report
+from sftron.errors import is_of_user, place_of, show
 
 
 def load_function(target: str) -> Callable[[], Any]:
     """Returns the function that `SCRIPT.py:FUNCTION` names. Raises ValueError."""
     path, _, name = target.rpartition(":")
-    if not path.endswith(".py"):
+    if not path.endswith(".py") or not Path(path).is_file():
         raise ValueError(
             f"found {target}; wanted SCRIPT.py:FUNCTION, a Python file and its function that returns the trainer"
         )
-    if not Path(path).is_file():
-        raise ValueError(f"found {target}; {path} is not a file")
     specification = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert specification is not None
     assert specification.loader is not None
@@ -49,37 +36,43 @@ def load_function(target: str) -> Callable[[], Any]:
 
 
 def read_conversations(path: Path) -> list[Any]:
-    """Returns the values of a JSONL file; lines end only at newlines. Raises OSError, or ValueError with the line."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            rows += [json.loads(line.decode())] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}; wanted a conversation as JSON on each line") from error
-    return rows
+    """Returns the values of a JSONL file; lines end only at newlines. Raises ValueError with the file or the line."""
+    from sftron.data.sources.jsonl import parse_json
 
-
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
     try:
-        given = None if options.conversations is None else read_conversations(options.conversations)
-    except (OSError, ValueError) as error:
-        return refuse(error)
+        lines = enumerate(path.read_bytes().split(b"\n"), 1)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return [parse_json(line, f"{path}:{n}", "a conversation as JSON on each line") for n, line in lines if line.strip()]
+
+
+@refusing(ValueError)
+def main(arguments: list[str]) -> int:
+    parser = make_parser("verify-trainer", __doc__)
+    parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="a function without arguments; gives the trainer")
+    parser.add_argument("--trained-roles", choices=("assistant", "all"), default="assistant", help="what is meant")
+    parser.add_argument("--conversations", type=Path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    options = parser.parse_args(arguments)
+    given = None if options.conversations is None else read_conversations(options.conversations)
     try:
         trainer = load_function(options.target)()
         # Imported here, so that --help and wrong arguments take no time.
-        from sftron.commands.checked import ShownTable
+        from sftron.verify.report import Table
         from sftron.verify.verify_trainer import page_of, verify_trainer
 
-        shown = ShownTable()
-        report = verify_trainer(trainer, given, options.trained_roles, on_start=shown.start, on_check=shown.check)
-    except BrokenPipeError:
-        raise
+        table = Table()
+        report = verify_trainer(trainer, given, options.trained_roles, on_start=table.start, on_check=table.check)
     except Exception as error:
-        if not is_of_user(error):
-            if isinstance(error, ValueError):
-                return refuse(error)
+        if isinstance(error, BrokenPipeError) or not is_of_user(error):
             raise
         words = " ".join(str(error).split())
-        return refuse(ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}"))
-    return shown.finish(report, {options.html: lambda: page_of(report)}, options.json)
+        raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
+    table.finish(report)
+    if options.html is not None:
+        write_report(options.html, page_of(report), "--html")
+    write_json(options.json, report.as_dict())
+    for path in filter(None, (options.html, options.json)):
+        show(f"\nwritten: {path}")
+    return 0 if report.passed else 1

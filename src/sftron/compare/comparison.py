@@ -18,10 +18,9 @@ from sftron.compare.figures import (
     figures_for,
     group_runs,
     metric_of,
-    setting_text,
     short_names,
 )
-from sftron.compare.recorded_run import ByStep, RecordedRun
+from sftron.compare.recorded_run import ByStep, RecordedRun, value_text
 from sftron.errors import without_secrets
 from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
 from sftron.report.page import render
@@ -65,9 +64,8 @@ class Comparison:
 
     def setting_words(self, effect: Effect) -> str:
         """Returns the setting and its values: `remove_cross_attention true against false`."""
-        settings = [group.settings for group in self.groups]
-        value, reference = (setting_text(effect.key, each, settings) for each in (effect.value, effect.reference))
-        return f"{short_names(list(settings[0]))[effect.key]} {value} against {reference}"
+        name = short_names(list(self.groups[0].settings))[effect.key]
+        return f"{name} {value_text(effect.value)} against {value_text(effect.reference)}"
 
     def as_text(self) -> str:
         """Returns the figures of the groups and the effect of each setting, for a terminal."""

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from sftron.compare.recorded_run import ByStep, RecordedRun, decides_training
+from sftron.compare.recorded_run import ByStep, RecordedRun, decides_training, value_text
 
 ANSWERS_LOSS = "roles/assistant/loss"
 """The loss of one role's tokens, which all runs measure, even if they train on different tokens."""
-_MOST_LETTERS = 60
-"""The longest text of a value in the name of a group, if it is still another one than those of the other groups."""
 _NAMES_AND_SEED = ("general.run_name", "general.output_dir", "general.seed")
 
 
@@ -107,13 +105,13 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
     settings = _settings(runs)
     names = short_names(list(settings[0])) if settings else {}
     by_settings: dict[str, list[int]] = {}
-    for number, each in enumerate(settings):
-        by_settings.setdefault(repr(each), []).append(number)
+    for number, values_of_run in enumerate(settings):
+        by_settings.setdefault(repr(values_of_run), []).append(number)
     groups = []
     for number, (first, *more) in enumerate(by_settings.values()):
         values = settings[first]
         given = {key: value for key, value in values.items() if value is not None} or values
-        words = ", ".join(f"{names[key]} {setting_text(key, value, settings)}" for key, value in given.items())
+        words = ", ".join(f"{names[key]} {value_text(value)}" for key, value in given.items())
         if not more:
             words = f"{runs[first].name}: {words}" if words else runs[first].name
         letter = chr(ord("A") + number % 26) + ("" if number < 26 else str(number // 26))
@@ -158,20 +156,6 @@ def _repeats_one_value(key: str, values: Sequence[Any]) -> bool:
     return is_of_data_sets and len({json.dumps(item) for value in values for item in value or ()}) == 1
 
 
-def setting_text(key: str, value: Any, settings: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a value of a key, truncated if all values of the key in `settings` are different after that."""
-    whole = {json.dumps(each[key]): _whole_text(each[key]) for each in settings}
-    texts = {text[: _MOST_LETTERS - 3] for text in whole.values()}
-    text = _whole_text(value)
-    return text if len(text) <= _MOST_LETTERS or len(texts) < len(whole) else text[: _MOST_LETTERS - 3] + "..."
-
-
-def _whole_text(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_whole_text, value))}]"
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns the last part of each key, or the whole key if another one has it too, or it is a key of data sets."""
     last = [key if ".datasets." in key else key.rsplit(".", 1)[-1] for key in keys]
@@ -181,7 +165,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
     """Returns the figures that at least one of the runs has recorded."""
     figures = [
-        Figure(f"evaluation.{name}", f"evaluation loss, answers of {name}", _last_loss_on(name), "difference")
+        Figure(f"evaluation.{name}", f"evaluation loss, answers of {name}", partial(_last_loss, name), "difference")
         for name in dict.fromkeys(name for run in runs for name in run.sets)
     ]
     figures += [
@@ -189,7 +173,7 @@ def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
         Figure("loss", "training loss as trained", partial(mean_at_end, name="loss")),
         Figure("tokens_per_second", "tokens/s", partial(_median, name="tokens_per_second"), "ratio of each step", 0),
         Figure("tflops", "TFLOP/s a GPU", partial(_median, name="tflops"), decimals=3),
-        Figure("peak_memory_gb", "peak memory", _peak_memory, "ratio", 2, "GB"),
+        Figure("peak_memory_gb", "peak memory", partial(_highest, "peak_memory_gb"), "ratio", 2, "GB"),
         Figure("steps", "steps", lambda run: float(run.last_step) or None, decimals=0),
         Figure("tokens", "tokens", lambda run: _last(run.by_step("total_tokens")), decimals=0),
         Figure("minutes", "time in steps", lambda run: _last(run.minutes()), decimals=1, unit="min"),
@@ -201,8 +185,12 @@ def _last(series: ByStep) -> float | None:
     return series[max(series)] if series else None
 
 
-def _last_loss_on(set_name: str) -> Callable[[RecordedRun], float | None]:
-    return lambda run: _last(run.evaluated(set_name))
+def _last_loss(set_name: str, run: RecordedRun) -> float | None:
+    return _last(run.evaluated(set_name))
+
+
+def _highest(name: str, run: RecordedRun) -> float | None:
+    return max(run.by_step(name).values(), default=None)
 
 
 def _median(run: RecordedRun, name: str) -> float | None:
@@ -211,17 +199,13 @@ def _median(run: RecordedRun, name: str) -> float | None:
     return statistics.median(numbers[1:] or numbers) if numbers else None
 
 
-def _peak_memory(run: RecordedRun) -> float | None:
-    return max(run.by_step("peak_memory_gb").values(), default=None)
-
-
 def mean_at_end(run: RecordedRun, name: str) -> float | None:
     """Returns the mean over the tokens of the last tenth of the steps, at least five, as single steps vary."""
     weight = "roles/assistant/tokens" if name == ANSWERS_LOSS else "trained_tokens"
     steps = list(run.steps.values())[-max(5, math.ceil(len(run.steps) / 10)) :]
-    found = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
-    total = sum(each for _, each in found)
-    return sum(number * each for number, each in found) / total if total else None
+    weighted = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
+    total = sum(tokens for _, tokens in weighted)
+    return sum(number * tokens for number, tokens in weighted) / total if total else None
 
 
 def metric_of(run: RecordedRun, name: str) -> float | None:

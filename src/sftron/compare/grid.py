@@ -17,8 +17,8 @@ from sftron.compare.recorded_run import decides_training, flat_config, value_tex
 from sftron.config import Config, ConfigError, load_config
 from sftron.config.load import split_arguments
 from sftron.regular_file import read_regular
+from sftron.train.revisions import pin, read_commits
 from sftron.train.run_directory import read_result
-from sftron.train.start.revisions import pin, read_commits
 
 _MAX_FILE_BYTES = 256 * 2**10
 _LOGGING = "--logging.wandb.mode="
@@ -66,8 +66,8 @@ class SweepFile(_Plain):
             "${args}": [f"--{key}={value}" for key, value in settings.items()],
         }
         words = [word for word in self.command if not word.startswith(_LOGGING)]
-        if others := [word for word in words if "${" in word and word not in macros]:
-            raise ValueError(f"command: {others[0]} is for `wandb agent`; the macros here are {', '.join(macros)}")
+        if unknown := [word for word in words if "${" in word and word not in macros]:
+            raise ValueError(f"command: {unknown[0]} is for `wandb agent`; the macros here are {', '.join(macros)}")
         if "${args}" not in words:
             raise ValueError("command: ${args} is missing, so no run would get its parameters: add it")
         return [*itertools.chain(*(macros.get(word, [word]) for word in words)), f"{_LOGGING}disabled"]
@@ -115,7 +115,7 @@ def read_sweep_file(path: Path) -> SweepFile:
         # wandb's YAML reader, so that both programs read equal values.
         return SweepFile.model_validate(yaml.safe_load(read_regular(path, _MAX_FILE_BYTES).decode("utf-8")))
     except ValidationError as error:
-        lines = [f"{path}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        lines = [f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         remedy = "a grid of plain values runs here; `wandb sweep` and `wandb agent` run what else they read"
         raise ValueError("\n".join([*lines, remedy])) from error
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -72,8 +72,8 @@ class RecordedRun:
     def evaluated(self, set_name: str) -> ByStep:
         """Returns the loss on the answers of an evaluation set by step, or on all tokens if that is not recorded."""
         names = (f"{set_name}/roles/assistant/loss", f"{set_name}/loss")
-        found = {step: [each[name] for name in names if name in each] for step, each in self.evaluations.items()}
-        return {step: numbers[0] for step, numbers in found.items() if numbers}
+        losses = {step: [found[name] for name in names if name in found] for step, found in self.evaluations.items()}
+        return {step: numbers[0] for step, numbers in losses.items() if numbers}
 
     def minutes(self) -> ByStep:
         """Returns the accumulated training time by step; steps that were repeated after a resume count once."""
@@ -115,12 +115,12 @@ def _numbers(record: Mapping[str, Any]) -> Numbers:
 
 def _fingerprints(path: Path) -> Mapping[str, Any]:
     try:
-        found = read_json_value(path)["fingerprints"] if path.exists() else {}
-        if not isinstance(found, dict):
+        fingerprints = read_json_value(path)["fingerprints"] if path.exists() else {}
+        if not isinstance(fingerprints, dict):
             raise TypeError("fingerprints is not a mapping")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); remove it to compare without its fingerprints") from error
-    return found
+    return fingerprints
 
 
 def flat_config(config: Config) -> dict[str, Any]:
@@ -134,6 +134,7 @@ def decides_training(key: str) -> bool:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value in YAML syntax, truncated to 60 characters."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Returns a value as a person writes it in a configuration, and null as `none`."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

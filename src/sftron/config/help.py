@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache
-from os.path import commonprefix
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -16,31 +15,33 @@ from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section, Wanted
 
+_WIDTH = 100
+
 KeyPath = tuple[str | int, ...]
 """`("data", "datasets", 0, "path")` is data.datasets.0.path."""
 
 
-def describe_config(width: int = 100) -> str:
+def describe_config() -> str:
     """Returns every section and key with its type, default and description, for `--help`."""
-    return "\n".join(_describe_section(Config, indent="", width=width)).strip() + "\n"
+    return "\n".join(_describe_section(Config, indent="")).strip() + "\n"
 
 
-def _describe_section(section: type[Section], indent: str, width: int) -> Iterator[str]:
+def _describe_section(section: type[Section], indent: str) -> Iterator[str]:
     for name, field in keys_of(section).items():
         inner = section_in(field.annotation)
         if inner is not None and section_of(field.annotation) is inner:
             text = " ".join(f"{name}: {field.description or inner.__doc__}".split())
             yield ""
-            yield from textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ")
-            yield from _describe_section(inner, indent + "  ", width)
+            yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+            yield from _describe_section(inner, indent + "  ")
             continue
         default = "required" if field.is_required() else f"default {_plain(field.default)}"
         margin = indent + "      "
         heading = f"{name} ({default}): {words_of(field.rebuild_annotation())}"
-        yield from textwrap.wrap(heading, max(width, 110), initial_indent=indent, subsequent_indent=margin)
-        yield from textwrap.wrap(field.description or "", width, initial_indent=margin, subsequent_indent=margin)
+        yield from textwrap.wrap(heading, 110, initial_indent=indent, subsequent_indent=margin)
+        yield from textwrap.wrap(field.description or "", _WIDTH, initial_indent=margin, subsequent_indent=margin)
         if inner is not None:
-            yield from _describe_section(inner, indent + "    ", width)
+            yield from _describe_section(inner, indent + "    ")
 
 
 # --- The schema by key ---
@@ -135,7 +136,7 @@ def suggest_key(path: KeyPath) -> str:
     parent = locate(path[:-1])[1]
     section = Config if parent is None else section_in(parent.annotation)
     here = [] if section is None else list(keys_of(section))
-    everywhere = _every_key()
+    everywhere = list(_all_keys(Config))
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
     qualified = dotted([part for part in path if isinstance(part, str)][-2:])
@@ -143,27 +144,11 @@ def suggest_key(path: KeyPath) -> str:
         return f"it was removed: {REMOVED[dotted(path)]}"
     if replacement := OTHER_TRAINERS.get(qualified, OTHER_TRAINERS.get(name)):
         return replacement
-    nearest = [key for key in here if _is_slip(name, key)]
-    nearest = nearest or [key for key in everywhere if "_" in (last := key.rsplit(".", 1)[-1]) and _is_slip(name, last)]
+    nearest = get_close_matches(name, here, cutoff=0.8)  # "slpit" of "split"
+    if not nearest:
+        of_several_words = {key: key.rsplit(".", 1)[-1] for key in everywhere if "_" in key.rsplit(".", 1)[-1]}
+        nearest = [key for key, last in of_several_words.items() if get_close_matches(name, [last], cutoff=0.85)]
     return f"did you mean {' or '.join(nearest)}?" if nearest else f"the keys here are {', '.join(here)}"
-
-
-def _is_slip(name: str, key: str) -> bool:
-    """Returns whether at most one letter of the key was changed, added, left out or swapped with the next one.
-
-    With one changed letter, a name of up to five letters is often another word: stage and state, data and date.
-    """
-    num_equal = len(commonprefix([name, key]))  # noqa: RUF071  of characters, not of folders
-    name_rest, key_rest = name[num_equal:], key[num_equal:]
-    changed = len(name) > 5 and name_rest[1:] == key_rest[1:]
-    added, left_out = name_rest[1:] == key_rest, name_rest == key_rest[1:]
-    swapped = name_rest[1::-1] + name_rest[2:] == key_rest
-    return len(name) > 2 and (changed or added or left_out or swapped)
-
-
-@cache
-def _every_key() -> tuple[str, ...]:
-    return tuple(_all_keys(Config))
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:

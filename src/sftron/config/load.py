@@ -25,7 +25,7 @@ from sftron.config.help import (
     suggest_key,
     words_of,
 )
-from sftron.config.plain_yaml import PLAIN_VALUES, Loader
+from sftron.config.plain_yaml import PLAIN_VALUES, Loader, syntax_problem
 from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section
@@ -186,7 +186,7 @@ class _Draft:
         except yaml.MarkedYAMLError as error:
             line, problem = (error.problem_mark.line + 1 if error.problem_mark else 1), error.problem
             if error.problem_mark and not override:
-                problem = _syntax_problem(str(problem), text.splitlines()[line - 1 :], error.problem_mark.column)
+                problem = syntax_problem(str(problem), text.splitlines()[line - 1 :], error.problem_mark.column)
         except yaml.reader.ReaderError as error:
             line, problem = text.count("\n", 0, error.position) + 1, f"the character {error.character!r} is not allowed"
         except RecursionError:
@@ -317,23 +317,6 @@ def _as_list(field: FieldInfo | None, value: Any) -> str:
     if section is not None and first.lstrip("-") in keys_of(section):
         return f'; write a dash and a space before the first key of each item, as "- {first.lstrip("-")}: ..."'
     return f"; write [{value}]" if section is None and isinstance(value, str) else ""
-
-
-def _syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
-    """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
-    words = list(re.finditer(r"[^\s:]*[^\s:-][^\s:]*", lines[0])) if lines else []
-    if not words:
-        return problem
-    word = next((each for each in reversed(words) if each.start() <= column), words[0])
-    if "mapping values" in problem and ":" in lines[0][:column]:
-        problem += "; put quotes around a value with a colon and a space"
-    elif "mapping values" in problem:
-        problem = "it is read as a part of the value above; indent it like the keys beside it, each with a colon"
-    elif "<block mapping start>" in problem:
-        problem = "its indentation is that of no key above; indent it like the keys beside it"
-    elif "'\\t'" in problem:
-        problem = "a tab; indent with spaces"
-    return f"column {word.start() + 1}, {word[0]!r}: {problem}"
 
 
 def _wanted(field: FieldInfo | None) -> str:

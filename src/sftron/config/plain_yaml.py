@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -42,6 +42,23 @@ PLAIN_VALUES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 for _tag, (_pattern, _first, _) in PLAIN_VALUES.items():
     Loader.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
     Dumper.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
+
+
+def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
+    """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
+    words = list(re.finditer(r"[^\s:]*[^\s:-][^\s:]*", lines[0])) if lines else []
+    if not words:
+        return problem
+    word = next((each for each in reversed(words) if each.start() <= column), words[0])
+    if "mapping values" in problem and ":" in lines[0][:column]:
+        problem += "; put quotes around a value with a colon and a space"
+    elif "mapping values" in problem:
+        problem = "it is read as a part of the value above; indent it like the keys beside it, each with a colon"
+    elif "<block mapping start>" in problem:
+        problem = "its indentation is that of no key above; indent it like the keys beside it"
+    elif "'\\t'" in problem:
+        problem = "a tab; indent with spaces"
+    return f"column {word.start() + 1}, {word[0]!r}: {problem}"
 
 
 def dump_config(config: Config) -> str:

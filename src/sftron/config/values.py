@@ -23,15 +23,6 @@ def _refused(problem: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{problem}", {"problem": problem})
 
 
-def _require_short_names(path: str) -> str:
-    """Refuses a name that no file system allows; it would fail later with the system's own error."""
-    longest = max(path.split("/"), key=lambda name: len(name.encode("utf-8", "surrogatepass")))
-    if (size := len(longest.encode("utf-8", "surrogatepass"))) > _MAX_NAME_BYTES:
-        problem = f"{longest[:20]}... has {size} bytes; the name of a file or folder has {_MAX_NAME_BYTES} at most"
-        raise _refused(f"{problem}; shorten it")
-    return path
-
-
 def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
     if isinstance(targets, str):
         try:
@@ -66,11 +57,9 @@ def _require_inside(name: str) -> str:
     return name
 
 
-_MAX_NAME_BYTES = 255
 _MAX_ACCUMULATION = 2**20
 
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
-PathText = Annotated[Text, AfterValidator(_require_short_names)]
 Revision = Annotated[
     str,
     Field(pattern=r"^[\w.][\w.+/-]*$"),
@@ -126,10 +115,7 @@ Day = Annotated[
 Accumulation = Annotated[
     int, Field(ge=1, le=_MAX_ACCUMULATION), Wanted(f"a whole number from 1 to {_MAX_ACCUMULATION}")
 ]
-RunName = Annotated[Name, AfterValidator(_require_short_names)]
-Checkpoint = Annotated[
-    str, Field(min_length=1), AfterValidator(_require_short_names), Wanted("auto, never or the path of a checkpoint")
-]
+Checkpoint = Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")]
 Repository = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")]
 Trackers = Annotated[
     tuple[

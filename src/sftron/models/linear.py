@@ -62,35 +62,35 @@ def linear(
     The input is x; with norm_weight_H, the norm of x in kernels/rms_norm.py; with `activation`, one of ACTIVATIONS,
     f(x) or, if it is gated, f(gate) * up of x = [gate, up], of which SwiGLU is one kernel.
     """
+    made_by = InputOf(eps, activation, is_gated)
     ranges = tuple((each.first_row, each.scale) for each in adapters)
     factors = [each.a for each in adapters] + [each.b for each in adapters]
     if torch.is_grad_enabled():
-        return _Linear.apply(
-            x, norm_weight_H, eps, activation, is_gated, weight_OI, bias_O, recompute, ranges, *factors
-        )
-    input_TI, _ = _input_of(x, norm_weight_H, eps, activation, is_gated)
-    return _project(input_TI, from_stored(weight_OI, x.dtype), bias_O, ranges, factors)[0]
+        return _Linear.apply(x, norm_weight_H, made_by, weight_OI, bias_O, recompute, ranges, *factors)
+    input_TI, _ = made_by.forward(x, norm_weight_H)
+    output_TO = _product(input_TI, from_stored(weight_OI, x.dtype), bias_O)
+    Adapters.of(ranges, factors).add_to(output_TO, input_TI)
+    return output_TO
 
 
 class _Linear(torch.autograd.Function):
-    """input @ W^T + b and its adapters, where the input is x itself, its norm, or its activation."""
+    """input @ W^T + b + the adapters, in three parts: the input, the product with the weight, and the adapters.
+
+    The parts are one function, because what one of them saves depends on what another one needs.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight_H: Tensor | None, eps: float, activation: str | None, is_gated: bool,
-        weight_OI: Tensor, bias_O: Tensor | None, recompute: bool, ranges: tuple[tuple[int, float], ...],
-        *factors: Tensor,
+        ctx: Any, x: Tensor, norm_weight_H: Tensor | None, made_by: "InputOf", weight_OI: Tensor,
+        bias_O: Tensor | None, recompute: bool, ranges: tuple[tuple[int, float], ...], *factors: Tensor,
     ) -> Tensor:  # fmt: skip
-        input_TI, rstd_T = _input_of(x, norm_weight_H, eps, activation, is_gated)
+        input_TI, rstd_T = made_by.forward(x, norm_weight_H)
         cast_OI = from_stored(weight_OI, x.dtype)
-        output_TO, hidden_TS = _project(input_TI, cast_OI, bias_O, ranges, factors)
-        is_trained = ctx.needs_input_grad[5]
-        ctx.activation, ctx.is_gated, ctx.ranges, ctx.needs_input = (
-            activation,
-            is_gated,
-            ranges,
-            is_trained or bool(factors),
-        )
+        output_TO = _product(input_TI, cast_OI, bias_O)
+        hidden_TS = Adapters.of(ranges, factors).add_to(output_TO, input_TI)
+
+        is_trained = ctx.needs_input_grad[3]
+        ctx.made_by, ctx.ranges, ctx.needs_input = made_by, ranges, is_trained or bool(factors)
         ctx.dtypes = weight_OI.dtype, None if bias_O is None else bias_O.dtype
         is_x = input_TI is x
         ctx.save_for_backward(
@@ -108,91 +108,70 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, norm_weight_H, rstd_T, input_TI, weight_OI, hidden_TS, *factors = ctx.saved_tensors
+        adapters = Adapters.of(ctx.ranges, factors)
         grad_input_TI = grad_TO @ from_stored(weight_OI, grad_TO.dtype)
-        grad_hidden_TS = _backward_through_b(grad_TO, ctx.ranges, factors, grad_input_TI) if factors else None
-        makes_again = ctx.needs_input and input_TI is None
-        grad_x, grad_norm_weight_H, again_TI = grad_input_TI, None, None
-        if norm_weight_H is not None:
-            grad_x, grad_norm_weight_H, again_TI = normalize_backward(
-                grad_input_TI, x, norm_weight_H, rstd_T, with_output=makes_again
-            )
-            grad_norm_weight_H = grad_norm_weight_H.to(norm_weight_H.dtype)
-        elif ctx.activation is not None:
-            grad_x, again_TI = activate_backward(
-                grad_input_TI, x, ctx.activation, is_gated=ctx.is_gated, with_output=makes_again
-            )
-        input_TI = again_TI if makes_again else input_TI
+        grad_hidden_TS = adapters.backward(grad_TO, grad_input_TI)
+
+        is_made_again = ctx.needs_input and input_TI is None
+        grad_x, grad_norm_weight_H, made_again_TI = ctx.made_by.backward(
+            grad_input_TI, x, norm_weight_H, rstd_T, with_output=is_made_again
+        )
+        input_TI = made_again_TI if is_made_again else input_TI
+
         weight_dtype, bias_dtype = ctx.dtypes
-        grad_weight_OI = _weight_gradient(grad_TO, input_TI, weight_dtype) if ctx.needs_input_grad[5] else None
-        grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if ctx.needs_input_grad[6] else None
-        grad_factors = _factor_gradients(grad_TO, input_TI, hidden_TS, grad_hidden_TS, ctx.ranges, factors)
-        gradients = (grad_x, grad_norm_weight_H, None, None, None, grad_weight_OI, grad_bias_O, None, None)
-        return *gradients, *grad_factors
+        grad_weight_OI = _weight_gradient(grad_TO, input_TI, weight_dtype) if ctx.needs_input_grad[3] else None
+        grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if ctx.needs_input_grad[4] else None
+        grad_factors = adapters.gradients(grad_TO, input_TI, hidden_TS, grad_hidden_TS)
+        return grad_x, grad_norm_weight_H, None, grad_weight_OI, grad_bias_O, None, None, *grad_factors
 
 
-def _input_of(
-    x: Tensor, norm_weight_H: Tensor | None, eps: float, activation: str | None, is_gated: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the input of the matrix product, [T, I], and the rstd of a norm."""
-    if norm_weight_H is not None:
-        return normalize(x, norm_weight_H, eps)
-    return x if activation is None else activate(x, activation, is_gated=is_gated), None
+# --- The input ---
 
 
-Ranges = Sequence[tuple[int, float]]
-"""The first row and the scale of each adapter. Its factors are all A, then all B."""
+class InputOf(NamedTuple):
+    """How the input of the product is made from x: by a norm if there is a norm's weight, else by the activation."""
+
+    eps: float
+    activation: str | None
+    is_gated: bool
+
+    def forward(self, x: Tensor, norm_weight_H: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the input, [T, I], which is x itself without a norm and an activation, and the rstd of a norm."""
+        if norm_weight_H is not None:
+            return normalize(x, norm_weight_H, self.eps)
+        return x if self.activation is None else activate(x, self.activation, is_gated=self.is_gated), None
+
+    def backward(
+        self,
+        grad_input_TI: Tensor,
+        x: Tensor,
+        norm_weight_H: Tensor | None,
+        rstd_T: Tensor,
+        *,
+        with_output: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the gradients of x and of the norm's weight and, if `with_output`, the input again, bit for bit.
+
+        Of an input that is x itself, x was not saved and is not read; the same holds for rstd without a norm.
+        """
+        if norm_weight_H is not None:
+            grad_x, grad_norm_weight_H, input_TI = normalize_backward(
+                grad_input_TI, x, norm_weight_H, rstd_T, with_output=with_output
+            )
+            return grad_x, grad_norm_weight_H.to(norm_weight_H.dtype), input_TI
+        if self.activation is None:
+            return grad_input_TI, None, None
+        grad_x, input_TI = activate_backward(
+            grad_input_TI, x, self.activation, is_gated=self.is_gated, with_output=with_output
+        )
+        return grad_x, None, input_TI
 
 
-def _project(
-    input_TI: Tensor, cast_OI: Tensor, bias_O: Tensor | None, ranges: Ranges, factors: Sequence[Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the output, [T, O], and the product of the input with all A, [T, S]."""
-    dtype = input_TI.dtype
-    output_TO = F.linear(input_TI, cast_OI, None if bias_O is None else bias_O.to(dtype))
-    if not ranges:
-        return output_TO, None
-    all_a, all_b = factors[: len(ranges)], factors[len(ranges) :]
-    hidden_TS = F.linear(input_TI, torch.cat([a_RI.to(dtype) for a_RI in all_a]))
-    for (row, scale), hidden_TR, b_OR in zip(ranges, hidden_TS.split(_ranks(all_a), 1), all_b, strict=True):
-        output_TO[:, row : row + len(b_OR)].addmm_(hidden_TR, b_OR.T.to(dtype), alpha=scale)
-    return output_TO, hidden_TS
+# --- The product ---
 
 
-def _backward_through_b(grad_TO: Tensor, ranges: Ranges, factors: Sequence[Tensor], grad_input_TI: Tensor) -> Tensor:
-    """Returns the gradient of the product with all A, [T, S], and adds the adapters' part to the input's gradient."""
-    dtype, all_a, all_b = grad_TO.dtype, factors[: len(ranges)], factors[len(ranges) :]
-    grads_TR = [
-        grad_TO[:, row : row + len(b_OR)] @ (scale * b_OR).to(dtype)
-        for (row, scale), b_OR in zip(ranges, all_b, strict=True)
-    ]
-    grad_hidden_TS = torch.cat(grads_TR, dim=1)
-    grad_input_TI.addmm_(grad_hidden_TS, torch.cat([a_RI.to(dtype) for a_RI in all_a]))
-    return grad_hidden_TS
-
-
-def _factor_gradients(
-    grad_TO: Tensor,
-    input_TI: Tensor | None,
-    hidden_TS: Tensor | None,
-    grad_hidden_TS: Tensor | None,
-    ranges: Ranges,
-    factors: Sequence[Tensor],
-) -> list[Tensor]:
-    """Returns the gradients of all A, then of all B."""
-    if not ranges:
-        return []
-    assert hidden_TS is not None
-    assert grad_hidden_TS is not None
-    all_a, all_b = factors[: len(ranges)], factors[len(ranges) :]
-    gradients = list(_weight_gradient(grad_hidden_TS, input_TI, all_a[0].dtype).split(_ranks(all_a)))
-    for (row, scale), hidden_TR, b_OR in zip(ranges, hidden_TS.split(_ranks(all_a), 1), all_b, strict=True):
-        # As its transpose: the product of R rows takes 0.7 of the time of that of R columns (R = 16 in fp32 on a CPU).
-        gradients.append(scale * _weight_gradient(hidden_TR, grad_TO[:, row : row + len(b_OR)], b_OR.dtype).T)
-    return gradients
-
-
-def _ranks(all_a: Sequence[Tensor]) -> list[int]:
-    return [len(a_RI) for a_RI in all_a]
+def _product(input_TI: Tensor, cast_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return F.linear(input_TI, cast_OI, None if bias_O is None else bias_O.to(input_TI.dtype))
 
 
 def _weight_gradient(grad_TO: Tensor, input_TI: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -202,3 +181,65 @@ def _weight_gradient(grad_TO: Tensor, input_TI: Tensor | None, dtype: torch.dtyp
         # Takes the fp32 sums of the product directly, instead of rounding them to bf16 and converting them back.
         return torch.mm(grad_TO.T, input_TI, out_dtype=torch.float32)
     return (grad_TO.T @ input_TI).to(dtype)
+
+
+# --- The adapters ---
+
+
+class Adapters(NamedTuple):
+    """The adapters of a layer, each with the first row and the scale of its range. Without any, its methods do nothing.
+
+    The products of the input with all A are one product, [T, S].
+    """
+
+    ranges: Sequence[tuple[int, float]]
+    all_a: Sequence[Tensor]
+    all_b: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[int, float]], factors: Sequence[Tensor]) -> "Adapters":
+        """`factors` are all A, followed by all B."""
+        return cls(ranges, factors[: len(ranges)], factors[len(ranges) :])
+
+    def add_to(self, output_TO: Tensor, input_TI: Tensor) -> Tensor | None:
+        """Adds scale * (input @ A^T) @ B^T to the columns of each adapter. Returns input @ A^T for all A, [T, S]."""
+        if not self.ranges:
+            return None
+        hidden_TS = F.linear(input_TI, self._joined_a(input_TI.dtype))
+        for (row, scale), hidden_TR, b_OR in zip(self.ranges, self._split(hidden_TS, 1), self.all_b, strict=True):
+            output_TO[:, row : row + len(b_OR)].addmm_(hidden_TR, b_OR.T.to(input_TI.dtype), alpha=scale)
+        return hidden_TS
+
+    def backward(self, grad_TO: Tensor, grad_input_TI: Tensor) -> Tensor | None:
+        """Adds the adapters' part to the gradient of the input. Returns the gradient of input @ A^T, [T, S]."""
+        if not self.ranges:
+            return None
+        dtype = grad_TO.dtype
+        grads_TR = [
+            grad_TO[:, row : row + len(b_OR)] @ (scale * b_OR).to(dtype)
+            for (row, scale), b_OR in zip(self.ranges, self.all_b, strict=True)
+        ]
+        grad_hidden_TS = torch.cat(grads_TR, dim=1)
+        grad_input_TI.addmm_(grad_hidden_TS, self._joined_a(dtype))
+        return grad_hidden_TS
+
+    def gradients(
+        self, grad_TO: Tensor, input_TI: Tensor | None, hidden_TS: Tensor | None, grad_hidden_TS: Tensor | None
+    ) -> list[Tensor]:
+        """Returns the gradients of all A, then of all B."""
+        if hidden_TS is None or grad_hidden_TS is None:
+            return []
+        grad_a_SI = _weight_gradient(grad_hidden_TS, input_TI, self.all_a[0].dtype)
+        gradients = list(self._split(grad_a_SI, 0))
+        for (row, scale), hidden_TR, b_OR in zip(self.ranges, self._split(hidden_TS, 1), self.all_b, strict=True):
+            # As its transpose: the product of R rows takes 0.7 of the time of that of R columns (R = 16 in fp32 on a
+            # CPU).
+            gradients.append(scale * _weight_gradient(hidden_TR, grad_TO[:, row : row + len(b_OR)], b_OR.dtype).T)
+        return gradients
+
+    def _joined_a(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([a_RI.to(dtype) for a_RI in self.all_a])
+
+    def _split(self, tensor: Tensor, dim: int) -> Sequence[Tensor]:
+        """Splits a dimension of size S into the ranks of the adapters."""
+        return tensor.split([len(a_RI) for a_RI in self.all_a], dim)

@@ -80,15 +80,15 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
     for end in range(1, len(ids) + 1):
         context = starts[-2] if len(starts) >= 2 else 0
         before, after = decode(ids[context:start]), decode(ids[context:end])
-        found = after[len(before) :]
-        if not after.startswith(before) or not text.startswith(found, num_read) or not (found or texts):
+        added = after[len(before) :]
+        if not after.startswith(before) or not text.startswith(added, num_read) or not (added or texts):
             continue
-        if found:
-            texts.append((found, end - start))
+        if added:
+            texts.append((added, end - start))
             starts.append(start)
         else:
             texts[-1] = (texts[-1][0], texts[-1][1] + end - start)
-        num_read += len(found)
+        num_read += len(added)
         start = end
     rest, num_rest = text[num_read:], len(ids) - start
     if texts and bool(rest) != bool(num_rest):
@@ -116,8 +116,8 @@ def pack_trained_tokens(pack: Pack) -> np.ndarray:
     """Returns `trained_tokens` for all conversations of the pack, bool [token_budget]; False in the padding."""
     trained = np.zeros(len(pack.input_ids), dtype=bool)
     for start, end in conversation_ranges(pack):
-        own = slice(start, end)
-        trained[own] = trained_tokens(pack.input_ids[own], pack.labels[own], pack.loss_weights[own])
+        part = slice(start, end)
+        trained[part] = trained_tokens(pack.input_ids[part], pack.labels[part], pack.loss_weights[part])
     return trained
 
 

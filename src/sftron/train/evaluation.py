@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.data.formats.table import RowFormat, parse_conversation
+from sftron.config import Config
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
-from sftron.data.sources import open_source
-from sftron.data.types import Conversation, ConversationKey, DataError, Role
+from sftron.data.types import Role
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
-from sftron.train.best import Best, is_patience_over, metric_of, watched_metric
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
@@ -113,30 +112,7 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
             del pending[index]
 
 
-# --- Prompts ---
-
-
-def read_questions(path: str | None) -> list[Question]:
-    """Reads prompts from a JSONL file with a `messages` column. Raises DataError with file:line."""
-    if path is None:
-        return []
-    if not Path(path).is_file():
-        raise DataError(f"evaluation.prompts: {path} is not a file")
-    source = open_source(path, "train")
-    questions = []
-    for index in range(len(source)):
-        location = source.locate(index)
-        conversation = parse_conversation(
-            source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
-        )
-        assert isinstance(conversation, Conversation), "format messages holds no ids"
-        if conversation.tools:
-            raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
-        role = conversation.messages[-1].role
-        if role is not Role.USER:
-            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role.name.lower()}")
-        questions.append(Question(conversation.messages))
-    return questions
+# --- A whole evaluation ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +125,6 @@ class Answer:
     """The number of generated tokens, including the stop token."""
     stopped: bool
     """Whether the answer ended with a stop token rather than at the length limit."""
-
-
-# --- A whole evaluation ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +159,81 @@ class Evaluation:
         stopped = sum(each.stopped for each in self.answers)
         of_answers = f" | {stopped} of {len(self.answers)} answers ended by themselves" if self.answers else ""
         yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}"
+
+
+# --- The best evaluation ---
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value so far of a metric, of those that checkpoints.keep_best and evaluation.patience name."""
+
+    metric: str
+    value: float
+    step: int
+    of: str
+    """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
+    num_worse: int = 0
+    """The number of evaluations since this one."""
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any] | None) -> Best | None:
+        """Returns the best of a checkpoint's state; None if it has none."""
+        return cls(**state) if state else None
+
+    def after(self, value: float | None, step: int) -> Best:
+        """Returns the best after one more evaluation.
+
+        A value has to be strictly better; one that is missing or not finite is not.
+        """
+        is_better = value is not None and (value < self.value if self.metric.endswith("/loss") else value > self.value)
+        if is_better:
+            return replace(self, value=value, step=step, num_worse=0)
+        return replace(self, num_worse=self.num_worse + 1)
+
+    def reason(self) -> str:
+        """Returns why the run ends."""
+        best = f"{self.value:.4f}, of step {self.step}"
+        return f"{self.metric} has had no better value than {best}, in {self.num_worse} evaluations"
+
+
+def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Returns the metric with a name such as "eval/held_out/loss"; None if it is missing or not finite."""
+    value: Any = metrics
+    for part in name.split("/"):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and isfinite(value) else None
+
+
+def watched_metric(config: Config, sets: Sequence[EvaluationSet]) -> str:
+    """Returns the metric that evaluation.patience watches. Raises ValueError if none is given and no set has a loss."""
+    if name := config.evaluation.metric or config.checkpoints.keep_best:
+        return name
+    if not sets:
+        raise ValueError("evaluation.metric: is null, but there is no set that has a loss; set it to eval/stop_rate")
+    return f"eval/{sets[0].name}/loss"
+
+
+def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
+    """Raises ValueError if the run does not measure the metric `name`, which the configuration's `key` gives."""
+    known = ["eval/stop_rate"] if has_prompts else []
+    for each in sets:
+        roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
+        measures = ["loss", "token_accuracy", *(f"roles/{Role(role).name.lower()}/loss" for role in sorted(roles))]
+        known += [f"eval/{each.name}/{measure}" for measure in measures]
+    if name not in known:
+        raise ValueError(f"{key}: {name} is no metric of this run; give one of {', '.join(known)}")
+
+
+def is_patience_over(setup: Setup, watched: Best | None) -> bool:
+    """Returns whether evaluation.patience ends the run: too many evaluations without a better value of its metric."""
+    patience = setup.config.evaluation.patience
+    if patience is None or watched is None or watched.num_worse < patience:
+        return False
+    return watched.metric == watched_metric(setup.config, setup.data.evaluation_sets)
+
+
+# --- The evaluator ---
 
 
 class Evaluator:
@@ -249,7 +297,10 @@ class Evaluator:
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
         evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
         self.evaluated_step = step
-        self._find_best(evaluation)
+        if self._keep_best and step > 0:  # step 0 has no checkpoint to keep
+            self.best = self._after(self.best, self._keep_best, evaluation)
+        if self._watched_metric:
+            self.watched = self._after(self.watched, self._watched_metric, evaluation)
         for line in evaluation.as_lines():
             console.write(line)
         return evaluation
@@ -271,14 +322,8 @@ class Evaluator:
         text = str(tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
 
-    def _find_best(self, evaluation: Evaluation) -> None:
-        """Compares the evaluation with the best ones before."""
-        if self._keep_best and evaluation.step > 0:  # step 0 has no checkpoint to keep
-            self.best = self._after(self.best, self._keep_best, evaluation)
-        if self._watched_metric:
-            self.watched = self._after(self.watched, self._watched_metric, evaluation)
-
     def _after(self, best: Best | None, metric: str, evaluation: Evaluation) -> Best | None:
+        """Returns the best of the evaluation and `best`, the best one before."""
         value, step = metric_of(evaluation.metrics(), metric), evaluation.step
         if best is not None:
             return best.after(value, step)
@@ -290,15 +335,10 @@ class Evaluator:
         return {"evaluated_step": self.evaluated_step, "best": best, "watched": watched}
 
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
-        """Restores the state from a checkpoint of the run. Raises ValueError if the state is invalid."""
-        try:
-            kept = state["evaluation"]
-            self.evaluated_step = kept["evaluated_step"]
-            watched = kept["watched"] if self._watched_metric else None
-            best, watched = (each and Best(**each) for each in (kept["best"], watched))
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
-        if watched:
+        """Restores the state that a checkpoint of the run has."""
+        self.evaluated_step = state["evaluated_step"]
+        watched, best = (Best.from_state(state[name]) for name in ("watched", "best"))
+        if watched and self._watched_metric:
             if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
                 self.watched = watched
             else:

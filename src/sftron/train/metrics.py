@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,21 +202,3 @@ class StepMetrics:
     @property
     def _skipped(self) -> list[str]:
         return [f"SKIPPED: {self.skipped}"] if self.skipped else []
-
-
-class Stopwatch:
-    """Accumulates the time spent inside `with watch: ...` blocks."""
-
-    def __init__(self) -> None:
-        self._seconds = self._started = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds += time.perf_counter() - self._started
-
-    def take(self) -> float:
-        """Returns the seconds accumulated since the last call, and resets them to zero."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds

@@ -122,15 +122,17 @@ class Progress:
     """The counts of all earlier data versions together."""
 
     @classmethod
+    def of(cls, num_datasets: int) -> Progress:
+        """Returns the progress of a new run."""
+        return cls([DataSetCount() for _ in range(num_datasets)])
+
+    @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Restores the progress from a checkpoint's state. Raises ValueError if the state is invalid."""
-        try:
-            datasets = [DataSetCount(**count) for count in state["datasets"]]
-            if not datasets:
-                raise TypeError("datasets is empty")
-            return cls(**{**state, "datasets": datasets, "before": DataSetCount(**state["before"])})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the checkpoint's progress is invalid ({error!r})") from error
+        """Returns the progress that a checkpoint has, given by asdict()."""
+        datasets = [DataSetCount(**count) for count in state["datasets"]]
+        if not datasets:
+            raise ValueError("datasets is empty")
+        return cls(**{**state, "datasets": datasets, "before": DataSetCount(**state["before"])})
 
     @property
     def total(self) -> DataSetCount:

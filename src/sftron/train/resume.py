@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from sftron.checkpoint.checkpoint import (
 from sftron.data.loader import PackLoader
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
-from sftron.train.best import Best, is_patience_over
-from sftron.train.exports.model_card import hardware
+from sftron.train.evaluation import Best, is_patience_over
 from sftron.train.logs import console
-from sftron.train.progress import Progress, RunLength
-from sftron.train.run import Setup
+from sftron.train.progress import Progress
+from sftron.train.ranks import Ranks
+from sftron.train.run import Change, Settings, Setup
 from sftron.train.run_directory import RunDirectory, read_result
-from sftron.train.settings import Change, Settings
 
 _LONGEST_SHOWN = 40
 
@@ -59,8 +58,15 @@ def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str,
         "fingerprint": setup.fingerprint,
         "lora": None if setup.model.adapters is None else setup.model.adapters.start.spec.as_dict(),
         "stop_token_ids": sorted(setup.data.sample.stop_ids),
-        "hardware": hardware(setup.ranks),
+        "hardware": _hardware(setup.ranks),
     }
+
+
+def _hardware(ranks: Ranks) -> str:
+    """Returns the number and the name of the devices, such as `8 x NVIDIA H100 80GB HBM3`."""
+    is_gpu = ranks.device.type == "cuda"
+    name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"CPU ({platform.machine()})"
+    return f"{ranks.world_size} x {name}"
 
 
 # --- Compatibility with the current model and data ---
@@ -80,9 +86,10 @@ def _short(value: Any) -> str:  # a checkpoint may hold anything
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:12]}..."
 
 
-def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+def _require_same_model(folder: Path, *, saved: Any, now: Mapping[str, str]) -> None:
     """Raises CheckpointError if the weights belong to another architecture, even one with the same shapes."""
-    if changed := [change for change in changes(saved=saved, now=now) if is_of_the_model(change)]:
+    differences = changes(saved=saved if isinstance(saved, dict) else {}, now=now)
+    if changed := [change for change in differences if is_of_the_model(change)]:
         raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
 
 
@@ -91,30 +98,36 @@ def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The checkpoint that a run resumes from, or whose weights a new run starts from."""
+    """What a run starts from: the checkpoint that it resumes, the weights of another run, or the model's own."""
 
-    folder: Path
-    state: Mapping[str, Any]
-    """The run state; empty if only the weights are loaded."""
-    changes: list[str]
+    folder: Path | None = None
+    """The checkpoint; None if the weights are those of model.path."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The run state of the checkpoint that is resumed; else empty."""
+    changes: Sequence[str] = ()
     """The differences between its data and the current data, which checkpoints.allow_data_change permits."""
-    progress: Progress | None
-    """None if only the weights are loaded."""
-    settings: Settings | None
-    """None if only the weights are loaded."""
+    progress: Progress
+    settings: Settings
+    watched: Best | None = None
+    """The best evaluation by the metric of evaluation.patience, if it was set."""
 
-    def is_done(self, setup: Setup, length: RunLength) -> bool:
+    def is_done(self, setup: Setup) -> bool:
         """Returns whether no step is left to train: the run has its full length, or evaluation.patience ended it."""
-        if self.progress is None:
-            return False
-        with suppress(TypeError, KeyError):  # an invalid state is reported when it is loaded
-            watched = self.state["evaluation"]["watched"]
-            watched = watched and Best(**watched)
-            return length.is_done(self.progress) or is_patience_over(setup, watched)
-        return False
+        return setup.length.is_done(self.progress) or is_patience_over(setup, self.watched)
+
+    def changed_settings(self, setup: Setup) -> tuple[Change, ...]:
+        """Returns every key whose value differs from the one in the checkpoint; none for a new run."""
+        return self.settings.changes_to(setup.settings, after_step=self.progress.step)
+
+    def settings_now(self, setup: Setup) -> Settings:
+        """Returns the settings of the run from this start on; those of the checkpoint, if no step is left to train."""
+        if self.is_done(setup):
+            return self.settings
+        changes = self.settings.changes + self.changed_settings(setup)
+        return Settings(setup.settings.config, changes)
 
 
-def find_start(setup: Setup, checkpoints: Path) -> Start | None:
+def find_start(setup: Setup, checkpoints: Path) -> Start:
     """Returns the checkpoint that checkpoints.resume selects, if any, and sets newer checkpoints aside.
 
     Every rank calls this. Raises CheckpointError if the checkpoint cannot be used, or if its data differs and
@@ -123,9 +136,14 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
     options, num_epochs = setup.config.checkpoints, setup.config.tokens.train_epochs
     found = _find(setup, checkpoints)
     if found.folder is None:
-        return _start_with_weights(setup, Path(options.resume)) if options.load == "weights" else None
-    start, progress = _read_start(setup, found.folder)
-    begun = 1 + max(each.latest_epoch for each in progress.datasets)
+        folder = None
+        if options.load == "weights":
+            folder = _verified(setup, Path(options.resume))
+            _require_same_model(folder, saved=read_state(folder).get("fingerprint"), now=setup.fingerprint)
+        progress = Progress.of(len(setup.data.preparation.datasets))
+        return Start(folder=folder, progress=progress, settings=setup.settings)
+    start = _read_start(setup, found.folder)
+    begun = 1 + max(count.latest_epoch for count in start.progress.datasets)
     if start.changes and num_epochs is not None and begun >= num_epochs:
         raise CheckpointError(
             f"the data has changed, and {begun} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
@@ -138,7 +156,7 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
     return start
 
 
-def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> tuple[Start, Progress] | None:
+def find_finished(setup: Setup, directory: RunDirectory) -> Start | None:
     """Returns the last checkpoint of a completed run if no step, evaluation or export is left to do; else None.
 
     It only reads, so the run directory need not be locked. Every rank calls this. Raises CheckpointError as
@@ -154,20 +172,20 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> t
     found = _find(setup, directory.checkpoints)
     if found.folder is None or found.folder.resolve().parent != directory.checkpoints.resolve():
         return None
-    start, progress = _read_start(setup, found.folder)
+    start = _read_start(setup, found.folder)
     # With other data, `find_start` determines how many rows are left to train.
-    if not start.is_done(setup, length) or (start.changes and setup.config.tokens.train_epochs is not None):
+    if not start.is_done(setup) or (start.changes and setup.config.tokens.train_epochs is not None):
         return None
-    evaluation = start.state["evaluation"]
-    exported = {progress.step}
+    evaluation, step = start.state["evaluation"], start.progress.step
+    exported = {step}
     if options.keep_best and evaluation["best"]:
         exported.add(evaluation["best"]["step"])
 
     def is_all_there() -> bool:
         is_exported = not options.export_hf or all(directory.is_exported(setup.config, step) for step in exported)
-        return is_exported and (not setup.data.is_evaluated or evaluation["evaluated_step"] == progress.step)
+        return is_exported and (not setup.data.is_evaluated or evaluation["evaluated_step"] == step)
 
-    return (start, progress) if main_or_raise(ranks, is_all_there) else None
+    return start if main_or_raise(ranks, is_all_there) else None
 
 
 def _find(setup: Setup, checkpoints: Path) -> Found:
@@ -193,20 +211,22 @@ def _verified(setup: Setup, folder: Path) -> Path:
     return folder
 
 
-def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
+def _read_start(setup: Setup, folder: Path) -> Start:
     """Reads the state of a checkpoint and compares its data and model with the current ones.
 
     Raises CheckpointError if the state is invalid, or if the data differs without checkpoints.allow_data_change: pack n
     would then differ from the pack n of the checkpoint (law 5).
     """
-    state, file = read_state(folder), folder / "state.json"
-    parts = ("progress", "data", "fingerprint", "settings", "evaluation")
-    if missing := [name for name in parts if not isinstance(state.get(name), dict)]:
+    state = read_state(folder)
+    try:
+        progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
+        watched = Best.from_state(state["evaluation"]["watched"])
+        changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{file} has no {missing[0]}; resume from another checkpoint, or begin with its weights "
-            "(checkpoints.load: weights)"
-        )
-    changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
+            f"{folder / 'state.json'}: is not the state of a run ({error!r}); resume from another checkpoint, or begin "
+            "with its weights (checkpoints.load: weights)"
+        ) from error
     may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
     if changed and not may_change:
         reason = "other data settings, and going on would repeat or lose conversations"
@@ -218,57 +238,30 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
             + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
             "goes on with other data, though not with another model, and begins the next epoch"
         )
-    try:
-        progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings), progress
+    return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings, watched=watched)
 
 
-def _start_with_weights(setup: Setup, folder: Path) -> Start:
-    saved = read_state(_verified(setup, folder)).get("fingerprint")
-    require_same_model(folder, saved=saved if isinstance(saved, dict) else {}, now=setup.fingerprint)
-    return Start(folder=folder, state={}, changes=[], progress=None, settings=None)
-
-
-# --- Settings and loading ---
-
-
-def changed_settings(setup: Setup, start: Start | None) -> tuple[Change, ...]:
-    """Returns every key whose value differs from the one in the checkpoint; none for a new run."""
-    if start is None or start.settings is None or start.progress is None:
-        return ()
-    return start.settings.changes_to(Settings.of(setup.resolved_config), after_step=start.progress.step)
-
-
-def settings_of(setup: Setup, start: Start | None, *, is_done: bool) -> Settings:
-    """Returns the settings of a new run, or of a run that resumes from `start`.
-
-    If `is_done`, no step is left to train, so the settings of the checkpoint stay in force.
-    """
-    now = Settings.of(setup.resolved_config)
-    if start is None or start.settings is None:
-        return now
-    return start.settings if is_done else Settings(now.config, start.settings.changes + changed_settings(setup, start))
+# --- Loading it ---
 
 
 def load_start(
     start: Start, setup: Setup, *, model: LlamaForSFT, optimizer: torch.optim.Optimizer, loader: PackLoader
-) -> Progress | None:
-    """Loads the checkpoint into model, optimizer and loader.
+) -> None:
+    """Loads the checkpoint, if there is one, into model, optimizer and loader; with other data, starts its counts.
 
-    Returns its progress, or None if only weights are loaded. Raises CheckpointError if the checkpoint belongs to
-    another model.
+    Raises CheckpointError if the checkpoint belongs to another model.
     """
     progress = start.progress
-    load_checkpoint(start.folder, model=model, optimizer=None if progress is None else optimizer)
-    if progress is None:
+    if start.folder is None:
+        return
+    load_checkpoint(start.folder, model=model, optimizer=optimizer if start.state else None)
+    if not start.state:
         console.write(f"weights    loaded from {start.folder}; step, data position and optimizer start from zero")
-        return None
+        return
     console.write(f"resumed    {start.folder}, after step {progress.step}")
     if not start.changes:
         loader.load_state_dict(start.state["data"])
-        return progress
+        return
     progress.change_data(len(setup.data.preparation.datasets))
     loader.start_epoch(progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
     console.write("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
@@ -278,4 +271,3 @@ def load_start(
         f"           epoch {progress.first_epoch}, counted from 0, begins with it; what was left of earlier epochs is "
         "not trained"
     )
-    return progress

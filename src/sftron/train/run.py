@@ -1,19 +1,20 @@
 """What a run is, before its weights are loaded: its configuration, ranks, data and model, and their fingerprints.
 
-`start/setup.py` makes a Setup; everything else in `train` takes one.
+`preflight.build_run` makes a Setup; everything else in `train` takes one.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.checkpoint.hf_export import ExportSource
@@ -22,12 +23,15 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.prepare import Preparation
 from sftron.data.types import LabeledConversation, Message
+from sftron.errors import without_secrets
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.quantization import NF4
 from sftron.train.exports.base_model import BaseModel
 from sftron.train.flops import Peak, TrainedMatrices
+from sftron.train.progress import RunLength
 from sftron.train.ranks import Ranks
-from sftron.train.start.sample import Projection, Sample
+from sftron.train.sample import Projection, Sample
 
 # --- The data ---
 
@@ -176,6 +180,106 @@ class RunModel:
         return facts
 
 
+def frozen_dtype(config: Config) -> torch.dtype:
+    """Returns the type of frozen matrices. In the compute type, a frozen matrix need not be cast at each step."""
+    name = config.model.frozen_dtype
+    return NF4 if name == "nf4" else getattr(torch, config.model.compute_dtype if name == "auto" else name)
+
+
+# --- Its settings ---
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of one configuration key between two starts of the run."""
+
+    step: int
+    """The first step that is trained with `new`."""
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The resolved configuration in force (as JSON values, without secrets), and its changes so far.
+
+    A checkpoint stores the settings of its steps. After a kill, a resume therefore starts from the settings of the
+    saved steps, even if other settings were tried in between.
+    """
+
+    config: Mapping[str, Any]
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Settings:
+        """Returns the settings that `state()` gave."""
+        return cls(dict(state["config"]), tuple(Change(**change) for change in state["changes"]))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the settings for a checkpoint, as JSON values."""
+        return {"config": self.config, "changes": [asdict(each) for each in self.changes]}
+
+    def changes_to(self, now: Settings, *, after_step: int) -> tuple[Change, ...]:
+        """Returns a change for every key whose value differs in `now`; it takes effect after step `after_step`."""
+        old, new = dict(_dotted(self.config)), dict(_dotted(now.config))
+        return tuple(
+            Change(after_step + 1, key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)
+        )
+
+    def changed_at(self, step: int) -> dict[str, list[Any]]:
+        """Returns the keys that change at `step`, each with its old and new value."""
+        return {each.key: [each.old, each.new] for each in self.changes if each.step == step}
+
+    def periods(self) -> dict[str, list[tuple[int, int | None, Any]]]:
+        """Returns for each changed key its values, as (first step, last step or None if still in force, value)."""
+        periods: dict[str, list[tuple[int, int | None, Any]]] = {}
+        for change in self.changes:
+            own = periods.setdefault(change.key, [(1, None, change.old)])
+            own[-1] = (own[-1][0], change.step - 1, own[-1][2])
+            own.append((change.step, None, change.new))
+        return periods
+
+    def as_comment(self) -> str:
+        """Returns the comment at the top of config.yaml; empty if nothing has changed."""
+        lines = [
+            f"#   {key}: " + ", ".join(f"{shown(value)} {period_words(first, last)}" for first, last, value in own)
+            for key, own in self.periods().items()
+        ]
+        return "\n".join(["# Settings that changed during the run:", *lines, ""]) if lines else ""
+
+    def as_config(self) -> Config | None:
+        """Returns the configuration; None if this version of sftron cannot read it."""
+        try:
+            return Config.model_validate(self.config)
+        except ValidationError:
+            return None
+
+
+def shown(value: Any) -> str:
+    """Returns a value as JSON, which is one line of ASCII."""
+    return json.dumps(value)
+
+
+def period_words(first: int, last: int | None) -> str:
+    if last is None:
+        return f"from step {first} on"
+    return f"in step {first}" if first == last else f"in steps {first} to {last}"
+
+
+def _dotted(tree: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every value with its dotted key; items in a list of mappings have an index, as in data.datasets.0.path."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        is_mappings = isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value)
+        if is_mappings or (isinstance(value, Mapping) and value):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 # --- The run ---
 
 
@@ -195,6 +299,16 @@ class Setup:
         A resume with another fingerprint is refused, unless checkpoints.allow_data_change permits it.
         """
         return self.model.fingerprint | data_fingerprint(self.config, self.data.dataset)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of a new run."""
+        return Settings(without_secrets(self.resolved_config.model_dump(mode="json")))
+
+    @property
+    def length(self) -> RunLength:
+        """The length of the run, in steps or in epochs of the current data."""
+        return RunLength(self.config, self.data.preparation.num_rows)
 
     @property
     def resolved_config(self) -> Config:

@@ -151,7 +151,7 @@ class RunDirectory:
     def acquire(self) -> None:
         """Creates the folder, locks it, and cleans up after a killed start.
 
-        Raises ValueError if it cannot be written, another run holds the lock, or `latest` or `best` is not a link.
+        Raises ValueError if it cannot be written, or another run holds the lock.
         """
         if not self._is_main:
             return
@@ -181,12 +181,6 @@ class RunDirectory:
         appended = (self.metrics, self.evaluations, self.console_log)
         if irregular := [path for path in appended if path.exists() and not path.is_file()]:
             raise ValueError(f"{irregular[0]} is no regular file, and the run appends to it; move it away")
-        for name in ("latest", "best"):
-            if (self.folder / name).exists() and not (self.folder / name).is_symlink():
-                raise ValueError(
-                    f"{self.folder / name} is not a symbolic link, and the run needs that name for one; "
-                    "move it away, or choose another general.run_name"
-                )
         _LOCKED.add(self.folder.absolute())
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -12,8 +12,11 @@ import torch
 
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
+from sftron.data.loader import PackLoader
 from sftron.data.types import DataError
-from sftron.models.loss import loss_function
+from sftron.models.llama import LlamaForSFT
+from sftron.train.build_data import make_loader
+from sftron.train.build_model import load_model, make_optimizer
 from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import HubPusher, require_hub
@@ -22,27 +25,23 @@ from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.logs.make_loggers import make_loggers, require_loggers
 from sftron.train.logs.run_logs import RunLogs
 from sftron.train.loop import TrainingLoop
-from sftron.train.metrics import Stopwatch
+from sftron.train.memory import measure_step_memory
 from sftron.train.outputs import RunExports
-from sftron.train.progress import DataSetCount, Progress, RunLength
+from sftron.train.preflight import build_run, require_finite, require_one_folder
+from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
-from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
-from sftron.train.run import data_fingerprint
+from sftron.train.resume import Start, find_finished, find_start, load_start
+from sftron.train.revisions import REVISIONS, find_commits, pin
+from sftron.train.run import Settings
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.saving import Saver
-from sftron.train.settings import Settings
 from sftron.train.signals import StopRequest
-from sftron.train.start import description, dry_run
-from sftron.train.start.preflight import Health, require_finite, require_one_folder
-from sftron.train.start.revisions import REVISIONS, find_commits, pin
-from sftron.train.start.run_data import plan_packs
-from sftron.train.start.setup import load_model, make_loader, make_optimizer, set_up
+from sftron.train.text import conclusion, description
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
-_MAX_NON_FINITE_IN_A_ROW = 3
 
 
-class Trainer(TrainingLoop):
+class Trainer:
     """One training run.
 
     The constructor checks everything that can be checked without weights. Then call `build()` and `train()`, or
@@ -50,39 +49,43 @@ class Trainer(TrainingLoop):
     for a bad row. All ranks call the same methods.
     """
 
+    model: LlamaForSFT
+    optimizer: torch.optim.Optimizer
+    loader: PackLoader
+    """These three are there after `build()`, if there is anything left to train."""
+
     def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
-        self._started: float | None = time.perf_counter()
+        self._started = time.perf_counter()
         parallelism = config.parallelism
         dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
         self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds, parallelism.context)
         console.start(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
-        self._commits = self.ranks.gather(self.ranks.all_or_raise(lambda: self._ask_services(config)))[0]
+
+        def ask_services() -> dict[str, str]:
+            if not self.ranks.is_main:
+                return {}
+            require_loggers(config.logging)
+            if config.hub.push_to is not None:
+                require_hub(config.hub)
+            return find_commits(config)
+
+        self._commits = self.ranks.gather(self.ranks.all_or_raise(ask_services))[0]
         torch.manual_seed(config.general.seed)
         if config.general.deterministic:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.config = config = pin(config, self._commits)
-        self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
-        self.setup = set_up(config, self.ranks)
-        plan_packs(self.setup)
-        self._length = RunLength(config, self.setup.data.preparation.num_rows)
+        self.config = pin(config, self._commits)
+        self.directory = RunDirectory(self.config.run_dir, is_main=self.ranks.is_main)
+        self.setup = build_run(self.config, self.ranks)
+        self.progress = Progress.of(len(self.setup.data.preparation.datasets))
+        self._evaluator = Evaluator(self.setup, lambda: self.ranks.any(self.stop_request.received))
         self._logs = RunLogs(self.setup, self.directory)
-        self._evaluator = Evaluator(self.setup, self._is_stop_requested)
-        self.progress = Progress([DataSetCount() for _ in self.setup.data.preparation.datasets])
         self._pusher: HubPusher | None = None
-        self._save_time, self._evaluation_time = Stopwatch(), Stopwatch()
         self._finished: str | None = None
+        """The status in result.json of a run that has nothing left to do."""
         self._has_begun = False
-
-    def _ask_services(self, config: Config) -> dict[str, str]:
-        """Returns the commits of what is on the Hub. Raises ValueError if a service cannot be used."""
-        if not self.ranks.is_main:
-            return {}
-        require_loggers(config.logging)
-        require_hub(config.hub)
-        return find_commits(config)
 
     def run(self) -> int:
         """Calls `build()` and `train()`, for use in notebooks. Returns the exit status."""
@@ -96,11 +99,11 @@ class Trainer(TrainingLoop):
 
         If the run is complete and has nothing left to do, nothing is loaded and no file is touched.
         """
-        if finished := find_finished(self.setup, self.directory, self._length):
-            start, self.progress = finished
+        if start := find_finished(self.setup, self.directory):
+            self.progress = start.progress
             self._finished = str(read_result(self.directory.folder).get("status"))
-            unused = [*map(str, changed_settings(self.setup, start)), *start.changes]
-            description.describe_finished(self.config, self._finished, self.progress.step, unused)
+            unused = [*map(str, start.changed_settings(self.setup)), *start.changes]
+            conclusion.describe_finished(self.config, self._finished, self.progress.step, unused)
             return
         self.ranks.all_or_raise(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
@@ -109,50 +112,62 @@ class Trainer(TrainingLoop):
             self.ranks.at("loading")
             self._build(find_start(self.setup, self.directory.checkpoints))
 
-    def _build(self, start: Start | None) -> None:
-        setup, directory, checkpoints = self.setup, self.directory, self.config.checkpoints
-        self._settings = self._record_start(start)
-        self.model = self.ranks.all_or_raise(lambda: load_model(setup))
-        self.optimizer = make_optimizer(self.config, self.model)
-        self.loader = make_loader(setup)
+    def _build(self, start: Start) -> None:
+        setup, config, directory, ranks = self.setup, self.config, self.directory, self.ranks
+        settings = start.settings_now(setup)
+        self._record_start(start, settings)
+        self.model = ranks.all_or_raise(lambda: load_model(setup))
+        self.optimizer = make_optimizer(config, self.model)
+        # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
+        # On a CPU, it would only waste computation.
+        on_gpu = ranks.device.type == "cuda"
+        options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": ranks.context}
+        self.loader = make_loader(config, setup.data.dataset, **options)
         self._saver = Saver(
             directory.checkpoints,
-            interval=checkpoints.interval,
-            keep=checkpoints.keep_last,
-            ranks=self.ranks,
-            in_background=checkpoints.asynchronous,
+            interval=config.checkpoints.interval,
+            keep=config.checkpoints.keep_last,
+            ranks=ranks,
+            in_background=config.checkpoints.asynchronous,
         )
-        if start is not None:
-            progress = load_start(start, setup, model=self.model, optimizer=self.optimizer, loader=self.loader)
-            if progress is not None:
-                self.progress = progress
-                self._evaluator.resume(start.state, directory.checkpoints)
-                self._saver.resume_from(progress.step, best_step=self._evaluator.best_step)
-        origin = f"model.path: {setup.model.folder}" if start is None else str(start.folder)
-        require_finite(self.model, self.ranks, origin)
-        self._data_state = self.loader.state_dict()
-        self._health = Health(self.model, self.ranks, loss_function(setup.model.loss))
-        if self.config.hub.push_to is not None and self.ranks.is_main:
-            self._pusher = HubPusher(self.config.hub, directory.folder)
-        self._exports = RunExports(setup, directory, self.model, self.progress, self._settings, self._pusher)
+        load_start(start, setup, model=self.model, optimizer=self.optimizer, loader=self.loader)
+        self.progress = start.progress
+        if start.state:
+            self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
+            self._saver.resume_from(self.progress.step, best_step=self._evaluator.best_step)
+        require_finite(self.model, ranks, str(start.folder or f"model.path: {setup.model.folder}"))
+        if config.hub.push_to is not None and ranks.is_main:
+            self._pusher = HubPusher(config.hub, directory.folder)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
-        self._report_mix()
+        self._loop = TrainingLoop(
+            setup=setup,
+            directory=directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self.loader,
+            progress=self.progress,
+            settings=settings,
+            evaluator=self._evaluator,
+            saver=self._saver,
+            exports=RunExports(setup, directory, self.model, self.progress, settings, self._pusher),
+            logs=self._logs,
+            stop_request=self.stop_request,
+            started=self._started,
+        )
+        self._loop.report_mix()
 
-    def _record_start(self, start: Start | None) -> Settings:
-        """Writes what is known before the weights are loaded, prints it, and returns the settings of the run."""
-        setup, directory = self.setup, self.directory
-        is_done = start is not None and start.is_done(setup, self._length)
-        settings = settings_of(setup, start, is_done=is_done)
+    def _record_start(self, start: Start, settings: Settings) -> None:
+        """Writes what is known before the weights are loaded, and prints it."""
+        setup, directory, is_done = self.setup, self.directory, start.is_done(self.setup)
         if not is_done or not (directory.folder / "config.yaml").exists():
             directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
         if self._commits:
             directory.write(REVISIONS, self._commits)
         self._has_begun = True
         directory.write_result("running")
-        description.describe_settings(changed_settings(setup, start), is_done=is_done)
+        description.describe_settings(start.changed_settings(setup), is_done=is_done)
         description.describe_run(setup, directory)
-        return settings
 
     def dry_run(self) -> int:
         """Prints the description of the run, and the peak memory of a training step on maximal batches.
@@ -160,7 +175,7 @@ class Trainer(TrainingLoop):
         No weight changes, and no run directory is written. Raises ValueError if the weights give no finite loss.
         """
         description.describe_run(self.setup, None)
-        description.describe_dry_run(self.setup, dry_run.measure_step_memory(self.setup))
+        description.describe_dry_run(self.setup, measure_step_memory(self.setup))
         return EXIT_COMPLETED
 
     # -- the whole run -----------------------------------------------------------------------------------------------
@@ -189,33 +204,31 @@ class Trainer(TrainingLoop):
 
     def _train(self) -> str:
         """Opens the logs and trains. Returns "completed", "preempted" or NOT_FINITE."""
-        batches = iter(
-            self.loader
-        )  # forks its workers, so it comes before evaluation, trackers and saves start threads
-        evaluated_step = self._evaluator.evaluated_step
-        self._logs.open(step=self.progress.step, evaluated_step=evaluated_step)
-        self._data, self._packs = data_fingerprint(self.config, self.setup.data.dataset), []
+        loop = self._loop
+        # This forks the loader's workers, so it comes before evaluation, trackers and saves start threads.
+        batches = iter(self.loader)
+        self._logs.open(step=self.progress.step, evaluated_step=self._evaluator.evaluated_step)
         if self._pusher:
             self._pusher.start()
         try:
-            status = self._loop(batches)
+            status = loop.train(batches)
             is_whole = status == "preempted" or not self.progress.non_finite_in_a_row
-            return status if is_whole and self._is_healthy() else NOT_FINITE
+            return status if is_whole and loop.is_healthy() else NOT_FINITE
         except DataError:
-            self._save_before_failure()
+            loop.save_before_failure()
             raise
         finally:
             console.hide_progress()
-            self._report_mix()
+            loop.report_mix()
 
     def _conclude(self, status: str) -> str:
         """Saves, exports and reports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
-        directory, step = self.directory, self.progress.step
+        directory, loop, step = self.directory, self._loop, self.progress.step
         if status == NOT_FINITE:
             self._saver.wait()
             directory.write_result("failed", step=step, error=NOT_FINITE)
             self._draw()
-            description.conclude_not_finite(step, self._saver.saved_step)
+            conclusion.conclude_not_finite(step, self._saver.saved_step)
             return status
         problem = exported = diverged = None
         if status == "completed":
@@ -223,25 +236,28 @@ class Trainer(TrainingLoop):
             records = directory.metrics  # those before a resume included
             diverged = main_or_raise(self.ranks, lambda: divergence(intact_records(records), num_tokens))
         try:
-            self._save(self._saver.save_last)
+            loop.save(self._saver.save_last)
         except OSError as error:
             problem = error  # raised after the export, which may still save the weights
         if status == "completed" and self.config.checkpoints.export_hf:
-            if problem is None and self._is_stop_requested():
+            if problem is None and loop.is_stop_requested():
                 status = "preempted"  # training is complete and saved; the next start exports it
             else:
-                exported = self._exports.export_at_end(self._evaluator.best, is_pushed=diverged is None)
+                exported = loop.exports.export_at_end(self._evaluator.best, is_pushed=diverged is None)
         if problem is not None:
             raise problem
-        facts: dict[str, Any] = {"reason": reason} if (reason := self._reason(status)) else {}
-        if status == "completed" and diverged:
-            status, facts = "diverged", facts | {"error": diverged}
+        facts: dict[str, Any] = {}
+        if status == "completed":
+            if reason := loop.reason_of_early_end():
+                facts["reason"] = reason
+            if diverged:
+                status, facts["error"] = "diverged", diverged
         directory.write_result(status, step=step, exported=exported and str(exported), **facts)
         if status != "preempted":
             before, after = (self._logs.answers(each) for each in (0, step))
-            description.show_answers(self.setup.data.questions, before, after)
+            conclusion.show_answers(self.setup.data.questions, before, after)
         chart = self._draw()
-        description.conclude(
+        conclusion.conclude(
             status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
         )
         return status

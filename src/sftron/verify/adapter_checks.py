@@ -20,9 +20,9 @@ from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, Adap
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
+from sftron.train.build_model import adapter_tensors, make_optimizer
 from sftron.train.objective import TokenLoss
-from sftron.train.start.lora import adapter_tensors, frozen_dtype
-from sftron.train.start.setup import make_optimizer
+from sftron.train.run import frozen_dtype
 from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
 from sftron.verify.parity import FP32_TOLERANCE, check_logits
@@ -48,15 +48,22 @@ def _spec(subject: Subject) -> LoraSpec:
 
 
 def base_unchanged(subject: Subject) -> Finding:
-    """Steps of the real optimizer change no bit of a weight that is not configured to be trained."""
+    """Steps of the real optimizer change no bit of a weight that is not configured to be trained.
+
+    The adapter would belong to another model than its base. Do not train; report the tensors that are named.
+    """
     steps = _take_steps(subject)
     wrong = sorted(name for name, digest in steps.base_before.items() if steps.base_after[name] != digest)
     measured = f"{_NUM_STEPS} steps change {len(wrong) or 'none'} of {len(steps.base_before)} tensors"
-    return Finding(not wrong, measured, "none, to the bit", (*wrong[:5], subject.depth))
+    return Finding(not wrong, measured, "none, to the bit", tuple(wrong[:5]))
 
 
 def adapters_move(subject: Subject) -> Finding:
-    """Each parameter of the configured adapters exists, has a gradient and moves; no other parameter is trained."""
+    """Each parameter of the configured adapters exists, has a gradient and moves; no other parameter is trained.
+
+    Another model would be trained than lora describes, such as without the named adapter, or one over a fused matrix.
+    Do not train; report it.
+    """
     steps, expected = _take_steps(subject), configured_shapes(subject)
     wrong = [f"{name} {list(expected[name])} is configured and not trained" for name in expected.keys() - steps.trained]
     wrong += [f"{name} is trained and not configured" for name in steps.trained.keys() - expected.keys()]
@@ -68,7 +75,7 @@ def adapters_move(subject: Subject) -> Finding:
     num_moved = len(steps.moved & steps.reached & expected.keys())
     numbers = sum(shape.numel() for shape in expected.values())
     measured = f"{num_moved} of {len(expected)} tensors ({numbers:,} numbers)"
-    return Finding(not wrong, measured, "all, and no others", (*sorted(wrong)[:5], subject.depth))
+    return Finding(not wrong, measured, "all, and no others", tuple(sorted(wrong)[:5]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,11 @@ def _documents(subject: Subject) -> list[list[int]]:
 
 def exported_is_trained(subject: Subject) -> Finding:
     """The exported adapter, loaded by peft into transformers' model, computes what was trained, and is read back to the
-    bit."""
+    bit.
+
+    Others would load another adapter than was trained. Do not train; run `sftron check --adapter` on an export, and
+    report it.
+    """
     documents, folder = _documents(subject), subject.scratch / "exported-adapter"
     source = ExportSource.read(subject.setup.model.folder)
     write_adapter(folder, adapter_tensors(subject.model), _spec(subject), source=source, base_model="base")
@@ -182,13 +193,17 @@ def exported_is_trained(subject: Subject) -> Finding:
     gc.collect()
     checks = (logits, kl, again)
     measured = f"logits {logits.measured.split()[0]} apart, {len(wrong)} wrong keys"
-    detail = (*wrong[:5], *(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks), subject.depth)
+    detail = (*wrong[:5], *(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks))
     is_right = not wrong and all(each.passed for each in checks)
     return Finding(is_right, measured, f"<= {FP32_TOLERANCE.logits:.0e}, none", detail)
 
 
 def adapter_is_merged(subject: Subject) -> Finding:
-    """The merged model computes what the adapters compute: in float32, and up to its rounding in the export's type."""
+    """The merged model computes what the adapters compute: in float32, and up to its rounding in the export's type.
+
+    The merged export would not be the trained model. If only the KL is too large, the export's type rounds the adapters
+    away: set model.compute_dtype: float32, or lora.merge: false and serve the adapter. Else report it.
+    """
     options, dtype = subject.config.lora, subject.setup.model.compute_dtype
     assert options is not None
     if not options.merge:
@@ -204,7 +219,7 @@ def adapter_is_merged(subject: Subject) -> Finding:
     kl = largest_kl(trained, rounded)
     measured = f"logits {apart:.1e} apart; in {dtype_name(dtype)}, KL {kl:.1e}"
     allowed = f"<= {_SAME_LOGITS:.0e}; {MOST_KL:g} nats"
-    return Finding(apart <= _SAME_LOGITS and kl <= MOST_KL, measured, allowed, (subject.depth,))
+    return Finding(apart <= _SAME_LOGITS and kl <= MOST_KL, measured, allowed)
 
 
 def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:

@@ -25,7 +25,7 @@ from sftron.config import Config, dump_config
 from sftron.errors import without_secrets
 from sftron.train.exports.model_card import VERIFY_CARD_SCHEMA, config_digest
 from sftron.train.logs.make_loggers import git_state
-from sftron.verify.report import Check, Report
+from sftron.verify.report import Report
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import select
 
@@ -44,7 +44,12 @@ def card_of(report: Report, subject: Subject, config: Config, command: str) -> s
         config: The configuration as it was loaded; the subject's has fewer layers with --layers.
         command: The command line.
     """
-    of_data = subject.preparation.fingerprint
+    of_data, setup = subject.preparation.fingerprint, subject.setup_or_refusal
+    # As the run's config.yaml will have it, or as it was loaded if no run would begin.
+    resolved = config if isinstance(setup, ValueError) else replace(setup, config=config).resolved_config
+    all_checks = {rule.name for rule in select((), with_ranks=False, with_lora=config.lora is not None)}
+    is_partial = {"--only": not all_checks <= {check.name for check in report.checks}, "--layers": bool(subject.depth)}
+    columns = ("name", "status", "measured", "allowed", "proves", "remedy")
     card = {
         "schema": VERIFY_CARD_SCHEMA,
         "passed": report.passed,
@@ -59,38 +64,22 @@ def card_of(report: Report, subject: Subject, config: Config, command: str) -> s
             "python": platform.python_version(),
             "platform": platform.platform(),
         },
-        "partial": _limits(report, subject, config),
+        "partial": [option for option, has_left_out in is_partial.items() if has_left_out],
         "scope": {name: fact for name, fact in report.facts.items() if name not in ("versions", "date")},
         "hashes": {
-            "config": config_digest(dump_config(_resolved(subject, config))),
+            "config": config_digest(dump_config(resolved)),
             "chat_template": of_data["chat_template"],
             "tokenizer": of_data["tokenizer"],
             "weights": file_digests(subject.model_folder),
             "data": of_data,
         },
-        "checks": [_row(check) for check in report.checks],
+        "checks": [
+            {name: getattr(check, name) for name in columns if name != "remedy" or check.passed is False}
+            for check in report.checks
+        ],
     }
     shortened = _shortened(without_secrets(card), _folders(subject, config, command))
     return yaml.safe_dump(shortened, sort_keys=False, width=120)
-
-
-def _limits(report: Report, subject: Subject, config: Config) -> list[str]:
-    """Returns the options that left out checks or layers."""
-    names = {rule.name for rule in select((), with_ranks=False, with_lora=config.lora is not None)}
-    has_all = names <= {check.name for check in report.checks}
-    return [*([] if has_all else ["--only"]), *(["--layers"] if subject.depth else [])]
-
-
-def _resolved(subject: Subject, config: Config) -> Config:
-    """Returns the configuration as the run's config.yaml will have it; as it was loaded if no run would begin."""
-    setup = subject.setup_or_refusal
-    return config if isinstance(setup, ValueError) else replace(setup, config=config).resolved_config
-
-
-def _row(check: Check) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": check.name, "status": check.status, "measured": check.measured}
-    row |= {"allowed": check.allowed, "proves": check.proves}
-    return row | ({"remedy": check.remedy} if check.passed is False else {})
 
 
 # --- Paths ---

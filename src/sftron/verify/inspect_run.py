@@ -10,14 +10,14 @@ from sftron.data.prepare import Preparation
 from sftron.report.audit import Audit, audited_rows
 from sftron.report.counts import PackingCount
 from sftron.report.page import Inspection, inspect_packs
-from sftron.train.start import run_data
-from sftron.train.start.revisions import pinned
+from sftron.train import build_data
+from sftron.train.revisions import pinned
 
 
 def open_data(config: Config) -> Preparation:
     """Opens the data and the tokenizer of a run. Raises ValueError if one of them cannot be used."""
     config = pinned(config)
-    return run_data.open_data(config, run_data.load_chat_tokenizer(config))
+    return build_data.open_data(config, build_data.load_chat_tokenizer(config))
 
 
 def inspect(
@@ -40,7 +40,7 @@ def inspect(
         ValueError: The data, the tokenizer or a row cannot be used; DataError, if it is a row.
     """
     preparation = preparation or open_data(config)
-    dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
+    dataset, masks = build_data.make_dataset(config, preparation), MaskCount()
     num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
     packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
     audit = Audit(preparation.source_names, preparation.targets, packing, masks, num_held_out, preparation.location)

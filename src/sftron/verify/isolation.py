@@ -125,6 +125,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
         )
 
 
+@torch.no_grad()
 def compare_documents(
     outputs: Callable[[Tensor], Tensor],
     ids: Tensor,

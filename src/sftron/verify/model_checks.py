@@ -20,7 +20,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
 from sftron.train.objective import hidden_states, loss_of
-from sftron.train.start.lora import frozen_dtype
+from sftron.train.run import frozen_dtype
 from sftron.train.step import train_step
 from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
@@ -31,7 +31,10 @@ from sftron.verify.subject import Subject
 
 
 def start_up(subject: Subject) -> Finding:
-    """`sftron train` accepts configuration, data and model."""
+    """`sftron train` accepts configuration, data and model.
+
+    `sftron train` would end with this message and status 2; the message has the remedy.
+    """
     setup = subject.setup_or_refusal
     if isinstance(setup, ValueError):
         message = str(setup).splitlines()
@@ -47,15 +50,22 @@ _NUM_DOCUMENTS, _NUM_PROMPTS, _LONGEST_PROMPT, _NUM_NEW_TOKENS = 4, 3, 256, 12
 
 
 def weights(subject: Subject) -> Finding:
-    """Hugging Face to sftron and back loses no bit of any tensor."""
+    """Hugging Face to sftron and back loses no bit of any tensor.
+
+    The export would hold other weights than were trained. Is the folder whole, and its config.json its own?
+    """
     folder = _require_own_rows(subject)
     with subject.at_start() as native:
         check = check_round_trip(native, folder)
-    return Finding(check.passed, check.measured, "every bit", (subject.depth,))
+    return Finding(check.passed, check.measured, "every bit")
 
 
 def reference(subject: Subject) -> Finding:
-    """The model computes what transformers computes, and gives the same greedy answers."""
+    """The model computes what transformers computes, and gives the same greedy answers.
+
+    Training would start from another function than the model's own. Do not train; run `sftron check` for the full
+    comparison, and report it.
+    """
     folder = _require_own_rows(subject)
     documents = [each.input_ids.tolist() for each in subject.documents[:_NUM_DOCUMENTS]]
     prompts, tolerance = _short_prompts(subject), FP32_TOLERANCE
@@ -77,7 +87,7 @@ def reference(subject: Subject) -> Finding:
     del model
     gc.collect()
     notes = [*(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks), *notes]
-    detail = (f"{len(documents)} conversations of the rows", *notes, subject.depth)
+    detail = (f"{len(documents)} conversations of the rows", *notes)
     return Finding(all(check.passed for check in checks), measured, f"<= {tolerance.logits:.0e}, all", detail)
 
 
@@ -127,21 +137,23 @@ def _isolated_documents(subject: Subject) -> tuple[LabeledConversation, ...]:
 
 
 def isolation(subject: Subject) -> Finding:
-    """With this attention backend no conversation sees its neighbors in the pack, and no token those after it."""
+    """With this attention backend no conversation sees its neighbors in the pack, and no token those after it.
+
+    Answers would be learned from other conversations' text. Set model.attention: sdpa, and report the backend.
+    """
     model, documents = subject.model.eval(), _isolated_documents(subject)
     batch, longest = subject.batch(documents), max(documents, key=len)
 
     def beside_copies(number: int) -> Tensor:
         return hidden_states(model, subject.batch([longest] * number))[: len(longest)]
 
-    with torch.no_grad():
-        found = isolation_of_pack(
-            lambda ids: hidden_states(model, replace(batch, input_ids=ids)),
-            batch.input_ids,
-            [len(each) for each in documents],
-            lambda: rounding_of_experts(model, beside_copies),
-        )
-    return replace(found, detail=_setting(subject))
+    found = isolation_of_pack(
+        lambda ids: hidden_states(model, replace(batch, input_ids=ids)),
+        batch.input_ids,
+        [len(each) for each in documents],
+        lambda: rounding_of_experts(model, beside_copies),
+    )
+    return replace(found, detail=(_setting(subject),))
 
 
 def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:
@@ -149,7 +161,10 @@ def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:
 
 
 def gradients_apart(subject: Subject) -> Finding:
-    """No conversation's loss has a gradient at another one's tokens."""
+    """No conversation's loss has a gradient at another one's tokens.
+
+    The backward pass would leak between conversations. Set model.attention: sdpa, and report the backend.
+    """
     documents = _isolated_documents(subject)
     batch = subject.batch(documents)
     bounds, own, others = _bounds(documents), [], []
@@ -161,15 +176,14 @@ def gradients_apart(subject: Subject) -> Finding:
     if not all(size > 0 for size in own):
         return Finding(False, f"a conversation's own gradient is {min(own)}", "not 0")
     worst = torch.stack(others).max().item()  # NaN if any value is NaN, which then does not equal 0
-    detail = (f"at a conversation's own tokens up to {max(own):.2e}", *_setting(subject))
+    detail = (f"at a conversation's own tokens up to {max(own):.2e}", _setting(subject))
     return Finding(worst == 0, f"{worst:.3g} at other conversations' tokens", "exactly 0", detail)
 
 
-def _setting(subject: Subject) -> tuple[str, str]:
+def _setting(subject: Subject) -> str:
     lengths = ", ".join(str(len(document)) for document in subject.documents)
     model = subject.model
-    setting = f"attention {model.attention} in {dtype_name(model.compute_dtype)}; conversations of {lengths} tokens"
-    return setting, subject.depth
+    return f"attention {model.attention} in {dtype_name(model.compute_dtype)}; conversations of {lengths} tokens"
 
 
 def _labels_within(batch: Batch, start: int, end: int) -> Batch:
@@ -208,17 +222,23 @@ _NUM_MICRO_BATCHES, _NUM_ROUNDED = 4, 3
 
 
 def packed_as_single(subject: Subject) -> Finding:
-    """A pack has the loss and the gradients of its conversations alone: positions, bounds and masks are right."""
+    """A pack has the loss and the gradients of its conversations alone: positions, bounds and masks are right.
+
+    Packing would change what is learned. Set data.packing.strategy: none until it is found, and report it.
+    """
     documents = _isolated_documents(subject)
     with subject.in_fp32():
         loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
     measured, allowed = f"loss {loss:.1e}, gradients {gradient:.1e} apart", f"<= {FP32_GRADIENTS:.0e}, relative"
-    detail = (f"{len(documents)} conversations; the parameter furthest apart is {worst}", subject.depth)
+    detail = (f"{len(documents)} conversations; the parameter furthest apart is {worst}",)
     return Finding(max(loss, gradient) <= FP32_GRADIENTS, measured, allowed, detail)
 
 
 def packed_in_its_type(subject: Subject) -> Finding:
-    """A pack has the loss and the gradients of its conversations in the run's own type too, up to its rounding."""
+    """A pack has the loss and the gradients of its conversations in the run's own type too, up to its rounding.
+
+    This backend or loss is less exact than its type. Set model.attention: sdpa and model.loss: native.
+    """
     model, documents = subject.model, _isolated_documents(subject)
     if model.compute_dtype == torch.float32:
         raise NotMeasuredError("model.compute_dtype is float32: the row above measures it")
@@ -232,7 +252,6 @@ def packed_in_its_type(subject: Subject) -> Finding:
         f"by {rounding:.1e} against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
         f"{len(documents)} conversations; attention {model.attention}, loss {subject.setup.model.loss}",
         f"the parameter furthest apart is {worst}",
-        subject.depth,
     )
     measured = f"loss {loss:.1e}, gradients {gradient:.1e} apart"
     return Finding(is_right, measured, f"<= {ROUNDED_LOSS:.0e}, {allowed:.0e}", detail)
@@ -302,7 +321,11 @@ class _GradientsOnly(torch.optim.Optimizer):
 
 
 def accumulation(subject: Subject) -> Finding:
-    """The step's loss is one ratio: the same tokens give the same gradient in 1, 2 or 4 micro-batches."""
+    """The step's loss is one ratio: the same tokens give the same gradient in 1, 2 or 4 micro-batches.
+
+    The weight of a token would depend on the other conversations in its micro-batch. Set
+    tokens.batch_accumulation_per_replica: 1, and report it.
+    """
     model, documents = subject.model, subject.require_documents(2)
 
     def split(num_batches: int) -> list[Batch]:
@@ -324,7 +347,6 @@ def accumulation(subject: Subject) -> Finding:
         f"labels of the micro-batches: {', '.join(str(len(each.labels)) for each in layouts[0])}",
         f"loss {loss:.6f}; a mean of the micro-batches' means would be {mean_of_means:.6f}, "
         f"{abs(mean_of_means - loss) / loss:.1%} off",
-        subject.depth,
     )
     return Finding(max(apart) <= FP32_GRADIENTS, measured, f"<= {FP32_GRADIENTS:.0e}, relative", detail)
 

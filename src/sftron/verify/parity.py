@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from sftron.models.experts import rounds_with_neighbors
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import dtype_name
-from sftron.train.evaluation import read_questions
+from sftron.train.build_data import read_questions
 from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.reference import load_reference
 from sftron.verify.report import Check, Report
@@ -56,41 +55,13 @@ EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts from a file as for `evaluation.prompts`. Raises ValueError with the line of one that is none."""
     if not path.is_file():
-        problem = "is no regular file" if path.exists() else "does not exist"
-        raise ValueError(f"{path}: {problem}; give a JSONL file of prompts")
+        raise ValueError(f"{path}: does not exist, or is no regular file; give a JSONL file of prompts")
     if not (questions := read_questions(str(path))):
         raise ValueError(f'{path}: holds no prompt; write lines such as {{"messages": [{{"role": "user", ...}}]}}')
     return [
         [{"role": message.role.name.lower(), "content": message.content or ""} for message in question.messages]
         for question in questions
     ]
-
-
-def require_device(device: torch.device | None) -> torch.device:
-    """Returns the device, by default the CPU. Raises ValueError for a CUDA device that torch does not find."""
-    device = device or torch.device("cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {device}, but torch finds no CUDA device. Leave it out to use the CPU.")
-    return device
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first difference between two greedy generations; an id is None after the end of a generation."""
-
-    prompt: int
-    step: int
-    token_id: int | None
-    reference_token_id: int | None
-    margin: float
-    """The native model's logit of its own token, minus that of the second best."""
-    is_tie: bool
-    """Whether the margin is within twice the tolerance, so that rounding decides, and both tokens are correct."""
-
-    def __str__(self) -> str:
-        ids = f"native {self.token_id}, transformers {self.reference_token_id}"
-        tie = " (a tie: rounding decides)" if self.is_tie else ""
-        return f"prompt {self.prompt}, step {self.step}: {ids}, native margin {self.margin:.2e}{tie}"
 
 
 def parity_report(model: str, num_prompts: int, dtype: torch.dtype, attention: str, checks: Sequence[Check]) -> Report:
@@ -138,14 +109,19 @@ def check_parity(
         ValueError: The folder, a prompt or the template cannot be used, the adapter does not fit the model, or peft is
             not installed.
     """
-    device = require_device(device)
+    from transformers import AutoTokenizer
+
+    device = device or torch.device("cpu")
     native_folder = native_folder or folder
     architecture = read_config(native_folder)
     found = None if adapter is None else read_adapter(adapter, architecture)
     start = None if found is None else AdapterStart(spec=found.spec, tensors=found.tensors)
     attention = resolve_attention("auto", device, dtype, architecture.head_dim, architecture.layers)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
-    prompt_ids, stop_ids = _render(folder, prompts), stop_ids_of(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    prompt_ids: list[Ids] = [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
+    stop_ids = stop_ids_of(folder)
     native.check_positions(max(map(len, prompt_ids)) + max_new_tokens, is_generated=True)
     reference = load_reference(folder, torch.float32, device, adapter)
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, adapter, reference, prompt_ids, dtype)
@@ -165,14 +141,6 @@ def check_parity(
             checks.append(check_adapter_round_trip(native, adapter, folder))
     name = str(folder) if adapter is None else f"{folder} with the adapter {adapter}"
     return parity_report(name, len(prompts), dtype, attention, checks)
-
-
-def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    options = {"add_generation_prompt": True, "return_dict": False}
-    return [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
 
 
 # -- logits ----------------------------------------------------------------------------------------------------------
@@ -299,21 +267,26 @@ def check_generation(
     stop_ids: dict[int, None],
     tolerance: float,
 ) -> tuple[Check, list[Ids]]:
-    """Compares greedy generations token by token. They may diverge where the two best logits tie up to rounding.
+    """Compares greedy generations token by token. They may diverge where the two best logits tie up to rounding, that
+    is, differ by at most twice the tolerance.
 
     Returns the check, whose details are the divergences, and transformers' new tokens for each prompt.
     """
     expected = [_reference_greedy(reference, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
     generations = [greedy_generate(native, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
-    divergences = []
+    divergences, num_ties = [], 0
     for prompt, (generation, reference_ids) in enumerate(zip(generations, expected, strict=True)):
         for step, (token_id, reference_id) in enumerate(zip_longest(generation.token_ids, reference_ids)):
             if token_id != reference_id:
+                # The native model's logit of its own token, minus that of the second best; None is after the end.
                 margin = math.inf if token_id is None else generation.margins[step]
                 is_tie = margin <= 2 * tolerance
-                divergences.append(Divergence(prompt, step, token_id, reference_id, margin, is_tie))
+                num_ties += is_tie
+                divergences.append(
+                    f"prompt {prompt}, step {step}: native {token_id}, transformers {reference_id}, "
+                    f"native margin {margin:.2e}{' (a tie: rounding decides)' * is_tie}"
+                )
                 break
-    num_ties = sum(divergence.is_tie for divergence in divergences)
     # The argmax of NaN logits is an ordinary id, which the reference may choose as well.
     num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in generations)
     measured = f"{len(expected) - len(divergences)} of {len(expected)} equal"
@@ -321,8 +294,8 @@ def check_generation(
     measured += f", {num_unsound} of logits that are not finite" if num_unsound else ""
     measured += f" ({sum(map(len, expected))} tokens)"
     passed = num_ties == len(divergences) and not num_unsound
-    name, detail = "greedy generation vs generate(do_sample=False)", tuple(map(str, divergences))
-    return Check(name, passed, measured, "all, ties aside", detail), expected
+    name = "greedy generation vs generate(do_sample=False)"
+    return Check(name, passed, measured, "all, ties aside", tuple(divergences)), expected
 
 
 def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:

@@ -6,124 +6,35 @@ that metrics.jsonl has for their steps (data/digest.py). Their rows are then tho
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from sftron.checkpoint.checkpoint import read_state, steps_in
-from sftron.config import load_config
-from sftron.data.digest import digest_of, joined, pack_digest
+from sftron.data.digest import joined, pack_digest
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Pack
 from sftron.models.architecture import is_of_the_model
 from sftron.train.resume import changes
-from sftron.train.run import data_fingerprint
-from sftron.train.run_directory import RunDirectory, intact_records, process_name, read_result
-from sftron.train.start import run_data
+from sftron.train.run_directory import RunDirectory, process_name
+from sftron.verify.opened_run import MOST_PACKS, OpenedRun, RecordedStep
 from sftron.verify.report import Check, Report, aligned
 from sftron.visible_text import visible_text
 
 _MOST_NAMED = 5
-_MOST_PACKS = 2**16
-"""More packs than a step has; a damaged line must not let the replay run forever."""
 _NUM_WORDS = 12
 
 
-# --- What the run has written ---
+# --- The replay ---
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """A line of metrics.jsonl: the packs [first, end) of a step, and their digests; see data/digest.py."""
+class RowCount:
+    """How often each row of a data set was in the packs of an epoch, and how many were dropped for which reason."""
 
-    step: int
-    first: int
-    end: int
-    first_epoch: int
-    num_epochs: int | None
-    data: str
-    digests: Mapping[str, str]
-    loss: float | None
-    grad_norm: float | None
-    skipped: str | None
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> RecordedStep:
-        """Raises KeyError, TypeError or ValueError if the record is not what a run writes."""
-        rows = record["rows"]
-        (first, end), (first_epoch, num_epochs) = rows["packs"], rows["epochs"]
-        numbers = [first, end, first_epoch, num_epochs or 0]
-        if not all(type(n) is int and 0 <= n < 2**31 for n in numbers) or not 0 < end - first <= _MOST_PACKS:
-            raise ValueError
-        digests = {name: str(rows[name]) for name in ("keys", "tokens")}
-        measured = [record.get(name) for name in ("loss", "grad_norm", "skipped")]
-        return cls(record["step"], first, end, first_epoch, num_epochs, str(rows["data"]), digests, *measured)
-
-
-def read_steps(folder: Path) -> tuple[list[RecordedStep], set[int]]:
-    """Reads metrics.jsonl; a step that was made again counts as it was made last, and ends those after it.
-
-    Returns the steps, and the numbers of those without a digest. Raises ValueError if no step has one.
-    """
-    steps: list[RecordedStep] = []
-    without: set[int] = set()
-    for record in intact_records(folder / "metrics.jsonl"):
-        while steps and steps[-1].step >= record["step"]:
-            steps.pop()
-        try:
-            steps.append(RecordedStep.of(record))
-        except (KeyError, TypeError, ValueError):
-            without.add(record["step"])
-    if not steps:
-        raise ValueError(
-            f"{folder}: no step in metrics.jsonl has a digest of its rows, so nothing can be proven; the run has made "
-            "no step, or an earlier version of sftron made it"
-        )
-    return steps, without
-
-
-class OpenedRun:
-    """A run that has ended or was killed, with its recorded steps and its reopened data.
-
-    Args:
-        overrides: Replacements for values of the run's configuration, for instance if the data has moved.
-
-    Raises:
-        ValueError: The run has no digests, or its data cannot be opened.
-    """
-
-    def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
-        self.folder = folder
-        self.steps, self.without_digest = read_steps(folder)
-        self.config = load_config(folder / "config.yaml", overrides)
-        self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
-        self.dataset = run_data.make_dataset(self.config, self.preparation)
-        if self.dataset.is_planned:
-            self.dataset.measure()  # the fingerprint says how an epoch is packed, which depends on all lengths
-        self.fingerprint = data_fingerprint(self.config, self.dataset)
-        self._data = digest_of(self.fingerprint)
-        self.result = read_result(folder)
-        checkpoints = folder / "checkpoints"
-        self.saved_steps = sorted(steps_in(checkpoints))
-        self.saved_state = read_state(checkpoints / f"step-{self.saved_steps[-1]}") if self.saved_steps else {}
-
-    def has_data_of(self, step: RecordedStep) -> bool:
-        """Returns whether the current data is that of the step."""
-        return step.data == self._data
-
-    @property
-    def is_complete(self) -> bool:
-        return self.result.get("status") in ("completed", "diverged")
-
-
-# --- The replay ---
+    rows: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
 
 
 class Replay:
@@ -133,71 +44,62 @@ class Replay:
         num_steps: The number of steps that were made again.
         problems: The differences from what the run has written.
         packs_of_step: The packs of `wanted_step`, if it was made again.
-        rows: By first epoch of the data, int64 [rows, 4]: data set, row, epoch, and the index of the drop reason in
-            `reasons`, 0 if trained.
+        counts: The rows by first epoch of the data, and then by epoch and data set.
     """
 
     def __init__(self, run: OpenedRun, wanted_step: int | None = None) -> None:
         self.num_steps, self.problems = 0, list[str]()
         self.packs_of_step: list[Pack] = []
-        self.reasons = {"": 0}
-        self.rows: dict[int, np.ndarray] = {}
+        self.counts: dict[int, defaultdict[tuple[int, int], RowCount]] = {}
         self._run, self._dataset = run, run.dataset
         for first_epoch, steps in groupby(filter(run.has_data_of, run.steps), key=lambda step: step.first_epoch):
-            rows: list[tuple[int, int, int, int]] = []
+            counts = self.counts[first_epoch] = defaultdict(RowCount)
             for step, packs in self._packs(list(steps)):
                 for pack in packs:
-                    rows += [(key.source, key.row, key.epoch, 0) for key in pack.keys]
-                    rows += [self._dropped_row(drop.key, drop.reason) for drop in pack.dropped_rows]
-                if step is None:
-                    continue
-                self.num_steps += 1
-                self._compare(step, packs)
-                if step.step == wanted_step:
-                    self.packs_of_step = packs
-            self.rows[first_epoch] = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
+                    for key in pack.keys:
+                        counts[key.epoch, key.source].rows[key.row] += 1
+                    for drop in pack.dropped_rows:
+                        count = counts[drop.key.epoch, drop.key.source]
+                        count.rows[drop.key.row] += 1
+                        count.dropped[drop.reason] += 1
+                if step is not None:
+                    self.num_steps += 1
+                    self._compare(step, packs)
+                    if step.step == wanted_step:
+                        self.packs_of_step = packs
 
     def _packs(self, steps: Sequence[RecordedStep]) -> Iterator[tuple[RecordedStep | None, list[Pack]]]:
         """Yields each step with its packs, and None with the packs between two steps, which hold no conversation."""
         lanes: dict[int, str] = {}
-
-        def make(number: int, end: int) -> list[Pack]:
-            packs = []
-            for pack in islice(made, end - number):
-                lanes[pack.lane] = pack.lane_state
-                packs.append(pack)
-            return packs
-
-        at, num_epochs, made = (steps[0].first if steps[0].first_epoch else 0), -1, iter(())
+        at = steps[0].first if steps[0].first_epoch else 0
+        num_epochs, packs = steps[0].num_epochs, self._packs_from(at, steps[0], lanes)
         for step in steps:
-            if num_epochs == -1:
-                num_epochs, made = step.num_epochs, self._made(step, at, lanes)
-            if not 0 <= step.first - at <= _MOST_PACKS:
+            if not 0 <= step.first - at <= MOST_PACKS:
                 self.problems.append(f"step {step.step} has pack {step.first}, but the next one is pack {at}")
                 return
-            between = make(at, step.first)
+            between = list(islice(packs, step.first - at))
             # Where the steps before it are missing, that is another check's problem.
             if any(pack.keys for pack in between) and step is not self._run.steps[0]:
                 self.problems.append(f"packs {at} to {step.first - 1} hold conversations, but belong to no step")
             yield None, between
             if step.num_epochs != num_epochs:  # the end of an epoch that is the last one is packed without the next
-                num_epochs, made = step.num_epochs, self._made(step, step.first, lanes)
-            yield step, make(step.first, step.end)
+                num_epochs, packs = step.num_epochs, self._packs_from(step.first, step, lanes)
+            yield step, list(islice(packs, step.end - step.first))
             at = step.end
         if self._run.is_complete and steps[-1] is self._run.steps[-1]:
             # After the last step, each lane may have had rows that were all dropped.
-            for pack in islice(made, self._dataset.num_lanes):
+            for pack in islice(packs, self._dataset.num_lanes):
                 if pack.keys:
                     break
                 yield None, [pack]
 
-    def _made(self, step: RecordedStep, first_pack: int, lanes: Mapping[int, str]) -> Iterator[Pack]:
+    def _packs_from(self, number: int, step: RecordedStep, lanes: dict[int, str]) -> Iterator[Pack]:
+        """Yields the packs from this number on, as the start that made the step had them; notes the lanes' states."""
         self._dataset.num_epochs = step.num_epochs
-        self._dataset.seek(first_pack, dict(lanes), step.first_epoch)
-        return iter(self._dataset)
-
-    def _dropped_row(self, key: ConversationKey, reason: str) -> tuple[int, int, int, int]:
-        return key.source, key.row, key.epoch, self.reasons.setdefault(reason, len(self.reasons))
+        self._dataset.seek(number, dict(lanes), step.first_epoch)
+        for pack in self._dataset:
+            lanes[pack.lane] = pack.lane_state
+            yield pack
 
     def _compare(self, step: RecordedStep, packs: Sequence[Pack]) -> None:
         made = joined([pack_digest(pack) for pack in packs])
@@ -324,9 +226,8 @@ def _steps_are_recorded(run: OpenedRun) -> Check:
     found = {step.step for step in run.steps}
     ended = run.result.get("step")
     last = max(*found, *run.saved_steps, ended if type(ended) is int else 0)
-    missing = islice((step for step in range(1, last + 1) if step not in found), _MOST_NAMED + 1)
-    what = {True: "has no digest of its rows", False: "is missing"}
-    problems = [f"step {step} {what[step in run.without_digest]}" for step in missing]
+    missing = (f"step {step} has no line with a digest of its rows" for step in range(1, last + 1) if step not in found)
+    problems = list(islice(missing, _MOST_NAMED + 1))
     return _check("each step is recorded", problems, f"{len(found)} steps, {run.steps[-1].end} packs")
 
 
@@ -341,31 +242,28 @@ def _data_is_unchanged(run: OpenedRun) -> Check:
 
 def _count_epochs(run: OpenedRun, replay: Replay, problems: list[str]) -> Iterator[EpochCount]:
     """Yields the count of each epoch and data set; appends repeated rows, and missing ones if due, to `problems`."""
-    reasons = list(replay.reasons)
-    for first_epoch, rows in replay.rows.items():
+    for first_epoch, counts in replay.counts.items():
         is_last = run.has_data_of(run.steps[-1]) and first_epoch == run.steps[-1].first_epoch
         num_due = (run.config.tokens.train_epochs or 0) if run.is_complete and is_last else 0
-        for epoch in sorted({*rows[:, 2].tolist(), *range(first_epoch, num_due)}):
+        for epoch in sorted({epoch for epoch, _ in counts} | {*range(first_epoch, num_due)}):
             for source, dataset in enumerate(run.preparation.datasets):
-                own = rows[(rows[:, 0] == source) & (rows[:, 2] == epoch)]
-                found, times = np.unique(own[:, 1], return_counts=True)
+                count = counts[epoch, source]
                 # The number of rows of a stream is known once it was read to its end.
                 size: int | None = dataset.num_rows or getattr(dataset.source, "num_rows", None)
-                num_missing = None if size is None else size - len(found)
-                named = [(row, "twice") for row in found[times > 1].tolist()]
-                if epoch < num_due and num_missing:
-                    named += [(row, "is missing") for row in np.setdiff1d(np.arange(size or 0), found).tolist()]
-                for row, problem in named[: _MOST_NAMED + 1]:
+                wrong = [(row, "twice") for row, times in sorted(count.rows.items()) if times > 1]
+                if epoch < num_due:
+                    wrong += [(row, "is missing") for row in range(size or 0) if row not in count.rows]
+                for row, problem in wrong[: _MOST_NAMED + 1]:
                     location = run.preparation.location(ConversationKey(source, row))
                     problems.append(f"{location} in epoch {epoch}: {problem}")
                 yield EpochCount(
                     dataset.name,
                     epoch,
                     rows=size,
-                    trained=int((own[:, 3] == 0).sum()),
-                    dropped=dict(Counter(reasons[reason] for reason in own[own[:, 3] > 0, 3].tolist())),
-                    missing=num_missing,
-                    twice=len(own) - len(found),
+                    trained=count.rows.total() - count.dropped.total(),
+                    dropped=dict(count.dropped),
+                    missing=None if size is None else size - len(count.rows),
+                    twice=count.rows.total() - len(count.rows),
                     is_due=epoch < num_due,
                 )
 
@@ -403,11 +301,10 @@ def _name(run: OpenedRun, number: int, replay: Replay) -> NamedStep:
         pack, key, reason = keys[n]
         words = _first_words(run, key)
         location = run.preparation.location(key)  # for a row of a stream, this is known only after reading it
-        rows[n] = RowOfStep(
-            pack, run.preparation.datasets[key.source].name, key.row, key.epoch, location, words, reason
-        )
-    in_order = tuple(rows[n] for n in range(len(keys)))
-    return NamedStep(step.step, step.loss, step.grad_norm, step.skipped, in_order)
+        dataset = run.preparation.datasets[key.source].name
+        rows[n] = RowOfStep(pack, dataset, key.row, key.epoch, location, words, reason)
+    loss, grad_norm, skipped = (step.record.get(name) for name in ("loss", "grad_norm", "skipped"))
+    return NamedStep(number, loss, grad_norm, skipped, tuple(rows[n] for n in range(len(keys))))
 
 
 def _first_words(run: OpenedRun, key: ConversationKey) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sftron.errors import place_of
+from sftron.errors import place_of, show
+from sftron.report.terminal import wants_color
 from sftron.report.tokens import on_one_line
 from sftron.visible_text import visible_text
 
@@ -71,17 +73,26 @@ class Rule:
     """One row of the table before it is measured.
 
     Attributes:
-        measure: Measures the subject; may raise NotMeasuredError. Its docstring is the law that a pass proves.
+        measure: Measures the subject; may raise NotMeasuredError. The first paragraph of its docstring is the law that
+            a pass proves, and the second is the remedy, if none is given.
         remedy: The meaning of a failure for training, and what fixes it, unless the finding has its own.
     """
 
     name: str
     measure: Callable[[Any], Finding]
-    remedy: str
+    remedy: str = ""
 
     @property
     def proves(self) -> str:
-        return " ".join((self.measure.__doc__ or "").split())
+        return self._paragraphs[0]
+
+    @property
+    def meaning_of_failure(self) -> str:
+        return self.remedy or "".join(self._paragraphs[1:2])
+
+    @property
+    def _paragraphs(self) -> list[str]:
+        return [" ".join(paragraph.split()) for paragraph in (self.measure.__doc__ or "").split("\n\n")]
 
 
 def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = False) -> Iterator[Check]:
@@ -110,7 +121,7 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
             tuple(filter(None, found.detail)),
             time.perf_counter() - started,
             rule.proves,
-            (found.remedy or rule.remedy) if found.passed is False else "",
+            (found.remedy or rule.meaning_of_failure) if found.passed is False else "",
             found.raised,
         )
 
@@ -185,37 +196,41 @@ _NAME, _MEASURED, _ALLOWED = 18, 48, 18
 
 
 class Table:
-    """The table as lines of text. With `color` they contain escape sequences; see `wants_color`."""
+    """Prints the table while it is measured, each line at once, because the next check may take a while."""
 
-    def __init__(self, *, color: bool) -> None:
-        self._color = color
+    def __init__(self) -> None:
+        self._has_color = wants_color(sys.stdout)
 
-    def head(self, title: str, facts: Mapping[str, str]) -> Iterator[str]:
+    def start(self, title: str, facts: Mapping[str, str]) -> None:
         width = max(map(len, facts), default=0)
-        yield self._in(_BOLD, visible_text(title))
+        self._show(self._in(_BOLD, visible_text(title)))
         for name, value in facts.items():
-            yield f"{self._in(_FAINT, name.ljust(width))}  {on_one_line(value)}"
+            self._show(f"{self._in(_FAINT, name.ljust(width))}  {on_one_line(value)}")
         columns = f"{'check':<{_NAME}}  {'measured':<{_MEASURED}}  {'allowed':<{_ALLOWED}}  seconds"
-        yield f"\n{self._in(_FAINT, f'      {columns}')}"
+        self._show(f"\n{self._in(_FAINT, f'      {columns}')}")
 
-    def row(self, check: Check) -> Iterator[str]:
-        """Yields the row and, below it, the details of a failure or of an exception."""
+    def check(self, check: Check) -> None:
+        """Prints the row and, below it, the details of a failure or of an exception."""
         cells = f"{check.name:<{_NAME}}  {on_one_line(check.measured):<{_MEASURED}}"
         if check.passed is not None:
             cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds or 0:7.1f}"
-        yield f"{self._in(_COLORS[check.passed], check.status)}  {cells.rstrip()}"
+        self._show(f"{self._in(_COLORS[check.passed], check.status)}  {cells.rstrip()}")
         if check.passed is False or check.raised:
-            yield from (f"      {' ' * _NAME}  {on_one_line(line)}" for line in check.detail)
+            for line in check.detail:
+                self._show(f"      {' ' * _NAME}  {on_one_line(line)}")
 
-    def verdict(self, report: Report) -> Iterator[str]:
-        yield f"\n{self._in(_COLORS[report.passed], report.verdict)}"
+    def finish(self, report: Report) -> None:
+        self._show(f"\n{self._in(_COLORS[report.passed], report.verdict)}")
         if report.not_measured:
-            yield self._in(_COLORS[None], report.not_measured)
+            self._show(self._in(_COLORS[None], report.not_measured))
         for check in report.failed:
-            yield f"\n{self._in(_BOLD, check.name)}: {check.remedy}"
+            self._show(f"\n{self._in(_BOLD, check.name)}: {check.remedy}")
 
     def _in(self, codes: str, text: str) -> str:
-        return f"\x1b[{codes}m{text}\x1b[0m" if self._color else text
+        return f"\x1b[{codes}m{text}\x1b[0m" if self._has_color else text
+
+    def _show(self, line: str) -> None:
+        show(line, is_visible=True)
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

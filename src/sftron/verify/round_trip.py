@@ -19,7 +19,7 @@ from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import to_stored
-from sftron.train.start.lora import adapter_tensors
+from sftron.train.build_model import adapter_tensors
 from sftron.verify.report import Check
 
 

@@ -25,11 +25,10 @@ from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.build_model import adapter_tensors, make_optimizer
 from sftron.train.objective import TokenLoss, hidden_states
+from sftron.train.revisions import model_folder
 from sftron.train.signals import StopRequest
-from sftron.train.start.lora import adapter_tensors
-from sftron.train.start.revisions import model_folder
-from sftron.train.start.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
 from sftron.verify.report import Finding, NotMeasuredError
@@ -117,7 +116,10 @@ def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def resume(subject: Subject) -> Finding:
-    """A run that is stopped and resumed is, to the bit, the run without a stop."""
+    """A run that is stopped and resumed is, to the bit, the run without a stop.
+
+    A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.
+    """
     config = _short_run(subject, "whole")
     needed = _bytes_of_checkpoints(subject, config)
     free = shutil.disk_usage(subject.scratch).free
@@ -181,7 +183,7 @@ trainer.build()
 status = trainer.train()
 if trainer.config.lora is not None:
     from safetensors.torch import save_file
-    from sftron.train.start.lora import adapter_tensors
+    from sftron.train.build_model import adapter_tensors
     save_file(adapter_tensors(trainer.model), f"{sys.argv[1]}-{os.environ['RANK']}.safetensors")
 end_ranks()
 sys.exit(status)
@@ -203,7 +205,10 @@ def torchrun(num_ranks: int) -> list[str]:
 
 
 def ranks(subject: Subject) -> Finding:
-    """Several processes take the steps that one process takes."""
+    """Several processes take the steps that one process takes.
+
+    A run on several GPUs would be another run. Train on one, and report it.
+    """
     num_ranks = subject.num_ranks
     one = _in_fp32(_short_run(subject, "one", batch_accumulation_per_replica=num_ranks))
     several = _in_fp32(_short_run(subject, "several", batch_accumulation_per_replica=1))
@@ -265,7 +270,11 @@ _SHOWN = 0.0005
 
 
 def learning(subject: Subject) -> Finding:
-    """With this optimizer and rate the loss falls on your data, and the stop token becomes likelier."""
+    """With this optimizer and rate the loss falls on your data, and the stop token becomes likelier.
+
+    The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; look at what is trained with
+    `sftron inspect`.
+    """
     with subject.at_start() as model:
         return _learning(subject, model)
 
@@ -295,7 +304,6 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
         f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
         f"{len(documents)} conversations of {len(batch.input_ids)} tokens",
         "stop: mean probability of the stop tokens that end these answers",
-        subject.depth,
     )
     return Finding(is_right, f"loss {loss_before:.3f} to {loss:.3f}{stop_change}", "falls; the stop rises", detail)
 

@@ -22,7 +22,7 @@ from sftron.data.types import Message, Role
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, Prompt, native_logits, parity_report, require_device
+from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, Prompt, native_logits, parity_report
 from sftron.verify.report import Check, Report
 from sftron.verify.servers import ServedAnswer, open_served
 
@@ -43,7 +43,7 @@ class _Compared:
     """The number of leading tokens that are equal."""
     served_next: Ids
     """The served token after these, in a list; an empty list if the answer has ended."""
-    gap: float
+    gap: float = 0.0
     """Where they part, the native log probability of the own token, which may be the stop, minus that of the served
     one; infinite if it is the same token, which ends one of them alone."""
 
@@ -86,7 +86,7 @@ def check_served(
     Raises:
         ValueError: The folder or a prompt cannot be used, nothing is served there, or a reply is not what is expected.
     """
-    device = require_device(device)
+    device = device or torch.device("cpu")
     architecture = read_config(folder)
     chat = ChatTokenizer.from_pretrained(folder)
     prompt_ids = [chat.encode_prompt([_message(each) for each in prompt]) for prompt in prompts]
@@ -136,34 +136,31 @@ def _compare(
 ) -> _Compared:
     own = list(greedy_generate(native, prompt_ids, max_new_tokens, stop_ids).token_ids)
     own_stop = own.pop() if own[-1] in stop_ids else None
-    served = served.without_stop(stop_ids)
-    equal = own[: _num_equal(chat, own, served)]
-    served_next = _served_next(chat, equal, served)
-    compared = _Compared(prompt_ids, own, own_stop, served, len(equal), served_next, gap=0.0)
+    if (theirs := served.token_ids) is None:
+        num_equal, rest = _equal_text(chat, own, served.text)
+    else:
+        if served.finish == "stop" and theirs and theirs[-1] in stop_ids:
+            theirs = theirs[:-1]
+        num_equal = _num_common(own, theirs)
+        rest = theirs[num_equal:]
+    compared = _Compared(prompt_ids, own, own_stop, served, num_equal, rest[:1])
     if not compared.part_at:
         return compared
-    (logits_TV,) = native_logits(native, [prompt_ids + equal])
-    own_next, theirs = (*own, own_stop)[len(equal)], served_next or list(stop_ids)
-    gap = math.inf if own_next in theirs else float(logits_TV[-1, own_next] - logits_TV[-1, theirs].max())
+    (logits_TV,) = native_logits(native, [prompt_ids + own[:num_equal]])
+    own_next, served_next = (*own, own_stop)[num_equal], compared.served_next or list(stop_ids)
+    gap = math.inf if own_next in served_next else float(logits_TV[-1, own_next] - logits_TV[-1, served_next].max())
     return replace(compared, gap=gap)
 
 
-def _num_equal(chat: ChatTokenizer, own: Ids, served: ServedAnswer) -> int:
-    """Returns how many tokens of `own` the served answer begins with, by its ids or, if it has none, by its text."""
-    if served.token_ids is not None:
-        return _num_common(own, served.token_ids)
-    return max(n for n in range(len(own) + 1) if served.text.startswith(_text(chat, own[:n])))
+def _equal_text(chat: ChatTokenizer, own: Ids, text: str) -> tuple[int, Ids]:
+    """Returns how many tokens of `own` a served text begins with, and the ids of the rest of the text."""
+    num_equal = max(n for n in range(len(own) + 1) if text.startswith(_text(chat, own[:n])))
+    rest = text[len(_text(chat, own[:num_equal])) :]
+    return num_equal, chat.tokenizer.encode(rest, add_special_tokens=False) if rest else []
 
 
 def _num_common(a: Ids, b: Ids) -> int:
     return next((n for n, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
-
-
-def _served_next(chat: ChatTokenizer, equal: Ids, served: ServedAnswer) -> Ids:
-    if served.token_ids is not None:
-        return served.token_ids[len(equal) :][:1]
-    rest = served.text[len(_text(chat, equal)) :]
-    return chat.tokenizer.encode(rest, add_special_tokens=False)[:1] if rest else []
 
 
 def _text(chat: ChatTokenizer, ids: Ids) -> str:
@@ -257,18 +254,15 @@ def _check_answers(
     measured += f" ({sum(each.num_equal for each in compared)} of {sum(len(each.own) for each in compared)} tokens)"
     if apart:
         measured += f", apart by <= {max(each.gap for each in apart):.2g} nats"
-    detail = [
-        line
-        for each in wrong
-        for line in (
-            f"prompt {compared.index(each)}, token {each.num_equal}: "
-            f"{_quoted(chat, each.own[each.num_equal :][:1])} here, "
-            f"{_quoted(chat, each.served_next)} there, "
-            f"{each.gap:.2g} nats less likely",
+    detail = []
+    for each in wrong:
+        here, there = _quoted(chat, each.own[each.num_equal :][:1]), _quoted(chat, each.served_next)
+        where = f"prompt {compared.index(each)}, token {each.num_equal}"
+        detail += [
+            f"{where}: {here} here, {there} there, {each.gap:.2g} nats less likely",
             f"  here:  {json.dumps(_text(chat, each.own), ensure_ascii=False)}",
             f"  there: {json.dumps(each.served.text, ensure_ascii=False)}",
-        )
-    ]
+        ]
     remedy = "Other weights are served, or tokens are sampled or penalized. Is it this model, in --dtype?" + penalty
     if any(each.served.finish == "length" and not each.served_next for each in wrong):
         remedy = "The server cuts answers after fewer tokens than --max-new-tokens; raise its limit."
@@ -296,8 +290,7 @@ def _check_stops(
     known = [each for each in compared if each.gap > bound or (not each.part_at and each.own_stop is not None)]
     known = [each for each in known if each.part_at != "token"]
     if not known:
-        reason = f"no equal answer ends within {max_new_tokens} tokens; raise --max-new-tokens"
-        return Check("stop", None, reason)
+        return Check("stop", None, f"no equal answer ends within {max_new_tokens} tokens; raise --max-new-tokens")
     wrong = [each for each in known if each.part_at]
     detail = tuple(
         f"prompt {compared.index(each)}: "

@@ -19,13 +19,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,26 +56,6 @@ class ServedAnswer:
     finish: str
     """The finish_reason: `stop` for a stop token, `length` for the limit."""
 
-    def without_stop(self, stop_ids: Collection[int]) -> ServedAnswer:
-        """Returns the answer without the stop token at its end."""
-        if self.finish == "stop" and self.token_ids and self.token_ids[-1] in stop_ids:
-            return replace(self, token_ids=self.token_ids[:-1])
-        return self
-
-
-class Served(Protocol):
-    """A served model.
-
-    Attributes:
-        dtype: The type that it computes in; None if it is not known.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-    is_quantized: bool
-
-    def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer: ...
-
 
 @contextmanager
 def open_served(
@@ -87,7 +67,7 @@ def open_served(
     dtype: torch.dtype | None,
     served_model: str | None,
     timeout: float,
-) -> Iterator[Served]:
+) -> Iterator[Server | GgufFile]:
     """Opens what `--against KIND WHERE` names. Raises ValueError with the remedy if it cannot be used."""
     kind, where = against
     if kind == "gguf":
@@ -104,9 +84,7 @@ def open_served(
         options = ["--dtype", dtype_name(dtype), "--enforce-eager"]
         options += ["--max-model-len", str(min(2 * num_positions, max_positions))]
         with _vllm_serve(where, options) as url:
-            server = Server(url, None, timeout, vocab_size)
-            server.dtype = dtype
-            yield server
+            yield Server(url, None, timeout, vocab_size, dtype)
     else:
         raise ValueError(f"--against vllm: {where} is neither a folder nor a URL, such as http://localhost:8000")
 
@@ -137,10 +115,8 @@ def _vllm_serve(folder: str, options: list[str]) -> Iterator[str]:
             yield url
         except ValueError as error:
             lines = Path(log.name).read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_LAST_LINES:]
-            last = "\n  ".join(
-                ["The last lines of `vllm serve`:", *lines] if lines else ["`vllm serve` printed nothing."]
-            )
-            raise ValueError(f"{error}\n{last}") from error
+            last = "The last lines of `vllm serve`:" if lines else "`vllm serve` printed nothing."
+            raise ValueError("\n  ".join([f"{error}\n{last}", *lines])) from error
         finally:
             _end(process)
 
@@ -222,8 +198,9 @@ class RefusedError(ValueError):
         with error:
             reason = " ".join(error.read(300).decode(errors="replace").split())
         remedy = "look at its log" if error.code >= 500 else "correct the URL"
-        remedy = "set VLLM_API_KEY to its key" if error.code in (401, 403) else remedy
-        if error.code in (301, 302, 303, 307, 308):
+        if error.code in (401, 403):
+            remedy = "set VLLM_API_KEY to its key"
+        elif error.code < 400:
             place = error.headers.get("Location", "")[:200]
             reason = f"redirects to {place!r}, which is not followed with VLLM_API_KEY"
         super().__init__(f"{url}: HTTP {error.code} ({reason}); {remedy}")
@@ -238,12 +215,15 @@ class Server:
     Args:
         timeout: The seconds in which each reply must be complete.
         vocab_size: The number of ids of the model that it should serve; a reply with another id is refused.
+        dtype: The type that it computes in, if it is known.
     """
 
-    dtype: torch.dtype | None = None
     is_quantized = False
 
-    def __init__(self, url: str, model: str | None, timeout: float, vocab_size: int) -> None:
+    def __init__(
+        self, url: str, model: str | None, timeout: float, vocab_size: int, dtype: torch.dtype | None = None
+    ) -> None:
+        self.dtype = dtype
         self._url, self._timeout, self._vocab_size = url.rstrip("/").removesuffix("/v1"), timeout, vocab_size
         with self._as_expected("/v1/models"):
             names = [str(each["id"]) for each in self._request("/v1/models")["data"]]

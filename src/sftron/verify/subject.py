@@ -49,11 +49,13 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.models.quantization import from_stored
 from sftron.models.wrappers import text_config, with_text_config
+from sftron.train import build_data
+from sftron.train.build_model import load_model
+from sftron.train.preflight import open_run
 from sftron.train.ranks import Ranks
-from sftron.train.start import run_data
-from sftron.train.start.revisions import model_folder
-from sftron.train.start.sample import sampled_keys
-from sftron.train.start.setup import Setup, load_model, open_run
+from sftron.train.revisions import model_folder
+from sftron.train.run import Setup
+from sftron.train.sample import sampled_keys
 from sftron.verify.report import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
@@ -105,8 +107,8 @@ class Subject:
         self.config = self.with_layers(config, self.num_layers)
         self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._num_tokens = num_tokens or (_TOKENS_ON_GPU if self.ranks.device.type == "cuda" else _TOKENS_ON_CPU)
-        self.chat_tokenizer = run_data.load_chat_tokenizer(config)
-        self.preparation = run_data.open_data(config, self.chat_tokenizer)
+        self.chat_tokenizer = build_data.load_chat_tokenizer(config)
+        self.preparation = build_data.open_data(config, self.chat_tokenizer)
         self.dropped: Counter[str] = Counter()
         self._start: dict[str, Tensor] = {}
         self.rows = tuple(self._read_rows(num_rows))
@@ -161,6 +163,9 @@ class Subject:
         num_rows, device = self.preparation.num_rows, self.ranks.device
         rows = "rows read forward" if num_rows is None else f"{num_rows:,} rows"
         dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
+        adapters = ""
+        if (lora := self.config.lora) is not None:
+            adapters = lora.adapter or "new; random values, so that a mistake shows"
         on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
         facts = {
             "model": f"{self.model_folder}, {self.total_layers} layers",
@@ -168,7 +173,7 @@ class Subject:
             "data": f"{rows} of {', '.join(self.preparation.source_names)}",
             "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
             "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
-            "adapters": self._adapters,
+            "adapters": adapters,
             "trained": "what the model has to write" if self.config.data.train_on_completions_only else "every token",
             "device": on,
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
@@ -176,13 +181,6 @@ class Subject:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
         return {name: fact for name, fact in facts.items() if fact}
-
-    @property
-    def _adapters(self) -> str:
-        if (options := self.config.lora) is None:
-            return ""
-        made = "" if options.adapter else "; random values, so that a mistake shows"
-        return f"{options.adapter or 'new'}{made}"
 
     # -- the data ----------------------------------------------------------------------------------------------------
 
@@ -204,13 +202,13 @@ class Subject:
 
     def open_dataset(self, config: Config, **ranks: int) -> PackedDataset:
         """Opens the data again with the settings of `config`; `ranks` are dp_rank and dp_world_size."""
-        preparation = run_data.open_data(config, self.chat_tokenizer)
-        return run_data.make_dataset(config, preparation, row_lengths=self._row_lengths, **ranks)
+        preparation = build_data.open_data(config, self.chat_tokenizer)
+        return build_data.make_dataset(config, preparation, row_lengths=self._row_lengths, **ranks)
 
     @cached_property
     def _row_lengths(self) -> Sequence[int | str] | None:
         """The lengths of all rows if packing is planned, else None."""
-        dataset = run_data.make_dataset(self.config, self.preparation)
+        dataset = build_data.make_dataset(self.config, self.preparation)
         return dataset.measure() if dataset.is_planned else None
 
     @cached_property

@@ -9,138 +9,38 @@ from pathlib import Path
 
 from sftron.config import Config
 from sftron.report.page import render, shown_packs
-from sftron.train.start.revisions import pinned
+from sftron.train.revisions import pinned
 from sftron.verify import adapter_checks, data_checks, model_checks, run_checks
 from sftron.verify.report import Check, Report, Rule, carry_out
 from sftron.verify.subject import Subject
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "template",
-        data_checks.template,
-        "The model would be trained on another format than it is used with. Please report the row that is named; until "
-        "then set tokenizer.chat_template to a template that can be followed.",
-    ),
-    Rule(
-        "prompt",
-        data_checks.prompt,
-        "The model learns to answer after other tokens than those that it is prompted with. Bring the data into the "
-        "template's form (a reasoning part, most often: data.reasoning), or set tokenizer.chat_template.",
-    ),
-    Rule(
-        "stop tokens",
-        data_checks.stop_tokens,
-        "The model would not stop after its answer. Look at the named turn with `sftron inspect`; the template "
-        "has to write a control token after each answer.",
-    ),
-    Rule(
-        "masks",
-        data_checks.masks,
-        "The run would train on prompts, or leave out parts of the answers. Look at the named row with "
-        "`sftron inspect` and do not train before it is right.",
-    ),
-    Rule(
-        "forgery",
-        data_checks.forgery,
-        "A text of the data could end a turn or begin another, in your data and in anyone's prompt. Please report the "
-        "tokenizer and the row.",
-    ),
-    Rule(
-        "toggles",
-        data_checks.toggles,
-        "Runs with other toggles would have other batches, and could not be compared. Please report this "
-        "configuration.",
-    ),
-    Rule(
-        "data order",
-        data_checks.data_order,
-        "A resume would repeat rows or lose them. If no file was changed while this ran, please report it.",
-    ),
-    Rule(
-        "start-up",
-        model_checks.start_up,
-        "`sftron train` would end with this message and status 2; the message has the remedy.",
-    ),
-    Rule(
-        "weights",
-        model_checks.weights,
-        "The export would hold other weights than were trained. Is the folder whole, and its config.json its own?",
-    ),
-    Rule(
-        "transformers",
-        model_checks.reference,
-        "Training would start from another function than the model's own. Do not train; run `sftron check` for the "
-        "full comparison, and report it.",
-    ),
-    Rule(
-        "isolation",
-        model_checks.isolation,
-        "Answers would be learned from other conversations' text. Set model.attention: sdpa, and report the backend.",
-    ),
-    Rule(
-        "gradients apart",
-        model_checks.gradients_apart,
-        "The backward pass would leak between conversations. Set model.attention: sdpa, and report the backend.",
-    ),
-    Rule(
-        "packed = single",
-        model_checks.packed_as_single,
-        "Packing would change what is learned. Set data.packing.strategy: none until it is found, and report it.",
-    ),
-    Rule(
-        "packed in its type",
-        model_checks.packed_in_its_type,
-        "This backend or loss is less exact than its type. Set model.attention: sdpa and model.loss: native.",
-    ),
-    Rule(
-        "accumulation",
-        model_checks.accumulation,
-        "The weight of a token would depend on the other conversations in its micro-batch. Set "
-        "tokens.batch_accumulation_per_replica: 1, and report it.",
-    ),
-    Rule(
-        "resume",
-        run_checks.resume,
-        "A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.",
-    ),
-    Rule(
-        "ranks",
-        run_checks.ranks,
-        "A run on several GPUs would be another run. Train on one, and report it.",
-    ),
-    Rule(
-        "learning",
-        run_checks.learning,
-        "The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; look at what is trained "
-        "with `sftron inspect`.",
-    ),
+    Rule("template", data_checks.template),
+    Rule("prompt", data_checks.prompt),
+    Rule("stop tokens", data_checks.stop_tokens),
+    Rule("masks", data_checks.masks),
+    Rule("forgery", data_checks.forgery),
+    Rule("toggles", data_checks.toggles),
+    Rule("data order", data_checks.data_order),
+    Rule("start-up", model_checks.start_up),
+    Rule("weights", model_checks.weights),
+    Rule("transformers", model_checks.reference),
+    Rule("isolation", model_checks.isolation),
+    Rule("gradients apart", model_checks.gradients_apart),
+    Rule("packed = single", model_checks.packed_as_single),
+    Rule("packed in its type", model_checks.packed_in_its_type),
+    Rule("accumulation", model_checks.accumulation),
+    Rule("resume", run_checks.resume),
+    Rule("ranks", run_checks.ranks),
+    Rule("learning", run_checks.learning),
 )
 """Fast ones come first; the last one changes the model. docs/verify.md describes the method of each."""
 
 ADAPTER_RULES: tuple[Rule, ...] = (
-    Rule(
-        "base unchanged",
-        adapter_checks.base_unchanged,
-        "The adapter would belong to another model than its base. Do not train; report the tensors that are named.",
-    ),
-    Rule(
-        "adapters move",
-        adapter_checks.adapters_move,
-        "Another model would be trained than lora describes, such as without the named adapter, or one over a fused "
-        "matrix. Do not train; report it.",
-    ),
-    Rule(
-        "adapter = merged",
-        adapter_checks.adapter_is_merged,
-        "The merged export would not be the trained model. If only the KL is too large, the export's type rounds the "
-        "adapters away: set model.compute_dtype: float32, or lora.merge: false and serve the adapter. Else report it.",
-    ),
-    Rule(
-        "exported = trained",
-        adapter_checks.exported_is_trained,
-        "Others would load another adapter than was trained. Do not train; run `sftron check --adapter` on an "
-        "export, and report it.",
-    ),
+    Rule("base unchanged", adapter_checks.base_unchanged),
+    Rule("adapters move", adapter_checks.adapters_move),
+    Rule("adapter = merged", adapter_checks.adapter_is_merged),
+    Rule("exported = trained", adapter_checks.exported_is_trained),
 )
 """The rules for a run with `lora`, which come before `resume`."""
 
@@ -184,18 +84,27 @@ def verify_run(
     Raises:
         ValueError: The model or the data cannot be used, or no check has one of the names.
     """
-    rules = select(only, with_ranks=num_ranks is not None, with_lora=config.lora is not None)
-    with open_subject(config, num_rows, num_layers, num_tokens, num_ranks) as subject:
-        return report_on(subject, rules, on_check=on_check)
+    sizes = (num_rows, num_layers, num_tokens, num_ranks)
+    with checked_run(config, only, *sizes, on_check=on_check) as (report, _):
+        return report
 
 
 @contextmanager
-def open_subject(
-    config: Config, num_rows: int, num_layers: int | None, num_tokens: int | None, num_ranks: int | None
-) -> Iterator[Subject]:
-    """Opens the subject of the checks, and removes its temporary files afterwards."""
+def checked_run(
+    config: Config,
+    only: Sequence[str],
+    num_rows: int,
+    num_layers: int | None,
+    num_tokens: int | None,
+    num_ranks: int | None,
+    on_start: Callable[[str, dict[str, str]], None] | None = None,
+    on_check: Callable[[Check], None] | None = None,
+) -> Iterator[tuple[Report, Subject]]:
+    """Makes the checks of `verify_run`, and yields their report and their subject, whose temporary files are removed
+    afterwards. `on_start` is called with the title and the facts before the first check."""
+    rules = select(only, with_ranks=num_ranks is not None, with_lora=config.lora is not None)
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
-        yield Subject(
+        subject = Subject(
             pinned(config),
             Path(scratch),
             num_rows=num_rows,
@@ -203,23 +112,14 @@ def open_subject(
             num_tokens=num_tokens,
             num_ranks=num_ranks,
         )
-
-
-def report_on(
-    subject: Subject,
-    rules: Sequence[Rule],
-    on_start: Callable[[str, dict[str, str]], None] | None = None,
-    on_check: Callable[[Check], None] | None = None,
-) -> Report:
-    """Makes the checks. Calls `on_start` with the title and the facts, then `on_check` with each row when measured."""
-    title, facts, checks = f"{subject.config.general.run_name}: before it begins", subject.facts, []
-    if on_start is not None:
-        on_start(title, facts)
-    for check in carry_out(rules, subject, is_own_code=True):
-        checks.append(check)
-        if on_check is not None:
-            on_check(check)
-    return Report(title, facts, tuple(checks))
+        title, facts, checks = f"{config.general.run_name}: before it begins", subject.facts, []
+        if on_start is not None:
+            on_start(title, facts)
+        for check in carry_out(rules, subject, is_own_code=True):
+            checks.append(check)
+            if on_check is not None:
+                on_check(check)
+        yield Report(title, facts, tuple(checks)), subject
 
 
 def page_of(report: Report, subject: Subject) -> str:

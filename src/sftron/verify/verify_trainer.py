@@ -7,28 +7,26 @@ from typing import Any
 
 from sftron.report.page import render
 from sftron.verify.report import Check, Report, Rule, carry_out
-from sftron.verify.trainer import data_checks, model_checks, saved_checks
+from sftron.verify.trainer import data_checks, label_checks, model_checks, saved_checks
 from sftron.verify.trainer.batches import require_checkable
 from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject
 
-RULES: tuple[Rule, ...] = (
-    Rule("ids", data_checks.ids, "The model is trained on another format than it is used with."),
-    Rule("trained tokens", data_checks.trained_tokens, "The loss is over other tokens than the answers."),
-    Rule("stop tokens", data_checks.stop_tokens, "The model would not learn to stop after its answer."),
-    Rule("isolation", model_checks.isolation, "Answers are learned from other conversations' text."),
-    Rule("positions", data_checks.positions, "Positions are not those with which the model is used."),
-    Rule("truncation", data_checks.truncation, "The model learns to end, or begin, in the middle of a text."),
-    Rule("loss", model_checks.loss, "The weight of a token depends on the other conversations in its batch."),
-    Rule("padding", model_checks.padding, "Padding is part of what is learned."),
-    Rule(
-        "forgery",
-        data_checks.forgery,
-        "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before "
-        "training (no trainer encodes them as text), or tokenize with split_special_tokens=True.",
-    ),
-    Rule("adapters", saved_checks.adapters, "Another part of the model is trained than is meant."),
-    Rule("generation", saved_checks.generation, "The saved folder is not used as it was trained."),
+RULES = tuple(
+    Rule(name, measure, remedy="")  # each failed finding has its own
+    for name, measure in {
+        "ids": data_checks.ids,
+        "trained tokens": label_checks.trained_tokens,
+        "stop tokens": label_checks.stop_tokens,
+        "isolation": model_checks.isolation,
+        "positions": data_checks.positions,
+        "truncation": data_checks.truncation,
+        "loss": model_checks.loss,
+        "padding": model_checks.padding,
+        "forgery": data_checks.forgery,
+        "adapters": saved_checks.adapters,
+        "generation": saved_checks.generation,
+    }.items()
 )
 """docs/verify-any-trainer.md describes the method of each."""
 

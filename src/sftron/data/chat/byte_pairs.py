@@ -71,8 +71,8 @@ _HARD_TEXTS = (
 class BytePairs:
     """A byte-level BPE tokenizer in tiktoken, including its control tokens."""
 
-    def __init__(self, encoding: tiktoken.Encoding, ids: np.ndarray, separator: str) -> None:
-        self._encoding, self._ids, self._separator = encoding, ids, separator
+    def __init__(self, encoding: tiktoken.Encoding, ids: np.ndarray, sizes: np.ndarray, separator: str) -> None:
+        self._encoding, self._ids, self._sizes, self._separator = encoding, ids, sizes, separator
         self._lacks_bytes = bool((ids == _NO_ID).any())
 
     @classmethod
@@ -90,7 +90,10 @@ class BytePairs:
         """
         pattern = _pattern(specification["pre_tokenizer"] or {})
         model, added = specification["model"], specification["added_tokens"]
-        if pattern is None or not _is_plain_bpe(model):
+        is_normalized = specification["normalizer"] in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
+        affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "byte_fallback")
+        is_plain_bpe = model["type"] == "BPE" and not any(model.get(name) for name in affixes)
+        if pattern is None or not is_normalized or not is_plain_bpe:
             return None
         if any(t["content"] not in id_of_name or t["single_word"] or t["lstrip"] or t["rstrip"] for t in added):
             return None
@@ -105,11 +108,13 @@ class BytePairs:
             return None
         vocabulary = model["vocab"]
         ids = np.array([*(vocabulary.get(token, _NO_ID) for token in tokens), *id_of_name.values()], dtype=np.int64)
-        pairs = cls(encoding, ids, separator)
+        sizes = np.array([*map(len, tokens), *(len(name.encode()) for name in id_of_name)], dtype=np.int64)
+        pairs = cls(encoding, ids, sizes, separator)
         return pairs if all(pairs._agrees(backend, text) for text in (*_HARD_TEXTS, "".join(id_of_name))) else None
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the backend's ids of all texts, int64 [n], and the number of ids of each text, int64 [texts].
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the backend's ids of all texts, int64 [n], the number of bytes of each, int64 [n], and the number of
+        ids of each text, int64 [texts].
 
         The backend's normalizer may not change the texts. Raises ValueError if a text has a byte that the vocabulary
         lacks, or a word that is too long for the regular expression engine.
@@ -118,10 +123,11 @@ class BytePairs:
         ranks = self._encoding.encode_to_numpy(joined, allowed_special="all", disallowed_special=())
         is_separator = ranks == len(self._ids)
         ends = np.append(np.flatnonzero(is_separator), len(ranks))
-        ids = self._ids[ranks[~is_separator]]
+        ranks = ranks[~is_separator]
+        ids = self._ids[ranks]
         if self._lacks_bytes and (ids == _NO_ID).any():
             raise ValueError("the text holds a byte that the vocabulary lacks")
-        return ids, np.diff(ends, prepend=-1) - 1
+        return ids, self._sizes[ranks], np.diff(ends, prepend=-1) - 1
 
     def _agrees(self, backend: tokenizers.Tokenizer, text: str) -> bool:
         if backend.normalizer is not None and backend.normalizer.normalize_str(text) != text:
@@ -148,11 +154,6 @@ def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
         ] if _MEANS_ONE_THING.fullmatch(pattern):
             return pattern
     return None
-
-
-def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
-    affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "byte_fallback")
-    return model["type"] == "BPE" and not any(model.get(name) for name in affixes)
 
 
 def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | None:

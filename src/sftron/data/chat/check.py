@@ -125,13 +125,29 @@ class MaskCount:
             targets: The trained tokens; None if every token is trained.
             stop_ids: The ids that end an answer.
         """
+        if tokenized.holds_control_text:
+            conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
+            is_narrowed = targets is not None
+            (labeled,) = label_conversations([tokenized], targets or Targets(), train_on_completions_only=is_narrowed)
+        trained = np.append(False, labeled.labels[:-1] != IGNORE_INDEX)
         try:
-            difference = _difference(chat_tokenizer, targets, conversation, tokenized, labeled, stop_ids)
+            if targets is None:
+                expected = _has_weight(tokenized)
+                expected[0] = False
+            elif targets.roles == DEFAULT_TRAINED_ROLES:
+                expected = generated_tokens(chat_tokenizer, conversation, tokenized, stop_ids, targets.last_turn_only)
+            else:  # renderings do not show the roles within an answer, so whole answers are compared
+                trained = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
+                plain = replace(conversation, messages=tuple(replace(m, weight=1.0) for m in conversation.messages))
+                expected = generated_tokens(chat_tokenizer, plain, tokenized, stop_ids)
         except CannotCompareError as error:
             self.not_compared[str(error)] += 1
+            return
+        if np.array_equal(trained, expected):
+            self.num_equal += 1
         else:
-            self.wrong += [difference] if difference else []
-            self.num_equal += not difference
+            ids = tokenized.input_ids.tolist()
+            self.wrong.append(f"{conversation.location}: {_difference(chat_tokenizer, ids, trained, expected)}")
 
     @property
     def num_compared(self) -> int:
@@ -171,45 +187,17 @@ class MaskCount:
         return "; ".join(f"{count:,} as {reason}" for reason, count in self.not_compared.most_common())
 
 
-def _difference(
-    chat_tokenizer: ChatTokenizer,
-    targets: Targets | None,
-    conversation: Conversation,
-    tokenized: TokenizedConversation,
-    labeled: LabeledConversation,
-    stop_ids: Collection[int],
-) -> str:
-    """Returns a description of the first token whose label is wrong, or "" if there is none.
-
-    Raises CannotCompareError.
-    """
-    if tokenized.holds_control_text:
-        conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
-        is_narrowed = targets is not None
-        (labeled,) = label_conversations([tokenized], targets or Targets(), train_on_completions_only=is_narrowed)
-    trained = np.append(False, labeled.labels[:-1] != IGNORE_INDEX)
-    if targets is None:
-        expected = _has_weight(tokenized)
-        expected[0] = False
-    elif targets.roles == DEFAULT_TRAINED_ROLES:
-        expected = generated_tokens(chat_tokenizer, conversation, tokenized, stop_ids, targets.last_turn_only)
-    else:  # renderings do not show the roles within an answer, so whole answers are compared
-        trained = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
-        plain = replace(conversation, messages=tuple(replace(each, weight=1.0) for each in conversation.messages))
-        expected = generated_tokens(chat_tokenizer, plain, tokenized, stop_ids)
-    differing = np.flatnonzero(trained != expected)
-    if not len(differing):
-        return ""
-    at = int(differing[0])
-    text = chat_tokenizer.decode(tokenized.input_ids[at : at + 6].tolist())
-    what = "is trained, but is part of the prompt" if trained[at] else "is not trained, but the model must generate it"
-    ids, shown = tokenized.input_ids.tolist(), slice(max(0, at - _NUM_SHOWN), at + _NUM_SHOWN)
-    ours, theirs = (_with_marks(chat_tokenizer, ids[shown], mask[shown].tolist()) for mask in (trained, expected))
-    return f"{conversation.location}: token {at}, {text!r}, {what}: trained {ours!r}, generated {theirs!r}"
-
-
 _NUM_SHOWN = 16
 """The number of tokens before and after a difference that are shown."""
+
+
+def _difference(chat_tokenizer: ChatTokenizer, ids: list[int], trained: np.ndarray, expected: np.ndarray) -> str:
+    """Returns a description of the first token whose label is wrong, and of the tokens around it."""
+    at = int(np.flatnonzero(trained != expected)[0])
+    what = "is trained, but is part of the prompt" if trained[at] else "is not trained, but the model must generate it"
+    shown = slice(max(0, at - _NUM_SHOWN), at + _NUM_SHOWN)
+    ours, theirs = (_with_marks(chat_tokenizer, ids[shown], mask[shown].tolist()) for mask in (trained, expected))
+    return f"token {at}, {chat_tokenizer.decode(ids[at : at + 6])!r}, {what}: trained {ours!r}, generated {theirs!r}"
 
 
 def _with_marks(chat_tokenizer: ChatTokenizer, ids: Sequence[int], is_marked: Sequence[bool]) -> str:
@@ -275,10 +263,8 @@ def _marked_tokens(chat_tokenizer: ChatTokenizer, conversation: Conversation) ->
     marked = _apply_chat_template(
         chat_tokenizer, conversation, return_assistant_tokens_mask=True, tokenizer_kwargs=with_offsets
     )
-    is_marked, starts = (
-        np.array(marked["assistant_masks"], dtype=bool),
-        [start for start, _ in marked["offset_mapping"]],
-    )
+    is_marked = np.array(marked["assistant_masks"], dtype=bool)
+    starts = [start for start, _ in marked["offset_mapping"]]
     for number, (before, start) in enumerate(pairwise(starts), start=1):
         is_marked[number] |= is_marked[number - 1] and start == before
     return is_marked

@@ -17,8 +17,8 @@ import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -41,12 +41,8 @@ Found = tuple[tuple[int, str], ...]
 """The position and the string of each control token in a text."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """The tokens of several texts, one text after another.
-
-    Positions are in bytes of UTF-8, in all texts with one byte between two of them.
-    """
+class Tokens(NamedTuple):
+    """The tokens of a text. Positions are in bytes of UTF-8."""
 
     ids: np.ndarray
     """int32 [n], the ids in the model's vocabulary."""
@@ -56,8 +52,6 @@ class Tokens:
     """int64 [n], the position at which each token begins."""
     ends: np.ndarray
     """int64 [n], the position at which each token ends."""
-    bounds: np.ndarray
-    """int64 [texts + 1], the tokens of text i are bounds[i] to bounds[i + 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,49 +64,37 @@ class RenamedTokenizer:
     """int32 [vocabulary], the model's id for each id of the backend."""
     is_control: np.ndarray
     """bool [vocabulary], whether each id of the backend is a control token."""
-    num_bytes: np.ndarray | None
-    """int64 [vocabulary], the number of bytes of text in each token of a byte-level model; None for other models, in
-    which that number may vary from one occurrence to another."""
     byte_pairs: BytePairs | None
     """The same tokenizer in tiktoken, if tiktoken gives the same ids, else None."""
 
-    def encode(self, texts: Sequence[str]) -> Tokens:
-        """Returns the tokens of all texts.
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns the tokens of each text.
 
-        Where possible, positions are computed from the sizes of the tokens, which is faster than the tokenizer's own
-        offsets. A text needs the offsets if the normalizer changes it, or if it is not as long as its tokens together,
-        since a token swallowed the space next to it. The tokens of a text do not depend on the others.
+        tiktoken is faster, and positions follow from the sizes of its tokens. It is not used for a text that the
+        normalizer changes, nor for one at which it fails.
         """
-        sizes = np.array([num_bytes(text) for text in texts], dtype=np.int64)
-        if self.num_bytes is not None:
+        if self.byte_pairs is not None:
             if all(map(self._is_normalized, texts)):
-                ids, counts = self._ids(texts)
-                bounds = np.append(0, counts.cumsum())
-                token_sizes = self.num_bytes[ids]
-                ends = np.append(0, token_sizes.cumsum())
-                if (np.diff(ends[bounds]) == sizes).all():
-                    ends = ends[1:] + np.repeat(np.arange(len(texts)), counts)
-                    return Tokens(self.real_ids[ids], self.is_control[ids], ends - token_sizes, ends, bounds)
+                try:
+                    ids, sizes, counts = self.byte_pairs.encode(texts)
+                except BaseException as error:  # a panic is not an Exception
+                    if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                        raise
+                else:
+                    # Arrays of all texts, which are then cut, as the same operations on each text take longer.
+                    bounds = np.append(0, counts.cumsum())
+                    ends = sizes.cumsum()
+                    ends -= np.append(0, ends)[bounds[:-1]].repeat(counts)
+                    columns = self.real_ids[ids], self.is_control[ids], ends - sizes, ends
+                    return [Tokens(*(column[a:b] for column in columns)) for a, b in pairwise(bounds.tolist())]
             if len(texts) > 1:
-                return _joined([self.encode([text]) for text in texts], sizes)
+                return [tokens for text in texts for tokens in self.encode([text])]
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return _joined([self._with_offsets(*each) for each in zip(texts, encodings, strict=True)], sizes)
+        return [self._with_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _is_normalized(self, text: str) -> bool:
-        # `num_bytes` is set only for tokenizers without a normalizer or with NFC alone.
+        # `byte_pairs` is set only for tokenizers without a normalizer or with NFC alone.
         return text.isascii() or self.backend.normalizer is None or unicodedata.is_normalized("NFC", text)
-
-    def _ids(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the backend's ids of all texts, int64 [n], and the number of ids of each text, int64 [texts]."""
-        if self.byte_pairs is not None:
-            try:
-                return self.byte_pairs.encode(texts)
-            except BaseException as error:  # a panic is not an Exception
-                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
-                    raise
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = np.array([token_id for encoding in encodings for token_id in encoding.ids], dtype=np.int64)
-        return ids, np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
 
     def _with_offsets(self, text: str, encoding: tokenizers.Encoding) -> Tokens:
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -123,17 +105,7 @@ class RenamedTokenizer:
             sizes = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
             offsets = np.append(0, sizes.cumsum())[offsets]
         starts, ends = offsets
-        return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends, np.array([0, len(ids)]))
-
-
-def _joined(tokens: Sequence[Tokens], sizes: np.ndarray) -> Tokens:
-    """Returns the tokens of single texts, which have these sizes in bytes, as those of one sequence of texts."""
-    counts = [len(each.ids) for each in tokens]
-    shifts = np.repeat(np.append(0, (sizes + 1).cumsum())[:-1], counts)
-    ids, is_control, starts, ends = (
-        np.concatenate([getattr(each, name) for each in tokens]) for name in ("ids", "is_control", "starts", "ends")
-    )
-    return Tokens(ids, is_control, starts + shifts, ends + shifts, np.append(0, np.cumsum(counts)))
+        return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends)
 
 
 def num_bytes(text: str) -> int:
@@ -165,7 +137,7 @@ class ControlTokens:
         self._first_characters = tuple({content[0] for content in self.ids})
         self._names = {content: chr(first_name + number) for number, content in enumerate(self.ids)}
         self._refused = re.compile(f"[\ud800-\udfff{chr(first_name)}-{chr(_LAST_PRIVATE)}]")
-        self._found: dict[str, Found] = {}
+        self._find_in_short = functools.lru_cache(_MOST_REMEMBERED_TEXTS)(self._find)
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -198,15 +170,11 @@ class ControlTokens:
 
     def find(self, text: str) -> Found:
         """Returns the control tokens' strings in a text."""
-        if (known := self._found.get(text)) is not None:
-            return known
-        found = tuple((match.start(), match.group()) for match in self.pattern.finditer(text))
         # A template writes the same few texts between the messages of all conversations.
-        if len(text) <= _LONGEST_REMEMBERED_TEXT:
-            if len(self._found) >= _MOST_REMEMBERED_TEXTS:
-                self._found.clear()
-            self._found[text] = found
-        return found
+        return self._find_in_short(text) if len(text) <= _LONGEST_REMEMBERED_TEXT else self._find(text)
+
+    def _find(self, text: str) -> Found:
+        return tuple((match.start(), match.group()) for match in self.pattern.finditer(text))
 
     def rename(self, text: str, found: Found) -> str:
         """Returns the text with names in place of the strings that `find` has found in it."""
@@ -227,9 +195,8 @@ class ControlTokens:
         id_of_name = {name: vocabulary[name] for name in self._names.values()}
         renamed_ids = list(id_of_name.values())
         real_ids[renamed_ids], is_control[renamed_ids] = list(self.ids.values()), True
-        sizes = _bytes_of_tokens(backend, self._specification, size)
-        pairs = None if sizes is None else BytePairs.of(backend, specification, id_of_name, chr(_LAST_PRIVATE))
-        return RenamedTokenizer(backend, real_ids, is_control, sizes, pairs)
+        pairs = BytePairs.of(backend, specification, id_of_name, chr(_LAST_PRIVATE))
+        return RenamedTokenizer(backend, real_ids, is_control, pairs)
 
 
 def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
@@ -244,25 +211,6 @@ def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[st
                 "remove it, or add the token (tokenizer.add_tokens)"
             )
     return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
-
-
-def _bytes_of_tokens(backend: tokenizers.Tokenizer, specification: Mapping[str, Any], size: int) -> np.ndarray | None:
-    """Returns the number of bytes of each token, int64 [size], or None unless the model is byte-level.
-
-    A byte-level model writes each byte as one character of a token.
-    """
-    pre_tokenizer = specification["pre_tokenizer"] or {}
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    is_byte_level = any(step.get("type") == "ByteLevel" and not step["add_prefix_space"] for step in steps)
-    normalizer = specification["normalizer"]
-    if not is_byte_level or normalizer not in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
-        return None
-    num_bytes = np.zeros(size, dtype=np.int64)
-    for token, token_id in backend.get_vocab(with_added_tokens=False).items():
-        num_bytes[token_id] = len(token)
-    for token_id, added in backend.get_added_tokens_decoder().items():
-        num_bytes[token_id] = len(added.content.encode())
-    return num_bytes
 
 
 def _renamed(specification: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

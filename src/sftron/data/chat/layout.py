@@ -1,4 +1,4 @@
-"""The layout of a rendered conversation: the text and role of each span, and from them the role of every token.
+"""The spans and turns of a rendered conversation, and from them the role of every token.
 
 Most rows of a data set are messages of plain text, around which a template writes the same words. The roles of the
 spans then depend only on these words, the frame, so they are determined once for all conversations with that frame:
@@ -14,16 +14,51 @@ order. Nor does a conversation with tools, tool calls or reasoning have a frame.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from sftron.data.chat.control_tokens import Tokens, num_bytes
-from sftron.data.chat.spans import MODEL_ROLES, RenderedTurns
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
+
+MODEL_ROLES = frozenset({Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL})
+"""The roles of text that the model generates."""
+
+
+class Span(NamedTuple):
+    """Characters [start, end) of a rendered text."""
+
+    start: int
+    end: int
+    role: Role
+    message: int
+    """The index of the message whose turn the span is part of; -1 for the template."""
+    is_text: bool
+    """Whether the span is text of the conversation, in which a control token's string is plain text."""
+    is_marked: bool = False
+    """Whether the span is between `{% generation %}` marks."""
+
+
+class StopStrings(NamedTuple):
+    """The control tokens' strings that end an assistant's turn, even after other text of the template."""
+
+    of_answer: frozenset[str] = frozenset()
+    of_call: frozenset[str] = frozenset()
+
+
+class TurnSpan(NamedTuple):
+    """The characters [start, end) of a message's text in the rendered text."""
+
+    start: int
+    end: int
+    stop: str | None
+    """The stop token as text, or None."""
+    stop_end: int
+    """The end of the stop token, or of the message's text if there is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +67,6 @@ class Layout:
 
     Attributes:
         texts: The text of each span, with private names in place of control tokens.
-        sizes: The number of bytes of each of these texts.
         roles: uint8 [spans], the role of each span.
         messages: The index of the message that each span belongs to; -1 for the template.
         turns: For each message, the first span of its text, the span after the last, and the span after its stop token
@@ -45,7 +79,6 @@ class Layout:
     """
 
     texts: list[str]
-    sizes: list[int]
     roles: np.ndarray
     messages: tuple[int, ...]
     turns: tuple[tuple[int, int, int | None] | None, ...]
@@ -56,19 +89,25 @@ class Layout:
     holds_control_text: bool
 
     @classmethod
-    def of(cls, rendered: RenderedTurns, texts: list[str], num_control: int, holds_control_text: bool) -> Layout:
-        spans = rendered.spans
+    def of(
+        cls,
+        spans: Sequence[Span],
+        turns: Sequence[TurnSpan | None],
+        texts: list[str],
+        left_out: tuple[str, ...],
+        num_control: int,
+        holds_control_text: bool,
+    ) -> Layout:
         number_at = {span.start: number for number, span in enumerate(spans)}
         number_at[spans[-1].end if spans else 0] = len(spans)
         roles = [span.role for span in spans]
         return cls(
             texts=texts,
-            sizes=[num_bytes(each) for each in texts],
             roles=np.array(roles, dtype=np.uint8),
             messages=tuple(span.message for span in spans),
             turns=tuple(
                 turn and (number_at[turn.start], number_at[turn.end], number_at[turn.stop_end] if turn.stop else None)
-                for turn in rendered.turns
+                for turn in turns
             ),
             text_spans=tuple(number for number, span in enumerate(spans) if span.is_text),
             generated_starts=tuple(
@@ -76,68 +115,49 @@ class Layout:
                 for number, (before, role) in enumerate(pairwise([Role.TEMPLATE, *roles]))
                 if before is Role.TEMPLATE and role in MODEL_ROLES
             ),
-            left_out=tuple(what for _, what in rendered.left_out),
+            left_out=left_out,
             num_control=num_control,
             holds_control_text=holds_control_text,
         )
 
     def with_texts(self, contents: Iterable[str]) -> Layout:
         """Returns the layout with these contents in place of the texts of the conversation."""
-        texts, sizes = self.texts.copy(), self.sizes.copy()
+        texts = self.texts.copy()
         for span, content in zip(self.text_spans, contents, strict=True):
-            texts[span], sizes[span] = content, num_bytes(content)
-        spans = self.roles, self.messages, self.turns, self.text_spans, self.generated_starts
-        return Layout(texts, sizes, *spans, self.left_out, self.num_control, self.holds_control_text)
+            texts[span] = content
+        return replace(self, texts=texts)
 
 
-def assign_roles(
-    tokens: Tokens, layouts: Sequence[Layout], conversations: Sequence[Conversation]
-) -> list[TokenizedConversation]:
-    """Returns the tokenized conversations, in which every token has the role of the span in which it begins.
+def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
+    """Returns the tokenized conversation, in which every token has the role of the span in which it begins.
 
     Raises TemplateError if the tokenizer finds another number of control tokens, or returns tokens out of order.
     """
-    num_control = np.diff(np.append(0, tokens.is_control.cumsum())[tokens.bounds])
-    for layout, found in zip(layouts, num_control.tolist(), strict=True):
-        if found != layout.num_control:
-            raise TemplateError(
-                f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
-            )
-    # One row for each span and one for the byte between two texts. first[i] is the first token of row i.
-    sizes = np.fromiter(chain.from_iterable((*layout.sizes, 1) for layout in layouts), dtype=np.int64)
-    starts = sizes.cumsum() - sizes
-    rows = np.cumsum([0, *(1 + len(layout.sizes) for layout in layouts)])
-    first = tokens.starts.searchsorted(starts)
-    first[rows[:-1]] = tokens.bounds[:-1]  # white space that a tokenizer adds before the text has no position in it
-    first[rows[1:] - 1] = tokens.bounds[1:]
-    counts = np.diff(first, append=len(tokens.ids))
-    if (counts < 0).any():
-        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
-    role_ids = np.concatenate([layout.roles for layout in layouts]).repeat(np.delete(counts, rows[1:] - 1))
-
-    # A token that begins in the template and ends in content is a merge that never occurs at inference.
-    owners = np.repeat(np.arange(len(layouts)), [len(layout.generated_starts) for layout in layouts])
-    generated = rows[owners] + np.fromiter(chain.from_iterable(layout.generated_starts for layout in layouts), int)
-    crosses = np.append(0, tokens.ends)[first[generated]] > starts[generated]
-    num_boundary_tokens = np.bincount(owners[crosses], minlength=len(layouts)).tolist()
-
-    first_in_text = (first - np.repeat(tokens.bounds[:-1], np.diff(rows))).tolist()
-    encoded = []
-    for number, (layout, conversation) in enumerate(zip(layouts, conversations, strict=True)):
-        own_rows, own = slice(rows[number], rows[number + 1]), slice(*tokens.bounds[number : number + 2])
-        encoded.append(
-            TokenizedConversation(
-                tokens.ids[own],
-                role_ids[own],
-                _turns(layout, first_in_text[own_rows], conversation.messages),
-                conversation.key,
-                num_boundary_tokens[number],
-                layout.holds_control_text,
-                token_weights=_token_weights(layout, conversation.messages, counts[own_rows][:-1]),
-                left_out=layout.left_out,
-            )
+    if (num_control := int(tokens.is_control.sum())) != layout.num_control:
+        raise TemplateError(
+            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {num_control} of "
+            "them"
         )
-    return encoded
+    # The first byte and the first token of each span, and of the end of the text.
+    starts = list(accumulate(map(num_bytes, layout.texts), initial=0))
+    first = [*tokens.starts.searchsorted(starts[:-1]).tolist(), len(tokens.ids)]
+    first[0] = 0  # white space that a tokenizer adds before the text has no position in it
+    counts = [after - before for before, after in pairwise(first)]
+    if min(counts, default=0) < 0:
+        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
+    # A token that begins in the template and ends in content is a merge that never occurs at inference.
+    generated = [span for span in layout.generated_starts if first[span] > 0]
+    num_boundary_tokens = sum(bool(tokens.ends[first[span] - 1] > starts[span]) for span in generated)
+    return TokenizedConversation(
+        tokens.ids,
+        layout.roles.repeat(np.array(counts, dtype=np.int64)),
+        _turns(layout, first, conversation.messages),
+        conversation.key,
+        num_boundary_tokens,
+        layout.holds_control_text,
+        token_weights=_token_weights(layout, conversation.messages, counts),
+        left_out=layout.left_out,
+    )
 
 
 def _turns(layout: Layout, first: Sequence[int], messages: Sequence[Message]) -> tuple[Turn, ...]:
@@ -152,7 +172,7 @@ def _turns(layout: Layout, first: Sequence[int], messages: Sequence[Message]) ->
     return tuple(turns)
 
 
-def _token_weights(layout: Layout, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
+def _token_weights(layout: Layout, messages: Sequence[Message], counts: Sequence[int]) -> np.ndarray | None:
     """Returns the weight of each token's message, float32 [n], or None if all weights are 1."""
     weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):

@@ -26,7 +26,7 @@ TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT:
 
 _DATE_FUNCTION, _FLAG = "strftime_now", "add_generation_prompt"
 
-PROBE_ID = "abcdefghi"  # some templates require exactly nine characters
+_PROBE_ID = "abcdefghi"  # some templates require exactly nine characters
 _PROBE_ARGUMENTS = {"x": "y"}
 _PROBE_SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "e"}}, "required": ["x"]}
 PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _PROBE_SCHEMA}}
@@ -215,7 +215,7 @@ class ChatTemplate:
     @cached_property
     def needs_content(self) -> bool:
         """Whether the template fails on a message of tool calls alone, but accepts it with an empty content."""
-        result = {"role": "tool", "content": "Hi", "tool_call_id": PROBE_ID, "name": "f"}
+        result = {"role": "tool", "content": "Hi", "tool_call_id": _PROBE_ID, "name": "f"}
         return any(
             self._probed_call(None, rest=rest) is None and self._probed_call("", rest=rest) is not None
             for rest in ([], [result])
@@ -245,7 +245,7 @@ class ChatTemplate:
         self, content: str | None, arguments: Any = _PROBE_ARGUMENTS, rest: Sequence[Mapping[str, Any]] = ()
     ) -> TrackedStr | None:
         """Returns the rendering of a question, a call and the rest, or None if the template rejects them."""
-        call = {"type": "function", "id": PROBE_ID, "function": {"name": "f", "arguments": arguments}}
+        call = {"type": "function", "id": _PROBE_ID, "function": {"name": "f", "arguments": arguments}}
         calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
         user = {"role": "user", "content": TrackedStr.of("Hi", Origin(0, "content", Role.USER))}
         messages = [user, calls if content is None else {**calls, "content": content}, *rest]

@@ -11,7 +11,6 @@ import datetime
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,19 @@ from typing import Any
 import tokenizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from sftron.data.chat.control_tokens import ControlTokens, allowed_by_role
+from sftron.data.chat.control_tokens import ControlTokens, Tokens, allowed_by_role
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.layout import Layout, assign_roles, frame_of
+from sftron.data.chat.layout import Layout, StopStrings, assign_roles, frame_of
+from sftron.data.chat.left_out import find_left_out
 from sftron.data.chat.pretrained import load_tokenizer, template_source, template_sources
-from sftron.data.chat.spans import RenderedTurns, StopStrings
 from sftron.data.chat.template import ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.chat.turns import TurnReader
-from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 _QUESTION_AND_ANSWER = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-_KNOWN_KEYS = {*REASONING_FIELDS, "tool_calls", "tool_call_id", "name", "id"}
-"""Keys of messages that are checked elsewhere or do not affect training."""
 _MOST_LAYOUTS = 1024
-_MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
 class ChatTokenizer:
@@ -157,32 +152,41 @@ class ChatTokenizer:
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Returns, for each conversation, what `encode` returns or raises; it is faster than separate calls."""
-        found = list(map(self._lay_out, conversations))
-        laid_out = [pair for pair in zip(found, conversations, strict=True) if isinstance(pair[0], Layout)]
-        tokenized = iter(self._tokenize(*zip(*laid_out, strict=True)) if laid_out else ())
-        return [each if isinstance(each, DataError) else next(tokenized) for each in found]
+        outcomes: list[Layout | DataError] = []
+        for conversation in conversations:
+            try:
+                outcomes.append(self._lay_out(conversation))
+            except TemplateError as error:
+                outcomes.append(_refusal(conversation, error))
+        tokenized = iter(self._tokenize(["".join(each.texts) for each in outcomes if isinstance(each, Layout)]))
+        encoded: list[TokenizedConversation | DataError] = []
+        for outcome, conversation in zip(outcomes, conversations, strict=True):
+            if isinstance(outcome, DataError):
+                encoded.append(outcome)
+            elif isinstance(tokens := next(tokenized), Tokens):
+                try:
+                    encoded.append(assign_roles(tokens, outcome, conversation))
+                except TemplateError as error:
+                    encoded.append(_refusal(conversation, error))
+            else:
+                problem = f"the tokenizers library failed on this text ({tokens}); change or remove the row"
+                encoded.append(DataError(f"{conversation.location}: {problem}", reason="tokenizer_failed"))
+        return encoded
 
-    def _tokenize(
-        self, layouts: Sequence[Layout], conversations: Sequence[Conversation]
-    ) -> Sequence[TokenizedConversation | DataError]:
-        """Returns the tokens and roles of conversations.
+    def _tokenize(self, texts: Sequence[str]) -> list[Tokens | BaseException]:
+        """Returns the tokens of each text, or the panic of the tokenizers library.
 
-        An error, or a panic of the tokenizers library, on a batch does not name the conversation, so they are then
-        tokenized one by one. As a panic is not an Exception, it would otherwise end a loader worker or the run.
+        A panic is not an Exception, so it would end a loader worker or the run. On a batch it does not name the text,
+        so the texts are then tokenized one by one.
         """
         try:
-            tokens = self._control.renamed_tokenizer.encode(["".join(layout.texts) for layout in layouts])
-            return assign_roles(tokens, layouts, conversations)
+            return [*self._control.renamed_tokenizer.encode(texts)]
         except BaseException as error:
-            is_refused = isinstance(error, TemplateError)
-            if not is_refused and type(error).__name__ != "PanicException":
+            if type(error).__name__ != "PanicException":
                 raise
-            if len(layouts) == 1:
-                if is_refused:
-                    return [_refusal(conversations[0], error)]
-                problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
-                return [DataError(f"{conversations[0].location}: {problem}", reason="tokenizer_failed")]
-        return [self._tokenize([layout], [each])[0] for layout, each in zip(layouts, conversations, strict=True)]
+            if len(texts) == 1:
+                return [error]
+        return [tokens for text in texts for tokens in self._tokenize([text])]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
@@ -194,7 +198,7 @@ class ChatTokenizer:
             is_text = origin is not None and origin.field
             renamed += span if is_text else self._control.rename(span, self._control.find(span))
             start += length
-        return self._control.renamed_tokenizer.encode([renamed]).ids.tolist()
+        return self._control.renamed_tokenizer.encode([renamed])[0].ids.tolist()
 
     def without_control_text(self, text: str) -> str:
         """Returns the text with a space in place of each string that spells a control token."""
@@ -220,39 +224,33 @@ class ChatTokenizer:
         conversation = probe(messages)
         try:
             text = self.template.render_conversation(conversation)
-            turn = self._read_turns(text, conversation, StopStrings(frozenset(known))).turns[1]
+            reader = TurnReader(text, conversation, self._prompts[self.template], StopStrings(frozenset(known)))
+            turn = reader.read()[1][1]
         except TemplateError:
             return None
         return turn.stop if turn else None
 
-    def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
-        return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
-
-    def _lay_out(self, conversation: Conversation) -> Layout | DataError:
+    def _lay_out(self, conversation: Conversation) -> Layout:
         """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span.
 
-        The roles are determined only if the conversation has no frame (layout.py), or a new one.
+        The roles are determined only if the conversation has no frame (layout.py), or a new one. Raises TemplateError.
         """
         template = self.template_for(conversation)
-        try:
-            rendered = template.render_conversation(conversation)
-            contents = self._plain_contents(conversation) if template.has_constant_header else None
-            framed = None if contents is None else frame_of(rendered, contents)
-            if framed is None:
-                return self._read_layout(rendered, conversation)
-            gaps, texts = framed
-            frame = (*(each.role_name or each.role.name for each in conversation.messages), *gaps)
-            if (known := self._layouts.get(frame)) is not None:
-                return known.with_texts(texts)
-            layout = self._read_layout(rendered, conversation)
-        except TemplateError as error:
-            return _refusal(conversation, error)
-        # The gaps decide the roles if every text is one span, and the gap before each answer begins with the
-        # generation prompt and shows its header once.
-        prompts = self._prompts[template]
+        rendered = template.render_conversation(conversation)
+        contents = self._plain_contents(conversation) if template.has_constant_header else None
+        framed = None if contents is None else frame_of(rendered, contents)
+        if framed is None:
+            return self._read_layout(rendered, conversation)
+        gaps, texts = framed
+        frame = (*(message.role_name or message.role.name for message in conversation.messages), *gaps)
+        if frame in self._layouts:
+            return self._layouts[frame].with_texts(texts)
+        layout = self._read_layout(rendered, conversation)
+        # The gaps decide the roles if every text is one span, and the gap before each answer has its header once.
+        header = self._prompts[template].header(False)
+        answers = [n for n, message in enumerate(conversation.messages) if message.role is Role.ASSISTANT]
         if [layout.texts[span] for span in layout.text_spans] == texts and all(
-            prompt is not None and gaps[number].startswith(prompt.text) and prompts.determines(prompt, gaps[number])
-            for number, prompt in prompts.of(conversation).items()
+            header.strip() and gaps[number].count(header) == 1 for number in answers
         ):
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
@@ -273,51 +271,23 @@ class ChatTokenizer:
 
     def _read_layout(self, text: TrackedStr, conversation: Conversation) -> Layout:
         self._control.require_usable(text)
-        rendered = self._read_turns(text, conversation, self._stops)
-        for message, what in rendered.left_out:
-            if message is not None and what.endswith(" content"):
-                self._require_left_out(conversation, message, what)
-        source = self.template_for(conversation).source  # it cannot read a key whose name it does not contain
-        for index, message in enumerate(conversation.messages):
-            unread = (name for name in message.fields.keys() - _KNOWN_KEYS if name not in source)
-            rendered.left_out.extend((index, f"{message.role.name.lower()} key {name}") for name in unread)
+        template = self.template_for(conversation)
+        left_out = find_left_out(text, conversation, template)
+        spans, turns = TurnReader(text, conversation, self._prompts[template], self._stops).read()
         texts, num_control, holds_control_text = [], 0, False
-        for span in rendered.spans:
+        for span in spans:
             content = str.__getitem__(text, slice(span.start, span.end))
             if not span.is_text or self._control.occurs_in(content):
-                found = self._control.find(content)
+                controls = self._control.find(content)
                 if span.is_text:
                     speaker = conversation.messages[span.message].role if span.message >= 0 else span.role
                     allowed = self._allowed.get(span.role, frozenset()) | self._allowed.get(speaker, frozenset())
-                    is_all_allowed = all(control in allowed for _, control in found)
-                    holds_control_text = holds_control_text or not is_all_allowed
-                    found = tuple(each for each in found if each[1] in allowed)
-                num_control += len(found)
-                content = self._control.rename(content, found)
+                    spelled, controls = controls, tuple(found for found in controls if found[1] in allowed)
+                    holds_control_text = holds_control_text or len(controls) < len(spelled)
+                num_control += len(controls)
+                content = self._control.rename(content, controls)
             texts.append(content)
-        return Layout.of(rendered, texts, num_control, holds_control_text)
-
-    def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
-        """Raises TemplateError if the template does write a text that was not found, but without its origin.
-
-        To detect this, the text is replaced with a unique one and the conversation is rendered again. If that is then
-        found, the template leaves out the text for what it is: SmolLM3's omits "/no_think" from a system message.
-        """
-        messages = list(conversation.messages)
-        messages[message] = replace(messages[message], content=_MARKED_TEXT, parts=())
-        marked = replace(conversation, messages=tuple(messages))
-        try:
-            text = self.template_for(conversation).render_conversation(marked)
-            is_lost = _MARKED_TEXT in text and not any(
-                origin is not None and (origin.message, origin.field) == (message, "content")
-                for _, origin in text.spans
-            )
-        except TemplateError:
-            is_lost = True
-        if is_lost:
-            raise TemplateError(
-                f"the template writes the {what} of message {message + 1} in a way that cannot be followed"
-            )
+        return Layout.of(spans, turns, texts, left_out, num_control, holds_control_text)
 
 
 def _refusal(conversation: Conversation, error: TemplateError) -> DataError:

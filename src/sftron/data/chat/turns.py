@@ -11,18 +11,15 @@ template has `{% generation %}` marks, they determine the generated text instead
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.spans import MODEL_ROLES, RenderedTurns, Span, StopStrings, TurnSpan
+from sftron.data.chat.layout import MODEL_ROLES, Span, StopStrings, TurnSpan
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tracked_text import Origin, TrackedStr
-from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.types import Conversation, Role
 
 
@@ -35,7 +32,7 @@ class TurnReader:
         self._text, self._origins = str.__getitem__(text, slice(None)), text.spans
         self._conversation, self._messages = conversation, conversation.messages
         self._prompts, self._control, self._stops = prompts, prompts.control, stops
-        self._has_marks = prompts.template.has_marks
+        self._has_marks, self._has_tools = prompts.template.has_marks, bool(conversation.tools)
         self._spans: list[Span] = []
         self._texts: list[list[int]] = [[] for _ in self._messages]
         """For each message, the indices of the spans that hold its texts."""
@@ -46,15 +43,14 @@ class TurnReader:
         self._turn_end = 0
         """The end of the last turn that was read, including its stop token."""
 
-    def read(self) -> RenderedTurns:
-        """Determines the turns.
+    def read(self) -> tuple[list[Span], list[TurnSpan | None]]:
+        """Returns the spans, which cover the text and none of which is empty, and one turn for each message.
 
-        Raises TemplateError if the template mixes a message's texts with other messages, or does not write its tool
-        calls; if the generated text of an answer cannot be determined, or no stop token follows it.
+        The turn is None for a message of which nothing is written. Raises TemplateError if the template mixes a
+        message's texts with other messages, if the generated text of an answer cannot be determined, or if no stop
+        token follows it.
         """
         self._read_spans()
-        left_out = self._left_out()
-        self._prompt_before = self._prompts.of(self._conversation)
         # In the order of the text, as some templates write the system message within a later turn. A message that is
         # not written comes after the message before it.
         firsts = accumulate((turn[0] if turn else -1 for turn in self._texts), lambda last, n: last if n < 0 else n)
@@ -69,7 +65,7 @@ class TurnReader:
                 self._read_marked(message, turn)
             else:
                 self._read_assistant(message, turn)
-        return RenderedTurns(self._claimed_spans(), self._turns, left_out)
+        return self._claimed_spans(), self._turns
 
     def _read_spans(self) -> None:
         current, fields, end = -1, set[str](), 0
@@ -105,45 +101,6 @@ class TurnReader:
             raise self._mixed(origin.message)
         return not has_ended
 
-    def _left_out(self) -> list[tuple[int | None, str]]:
-        written: dict[int, set[tuple[str, Role]]] = defaultdict(set)
-        contents: dict[int, list[Span]] = defaultdict(list)
-        for (_, origin), span in zip(self._origins, self._spans, strict=True):
-            if origin is not None and origin.field:
-                written[origin.message].add((origin.field.partition(".")[0], origin.role))
-                if origin.field == "content":
-                    contents[origin.message].append(span)
-        left_out: list[tuple[int | None, str]] = []
-        if self._conversation.tools and not written[-1]:
-            left_out.append((None, "tools"))
-        for index, message in enumerate(self._messages):
-            names, roles = {name for name, _ in written[index]}, {role for _, role in written[index]}
-            content, role = message.content or "", message.role.name.lower()
-            if "content" not in names and content.strip():
-                left_out.append((index, f"{role} content"))
-            elif self._is_cut(content, contents[index]):
-                left_out.append((index, f"{role} content in part"))
-            if message.fields.get("tool_calls") and "tool_calls" not in names:
-                raise TemplateError(
-                    f"the template does not write the tool calls of {self._name(index)}; take one that does "
-                    "(tokenizer.chat_template: hermes, or FILE)"
-                )
-            if message.role is Role.ASSISTANT and Role.REASONING not in roles:
-                is_inline = "</think>" in content and "content" in names
-                if is_inline or any(message.fields.get(name) for name in REASONING_FIELDS):
-                    left_out.append((index, "assistant reasoning"))
-        return left_out
-
-    def _is_cut(self, content: str, spans: Sequence[Span]) -> bool:
-        """Returns whether a written content lacks more than white space and the tags of reasoning."""
-        if sum(span.end - span.start for span in spans) >= len(content.strip()):
-            return False
-        if spans and all(span.role is not Role.REASONING for span in spans):
-            content = content.rpartition("</think>")[2]  # missing reasoning is counted separately
-        written = "".join(self._text[span.start : span.end] for span in spans)
-        num_letters = [len("".join(re.sub("</?think>", "", each).split())) for each in (written, content)]
-        return num_letters[0] < num_letters[1]
-
     def _claimed_spans(self) -> list[Span]:
         """Returns the spans, divided at the bounds of turns and claims, with the roles of the claims."""
         claims = sorted(self._claims)
@@ -172,14 +129,17 @@ class TurnReader:
         """
         start, end, _, _ = self._bounds(turn)
         template = self._text[end : self._next_text(turn[-1] + 1, or_marked=True)]
-        prompt = self._prompt_before.get(message + 1)
-        header_start = len(template) if prompt is None else min(prompt.header_start, len(template))
+        role, following = self._messages[message].role, self._messages[message + 1 : message + 2]
         stop, stop_end = None, end
         if tokens := self._control.find(template):
             position, content = tokens[0]
-            if not template[:position].strip() and position < header_start:
+            header = self._prompts.header(self._has_tools)
+            # Without a header, the token that closes a question is the beginning of the answer, as Mistral's [/INST].
+            begins_answer = content in header if header else role is Role.USER
+            is_before_answer = bool(following) and following[0].role is Role.ASSISTANT
+            if not template[:position].strip() and not (is_before_answer and begins_answer):
                 stop, stop_end = content, end + position + len(content)
-                self._claim(end, stop_end, self._messages[message].role, message)
+                self._claim(end, stop_end, role, message)
         self._turns[message], self._turn_end = TurnSpan(start, end, stop, stop_end), stop_end
 
     def _read_assistant(self, message: int, turn: Sequence[int]) -> None:
@@ -282,11 +242,17 @@ class TurnReader:
         result is None if they differ before the answer's header.
         """
         start = next((self._spans[n].end for n in range(number - 1, -1, -1) if self._spans[n].is_text), 0)
-        first, prompt = self._next_text(number), self._prompt_before[message]
-        if not self._prompts.determines(prompt, self._text[start:first]):
-            if (end := self._end_of_whole_prompt(message, first)) is not None:
-                return max(end, self._turn_end)
-            prompt = self._prompts.before(self._conversation, message)
+        first = self._next_text(number)
+        if self._prompts.template.has_constant_header:
+            position = self._prompts.position_of_header(self._text[start:first], self._has_tools)
+            if position >= 0:
+                start += position
+                header = self._prompts.header(self._has_tools)
+                rendered = self._text[start : start + len(header) + 1]
+                return max(start + self._prompts.common_start(header, rendered), self._turn_end)
+        if (end := self._end_of_whole_prompt(message, first)) is not None:
+            return max(end, self._turn_end)
+        prompt = self._prompts.before(self._conversation, message)
         if prompt is None:
             return None
         rendered = self._text[start : start + len(prompt.text) + 1]
@@ -307,7 +273,7 @@ class TurnReader:
             prompt = self._render_prompt(message)
         except TemplateError:
             return None
-        is_prompt = self._prompts.reads_flag(bool(self._conversation.tools))
+        is_prompt = self._prompts.reads_flag(self._has_tools)
         is_whole = self._text.startswith(prompt) and (is_prompt or not self._text[len(prompt) : first].strip())
         return len(prompt) if is_whole else None
 
@@ -326,9 +292,7 @@ class TurnReader:
         # If a template ends its answers without a stop token, the next control token begins a header.
         if tokens:
             position, content = tokens[0]
-            prompt = self._prompts.after_question(bool(self._conversation.tools))
-            begins_header = prompt is not None and content in prompt.header
-            if not begins_header and not template[:position].strip():
+            if content not in self._prompts.header(self._has_tools) and not template[:position].strip():
                 return content, end + position + len(content)
         return None, end
 

@@ -15,7 +15,7 @@ from sftron.data.sources.arrow import ArrowSource
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.sources.streaming import RowStream, read_table
 from sftron.data.types import DataError
-from sftron.hub_revision import commit_of, hub_problem
+from sftron.hub_revision import commit_of
 
 _FINGERPRINT_ROWS = 8
 
@@ -92,6 +92,5 @@ class HubSplit:
         except Exception as error:  # network, authentication and unknown names raise many types
             at = "" if self.revision is None else f" of revision {self.revision}"
             problem = f"is no local file or folder, and split {excerpt(self.split)}{at} cannot be loaded from the Hub"
-            # The second line of the library's message names the configurations that there are.
-            reason = hub_problem(error) or " ".join(str(error).splitlines()[:2])
+            reason = " ".join(str(error).split())
             raise DataError(f"{self.path}: {problem}: {reason}; `config` names a configuration") from error

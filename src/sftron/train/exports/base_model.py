@@ -40,9 +40,9 @@ def read_base_model(path: str, folder: Path) -> BaseModel:
         name = f"{match[1]}/{match[2]}"
     else:
         with suppress(OSError, ValueError, AttributeError):
-            stated = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
-            if isinstance(stated, str) and hub_id(stated) and not Path(stated).exists():
-                name = stated
+            original = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
+            if isinstance(original, str) and hub_id(original) and not Path(original).exists():
+                name = original
     with suppress(OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
         text = read_regular(folder / "README.md", _MAX_README_BYTES).decode()[:_MAX_FRONT_MATTER]
         if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):

@@ -12,7 +12,7 @@ from sftron.checkpoint.checkpoint import MANIFEST, load_checkpoint, steps_in
 from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, opened, require_base
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import NOTHING_SAVED, check_files, is_run_directory, read_config
+from sftron.checkpoint.model_folder import check_files, is_run_directory, read_config
 from sftron.config import load_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
@@ -20,8 +20,8 @@ from sftron.models.adapters import AdapterStart
 from sftron.models.generation import Choose, Sampler
 from sftron.models.generation import generate as generate_ids
 from sftron.models.llama import LlamaForSFT
-from sftron.train.start.revisions import model_folder
-from sftron.train.start.run_data import load_chat_tokenizer
+from sftron.train.build_data import load_chat_tokenizer
+from sftron.train.revisions import model_folder
 
 # --- The model ---
 
@@ -58,7 +58,7 @@ def _newest_of_run(run: Path) -> Path:
     if exported.is_dir() and (int(step) if step.isdecimal() else -1) >= newest:
         return exported
     if newest < 0:
-        raise ValueError(f"{run}: {NOTHING_SAVED}")
+        raise ValueError(f"{run}: has saved no checkpoint and no export yet; continue it with `sftron train`")
     return run / "checkpoints" / f"step-{newest}"
 
 

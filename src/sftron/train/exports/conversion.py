@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,11 +23,11 @@ from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.config import load_config
 from sftron.errors import show
 from sftron.models.fusion import NamedTensors
+from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.exports.base_model import hub_id, read_base_model
-from sftron.train.exports.exporter import plan_of_run, read_export_parts
+from sftron.train.exports.exporter import Exporter, read_export_parts
 from sftron.train.exports.model_card import AdapterFacts, plain_model_card
-from sftron.train.start.revisions import model_folder
-from sftron.train.start.run_data import load_chat_tokenizer
+from sftron.train.revisions import model_folder
 
 
 def convert(
@@ -73,21 +72,30 @@ def convert(
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
     with opened(source, export_source, stop_token_ids) as (state, read, vocab_size):
-        options: dict[str, Any] = {"dtype": dtype, "merge": merge}
         if config is not None and parts is not None:
-            plan = plan_of_run(config, parts, state, run_config.parent, vocab_size=vocab_size, **options)
+            plan = Exporter(config, parts, state, run_config.parent, vocab_size=vocab_size).plan(
+                dtype=dtype, merge=merge
+            )
         else:
             base = read_base_model(str(model), export_source.folder)
             spec = None if merge else lora_of(state)
             card = plain_model_card(base, state["step"], None if spec is None else AdapterFacts(spec=spec))
-            options |= {"base_model": base.name if hub_id(base.name) else str(model), "base_revision": base.revision}
-            options |= {"model_dtype": torch.bfloat16, "card": lambda _: card}
-            plan = plan_export(state, export_source, vocab_size, **options)
-        found = _write_and_check(plan, read, target)
+            plan = plan_export(
+                state,
+                export_source,
+                vocab_size,
+                dtype=dtype,
+                model_dtype=torch.bfloat16,
+                merge=merge,
+                base_model=base.name if hub_id(base.name) else str(model),
+                base_revision=base.revision,
+                card=lambda _: card,
+            )
+        compared = _write_and_check(plan, read, target)
     if plan.spec is not None and plan.is_adapter:
         for line in vllm_limits(plan.spec):
             show(f"WARNING    {line}")
-    return found
+    return compared
 
 
 def _merge_adapter(
@@ -101,17 +109,17 @@ def _merge_adapter(
         raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")
     has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     base = ExportSource.read(model, source if has_tokenizer else None)
-    found, card = read_adapter(source, base.architecture), plain_model_card(read_base_model(str(model), model), None)
+    adapter, card = read_adapter(source, base.architecture), plain_model_card(read_base_model(str(model), model), None)
     plan = ExportPlan(
         source=base,
         dtype=dtype,
         stop_token_ids=list(stop_ids_of(source)) if stop_token_ids is None else stop_token_ids,
-        vocab_size=found.vocab_size,
-        spec=found.spec,
+        vocab_size=adapter.vocab_size,
+        spec=adapter.spec,
         is_merged=True,
         card=lambda _: card,
     )
-    return _write_and_check(plan, found.tensors.items, target)
+    return _write_and_check(plan, adapter.tensors.items, target)
 
 
 def _write_and_check(plan: ExportPlan, read: Callable[[], NamedTensors], target: Path) -> tuple[int, list[str]]:

@@ -25,13 +25,12 @@ from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
+from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.exports.base_model import read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.logs import console
-from sftron.train.run import ExportParts
-from sftron.train.start.lora import frozen_dtype
-from sftron.train.start.revisions import model_folder, tokenizer_folder
-from sftron.train.start.run_data import load_chat_tokenizer
+from sftron.train.revisions import model_folder, tokenizer_folder
+from sftron.train.run import ExportParts, frozen_dtype
 
 
 def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
@@ -48,59 +47,14 @@ def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTok
     return ExportParts(source, read_base_model(config.model.path, base_folder), chat_tokenizer)
 
 
-def plan_of_run(
-    config: Config,
-    parts: ExportParts,
-    state: Mapping[str, Any],
-    run_folder: Path,
-    *,
-    vocab_size: int,
-    dtype: torch.dtype | None = None,
-    merge: bool = False,
-    repository: str | None = None,
-) -> ExportPlan:
-    """Returns the plan of an export of a run; see `plan_export`.
+class Exporter:
+    """Plans and writes the exports of one state of a run, on the main rank.
 
     Args:
         state: The state of a checkpoint; see `resume.run_facts`.
         vocab_size: The number of rows of the embeddings.
         repository: The repository on the Hub that the exports are pushed to, if any.
     """
-    parts, lora = _with_verify_card(parts, run_folder), config.lora
-
-    def card(report: MergeReport | None) -> str:
-        facts = None
-        if plan.spec is not None and (plan.is_adapter or report is not None):
-            facts = AdapterFacts(spec=plan.spec, base_sha256=plan.base_sha256, merge=report)
-        # An adapter whose merge has the root of the repository is in a folder of it.
-        is_in_root = not (plan.is_adapter and lora is not None and lora.merge)
-        return model_card(
-            config,
-            state,
-            run_folder=run_folder,
-            base=parts.base,
-            chat_tokenizer=parts.chat_tokenizer,
-            adapter=facts,
-            repository=repository if is_in_root else None,
-        )
-
-    plan = plan_export(
-        state,
-        parts.source,
-        vocab_size,
-        dtype=dtype,
-        model_dtype=getattr(torch, config.model.compute_dtype),
-        merge=merge,
-        base_model=parts.base.name,
-        base_revision=parts.base.revision,
-        read_base=partial(as_computed, dtype=frozen_dtype(config)),
-        card=card,
-    )
-    return plan
-
-
-class Exporter:
-    """Writes the exports of one state of a run, on the main rank; the arguments are those of `plan_of_run`."""
 
     def __init__(
         self,
@@ -110,18 +64,52 @@ class Exporter:
         run_folder: Path,
         *,
         vocab_size: int,
-        repository: str | None,
+        repository: str | None = None,
     ) -> None:
-        options: dict[str, Any] = {"vocab_size": vocab_size, "repository": repository}
-        self._plan = partial(plan_of_run, config, parts, state, run_folder, **options)
+        self._config, self._parts, self._state = config, _with_verify_card(parts, run_folder), state
+        self._run_folder, self._vocab_size, self._repository = run_folder, vocab_size, repository
+
+    def plan(self, *, dtype: torch.dtype | None = None, merge: bool = False) -> ExportPlan:
+        """Returns the plan of an export; see `plan_export`."""
+        config, parts, lora = self._config, self._parts, self._config.lora
+
+        def card(report: MergeReport | None) -> str:
+            facts = None
+            if plan.spec is not None and (plan.is_adapter or report is not None):
+                facts = AdapterFacts(spec=plan.spec, base_sha256=plan.base_sha256, merge=report)
+            # An adapter whose merge has the root of the repository is in a folder of it.
+            is_in_root = not (plan.is_adapter and lora is not None and lora.merge)
+            return model_card(
+                config,
+                self._state,
+                run_folder=self._run_folder,
+                base=parts.base,
+                chat_tokenizer=parts.chat_tokenizer,
+                adapter=facts,
+                repository=self._repository if is_in_root else None,
+            )
+
+        plan = plan_export(
+            self._state,
+            parts.source,
+            self._vocab_size,
+            dtype=dtype,
+            model_dtype=getattr(torch, config.model.compute_dtype),
+            merge=merge,
+            base_model=parts.base.name,
+            base_revision=parts.base.revision,
+            read_base=partial(as_computed, dtype=frozen_dtype(config)),
+            card=card,
+        )
+        return plan
 
     def write_model(self, weights: NamedTensors, folder: Path) -> None:
         """Writes a Hugging Face folder. Raises OSError."""
-        write_export(self._plan(), weights, folder)
+        write_export(self.plan(), weights, folder)
 
     def write_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
-        plan = self._plan()
+        plan = self.plan()
         write_export(plan, tensors.items(), folder)
         console.write(f"adapter    {folder}, which peft loads onto {plan.base_model}")
         for limit in vllm_limits(plan.spec) if plan.spec else ():
@@ -148,7 +136,7 @@ class Exporter:
         Raises:
             OSError: The folder cannot be written, or the base model has changed since the run started.
         """
-        unchecked, plan = folder.with_name(f"{folder.name}.unchecked"), self._plan(merge=True)
+        unchecked, plan = folder.with_name(f"{folder.name}.unchecked"), self.plan(merge=True)
         try:
             report = write_export(plan, tensors.items(), unchecked)
         except ValueError as error:
@@ -202,7 +190,7 @@ def export_checkpoint(
     parts: ExportParts | None = None,
     merge: bool = False,
 ) -> MergeReport | None:
-    """Exports a checkpoint of the run with this configuration to `folder`; see `plan_of_run` and `write_export`.
+    """Exports a checkpoint of the run with this configuration to `folder`; see `plan_export` and `write_export`.
 
     Args:
         parts: The files besides the weights; by default, they are read from the folders that the configuration names.
@@ -210,6 +198,5 @@ def export_checkpoint(
     if parts is None:
         parts = read_export_parts(config, model_folder(config), load_chat_tokenizer(config))
     with opened(checkpoint, parts.source) as (state, read, vocab_size):
-        run_folder = checkpoint.resolve().parents[1]
-        plan = plan_of_run(config, parts, state, run_folder, vocab_size=vocab_size, merge=merge)
-        return write_export(plan, read(), folder)
+        exporter = Exporter(config, parts, state, checkpoint.resolve().parents[1], vocab_size=vocab_size)
+        return write_export(exporter.plan(merge=merge), read(), folder)

@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftron.config import Hub
 from sftron.train.logs import console
@@ -29,26 +28,13 @@ _TIME_TO_NOTICE_S = 0.2
 """A signal shortens the wait after at most this time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(NamedTuple):
     """The push of one export."""
 
     folder: Path
     path_in_repo: str
     """The folder in the repository; "." is its root."""
     step: int
-
-    @property
-    def seconds(self) -> float:
-        """The longest time that the run waits for it."""
-        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        return _LEAST_TIME_S + size / _LEAST_BYTES_PER_S
-
-    def command(self, options: Hub) -> str:
-        """Returns the command that does the same by hand."""
-        words = ["hf", "upload", str(options.push_to), str(self.folder), self.path_in_repo]
-        words += ["--private" if options.private else "--no-private", "--commit-message", f"step {self.step}"]
-        return shlex.join(words)
 
 
 class HubPusher:
@@ -59,14 +45,11 @@ class HubPusher:
 
     def __init__(self, options: Hub, run_folder: Path) -> None:
         self._options, self._run_folder = options, run_folder
+        self._pushes: dict[Path, Push] = {}
+        self._problems: dict[Path, str | None] = {}  # of each push that has ended; None if it has succeeded
         self._jobs: queue.Queue[Push | None] = queue.Queue()
-        self._folders: set[Path] = set()
-        self._waiting: list[Push] = []
-        self._pushed: list[str] = []
-        self._failed: dict[str, str] = {}
         self._thread = threading.Thread(target=self._work, name="pushes to the Hub", daemon=True)
-        self._is_over = False
-        self._lock = threading.Lock()  # for the above: once the run is over, no push begins and no outcome changes
+        self._is_over = False  # once it is, no push begins
 
     def start(self) -> None:
         """Starts the thread, which first makes the repository, so that a refusal is known before the steps."""
@@ -74,11 +57,9 @@ class HubPusher:
 
     def push(self, folder: Path, step: int, path_in_repo: str = ".") -> None:
         """Pushes a folder as soon as the earlier ones are pushed, once. Returns at once."""
-        if folder not in self._folders:
-            self._folders.add(folder)
-            push = Push(folder, path_in_repo, step)
-            self._waiting.append(push)
-            self._jobs.put(push)
+        if folder not in self._pushes:
+            self._pushes[folder] = Push(folder, path_in_repo, step)
+            self._jobs.put(self._pushes[folder])
 
     def finish(self, should_hurry: Callable[[], bool]) -> dict[str, Any]:
         """Waits for the pushes, as long as their sizes allow, and gives up those that are not done.
@@ -91,41 +72,42 @@ class HubPusher:
             The facts for result.json.
         """
         self._jobs.put(None)
+        seconds = sum(_seconds_for(folder) for folder in self._pushes.keys() - self._problems.keys())
+        if seconds:
+            console.write(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
+        deadline, is_hurried = time.monotonic() + seconds, False
         with suppress(KeyboardInterrupt):
-            if not should_hurry():
-                self._wait(sum(push.seconds for push in list(self._waiting)), until=should_hurry)
-            if should_hurry():
-                self._wait(_SHORT_TIME_S)
-        with self._lock:
-            self._is_over = True
-        for push in self._waiting:
-            self._record_failure(push, "the push was not done in time")
-        return {"repository": self._options.push_to, "pushed": self._pushed, "failed": self._failed}
-
-    def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Waits until all pushes are done, the seconds are over, or `until` returns True."""
-        if not self._waiting:
-            return
-        console.write(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
-        end = time.monotonic() + seconds
-        while self._thread.is_alive() and not until() and (left := end - time.monotonic()) > 0:
-            self._thread.join(min(left, _TIME_TO_NOTICE_S))
+            while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+                if not is_hurried and should_hurry():
+                    deadline, is_hurried = min(deadline, time.monotonic() + _SHORT_TIME_S), True
+                else:
+                    self._thread.join(min(left, _TIME_TO_NOTICE_S))
+        self._is_over = True
+        problems = dict(self._problems)  # a push that ends only now changes nothing of the outcome
+        for folder, push in self._pushes.items():
+            if folder not in problems:
+                problems[folder] = "the push was not done in time"
+                self._report_failure(push, "the push was not done in time")
+        names = {folder: str(folder.relative_to(self._run_folder)) for folder in problems}
+        return {
+            "repository": self._options.push_to,
+            "pushed": [names[folder] for folder, problem in problems.items() if problem is None],
+            "failed": {names[folder]: problem for folder, problem in problems.items() if problem is not None},
+        }
 
     def _work(self) -> None:
         if problem := self._try(None):
             console.write(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
         while (push := self._jobs.get()) is not None and not self._is_over:
             problem = self._try(push)
-            with self._lock:
-                if self._is_over:
-                    return
-                self._waiting.remove(push)
-                if problem is not None:
-                    self._record_failure(push, problem)
-                    continue
-                self._pushed.append(self._name(push))
-            place = "" if push.path_in_repo == "." else f", folder {push.path_in_repo}"
-            console.write(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
+            if self._is_over:
+                return
+            self._problems[push.folder] = problem
+            if problem is not None:
+                self._report_failure(push, problem)
+            else:
+                place = "" if push.path_in_repo == "." else f", folder {push.path_in_repo}"
+                console.write(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
 
     def _try(self, push: Push | None) -> str | None:
         """Makes the repository if it does not exist, and commits the files of a push. Returns its problem, if any."""
@@ -138,25 +120,28 @@ class HubPusher:
             api, repository = HfApi(), str(self._options.push_to)
             api.create_repo(repository, private=self._options.private, exist_ok=True)
             if push is not None:
+                place = None if push.path_in_repo == "." else push.path_in_repo
+                message = f"step {push.step}"
                 api.upload_folder(
-                    repo_id=repository,
-                    folder_path=push.folder,
-                    path_in_repo=None if push.path_in_repo == "." else push.path_in_repo,
-                    commit_message=f"step {push.step}",
+                    repo_id=repository, folder_path=push.folder, path_in_repo=place, commit_message=message
                 )
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         return None
 
-    def _record_failure(self, push: Push, problem: str) -> None:
-        self._failed[self._name(push)] = problem
+    def _report_failure(self, push: Push, problem: str) -> None:
+        command = ["hf", "upload", str(self._options.push_to), str(push.folder), push.path_in_repo]
+        command += ["--private" if self._options.private else "--no-private"]
+        command += ["--commit-message", f"step {push.step}"]
         console.write(
             f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:"
         )
-        console.write(f"             {push.command(self._options)}")
+        console.write(f"             {shlex.join(command)}")
 
-    def _name(self, push: Push) -> str:
-        return str(push.folder.relative_to(self._run_folder))
+
+def _seconds_for(folder: Path) -> float:
+    """Returns the longest time that the run waits for the push of a folder."""
+    return _LEAST_TIME_S + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / _LEAST_BYTES_PER_S
 
 
 def require_hub(options: Hub) -> None:

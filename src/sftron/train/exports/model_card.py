@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -32,13 +31,12 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
+from sftron.train.build_data import token_budget
 from sftron.train.divergence import divergence
 from sftron.train.exports.base_model import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
-from sftron.train.ranks import Ranks
+from sftron.train.run import Settings, period_words, shown
 from sftron.train.run_directory import intact_records
-from sftron.train.settings import Settings, period_words, shown
-from sftron.train.start.run_data import token_budget
 from sftron.visible_text import visible_text
 
 VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
@@ -49,7 +47,7 @@ MAX_CARD_BYTES = 16 * 2**20
 _RATE = "optimizer.learning_rate"
 
 
-# --- The adapter and the hardware ---
+# --- The adapter ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +58,6 @@ class AdapterFacts:
     base_sha256: str | None = None
     merge: MergeReport | None = None
     """For a merged model, the report of the merge."""
-
-
-def hardware(ranks: Ranks) -> str:
-    """Returns the number and the name of the devices, such as `8 x NVIDIA H100 80GB HBM3`."""
-    is_gpu = ranks.device.type == "cuda"
-    name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"CPU ({platform.machine()})"
-    return f"{ranks.world_size} x {name}"
 
 
 # --- The card of a run ---
@@ -94,7 +85,7 @@ def model_card(
         adapter: The adapter that was trained, if any.
         repository: The repository on the Hub whose root the model is pushed to, if any.
     """
-    progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
+    progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
     config, periods = settings.as_config() or config, settings.periods()
     records, evaluations = (
         [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]
@@ -102,8 +93,8 @@ def model_card(
     )
     rates = [f"{rate:g} {period_words(first, last)}" for first, last, rate in periods.get(_RATE, [])]
     losses = [loss for record in records if type(loss := record.get("loss")) in (int, float)]
-    made_with = [["Revision of the base", base.revision]] if base.revision and adapter is None else []
-    made_with += [["Hardware", str(state["hardware"])]] if "hardware" in state else []
+    made_with = [["Revision of the base", base.revision if adapter is None else None]]
+    made_with += [["Hardware", state.get("hardware")]]
     run = {
         "options": config,
         "progress": progress,
@@ -146,11 +137,11 @@ def _change_rows(periods: Mapping[str, Sequence[tuple[int, int | None, Any]]], l
 def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Returns a row for each set of the first and of the last evaluation."""
     rows = []
-    for each in (*evaluations[:1], *evaluations[1:][-1:]):
+    for record in (*evaluations[:1], *evaluations[1:][-1:]):
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # a record that is not what a run writes
-            for name, found in each["sets"].items():
-                numbers = map(_number, (found["loss"], found["token_accuracy"]))
-                rows.append([name, f"{each['step']:,}", *numbers, f"{found['tokens']:,}"])
+            for name, measured in record["sets"].items():
+                numbers = map(_number, (measured["loss"], measured["token_accuracy"]))
+                rows.append([name, f"{record['step']:,}", *numbers, f"{measured['tokens']:,}"])
     return rows
 
 
@@ -201,8 +192,8 @@ def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Pat
             return ""
         of, hashes = Counter(check["status"] for check in card["checks"]), card["hashes"]
         missing = f"{of['SKIP']} {'was' if of['SKIP'] == 1 else 'were'} not measured"
-        found = f"{of['PASS']} passed, {of['FAIL']} failed and {missing}"
-        sentences = [f"Of {of.total()} checks before the run, {found}"]
+        counts = f"{of['PASS']} passed, {of['FAIL']} failed and {missing}"
+        sentences = [f"Of {of.total()} checks before the run, {counts}"]
         if limits := [name for name in ("--only", "--layers") if name in card.get("partial", [])]:
             sentences.append(f"They were a part of all checks ({', '.join(limits)})")
         if any(value != fingerprint[name] for name, value in hashes["data"].items() if name in fingerprint):
@@ -232,9 +223,9 @@ def shareable(config: Config) -> str:
 def _shortened(value: Any) -> Any:
     """Returns the value with each local path replaced by its last component."""
     if isinstance(value, dict):
-        return {key: _shortened(each) for key, each in value.items()}
+        return {key: _shortened(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shortened(each) for each in value]
+        return [_shortened(item) for item in value]
     if not isinstance(value, str):
         return value
     leads_out = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
@@ -249,7 +240,7 @@ def fill_template(
     *,
     title: str,
     hub_datasets: Sequence[str] = (),
-    made_with: Sequence[Sequence[str]] = (),
+    made_with: Sequence[Sequence[str | None]] = (),
     config_yaml: str = "",
     run: Mapping[str, Any] | None = None,
     adapter: AdapterFacts | None = None,
@@ -291,21 +282,20 @@ def fill_template(
     return f"{card}\n"
 
 
-def _adapter_rows(base: BaseModel, adapter: AdapterFacts) -> list[list[str]]:
+def _adapter_rows(base: BaseModel, adapter: AdapterFacts) -> list[list[str | None]]:
     """Returns the table of an adapter."""
     spec = adapter.spec
     layers = dict.fromkeys(name.rpartition(".")[2] for name in spec.ranks)
-    rows = [
+    return [
         ["Base model", base.name],
-        ["Revision of the base", base.revision or "?"],
-        ["SHA-256 of the base's weights", adapter.base_sha256 or "?"],
+        ["Revision of the base", base.revision],
+        ["SHA-256 of the base's weights", adapter.base_sha256],
         ["Rank", ", ".join(map(str, sorted(set(spec.ranks.values()))))],
         ["Alpha", ", ".join(f"{alpha:g}" for alpha in sorted(set(spec.alphas.values())))],
         ["Scaling", "alpha / sqrt(rank)" if spec.rslora else "alpha / rank"],
         ["Layers", f"{', '.join(layers)} ({len(spec.ranks)} matrices)" + (", DoRA" if spec.dora else "")],
-        ["Trained in full", ", ".join(spec.modules_to_save)],
+        ["Trained in full", ", ".join(spec.modules_to_save) or None],
     ]
-    return [row for row in rows if row[1] not in ("", "?")]
 
 
 def code(text: str) -> str:
@@ -321,11 +311,13 @@ def _fence(text: str, least: int) -> str:
     return "`" * max(least, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table. In a column whose name ends in "*", cells are untrusted and become code spans."""
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
+    """Returns a Markdown table of the rows that lack nothing. In a column whose name ends in "*", cells are untrusted
+    and become code spans."""
     lines = [[column.removesuffix("*") for column in columns], ["---"] * len(columns)]
-    lines += [
-        [code(cell) if name[-1:] == "*" else cell for name, cell in zip(columns, row, strict=True)] for row in rows
-    ]
+    for row in rows:
+        if None not in row:
+            cells = zip(columns, map(str, row), strict=True)
+            lines.append([code(cell) if name.endswith("*") else cell for name, cell in cells])
     # Pipes are escaped in code spans too, because Markdown splits a table into cells before it parses code spans.
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -31,10 +31,10 @@ _lock = threading.RLock()
 """Held while a line is printed or the bar is drawn, as threads of loggers print too; a signal handler may reenter."""
 
 
-def start(wanted: bool) -> None:
+def start(prints: bool) -> None:
     """Starts the console of a run. Only the main rank prints: `wanted` is false on the others."""
     global _prints, _append, _early_lines
-    _prints, _append, _early_lines = wanted, None, []
+    _prints, _append, _early_lines = prints, None, []
 
 
 def log_to(append: Callable[[bytes], None] | None) -> None:

@@ -58,8 +58,8 @@ class LoggerThread:
         self._logger = logger
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=f"logging to {self.name}", daemon=True)
-        self._has_started = threading.Event()
-        self._has_failed = self._has_left_out = False
+        self.has_started = threading.Event()
+        self._reported: set[str] = set()
         self._logged = self._evaluated = -1
 
     def start(self, step: int, *, folder: Path, logged: int, evaluated: int) -> None:
@@ -73,11 +73,8 @@ class LoggerThread:
         if not self._logger.replaces_steps:
             self._logged, self._evaluated = highest_sent(self.name, folder, logged, evaluated)
         self._call(lambda: self._logger.start(step))
-        self._call(self._has_started.set)
+        self._call(self.has_started.set)
         self._thread.start()
-
-    def wait_for_start(self, seconds: float) -> None:
-        self._has_started.wait(seconds)
 
     def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
         """Logs a step or, with its answers, an evaluation, unless the logger has it and cannot replace it."""
@@ -93,27 +90,25 @@ class LoggerThread:
         """Waits at most `seconds` for the end of the thread, and then abandons it."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._report("did not end in time; what it has not sent is missing there")
+            self._report_once("did not end in time", "; what it has not sent is missing there")
 
     def _call(self, call: Callable[[], None]) -> None:
         if self._calls.qsize() < _MOST_CALLS_WAITING:
             self._calls.put(call)
-            return
-        if not self._has_left_out:
-            self._report(f"has {_MOST_CALLS_WAITING:,} calls waiting; what does not fit is missing there")
-        self._has_left_out = True
+        else:
+            self._report_once(f"has {_MOST_CALLS_WAITING:,} calls waiting", "; what does not fit is missing there")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
                 call()
             except (Exception, SystemExit) as error:  # wandb sometimes raises SystemExit
-                if not self._has_failed:
-                    self._report(f"failed: {in_words(error)}")
-                self._has_failed = True
+                self._report_once("failed", f": {in_words(error)}")
 
-    def _report(self, words: str) -> None:
-        console.write(f"{self.name:<10} {words}. metrics.jsonl has every step")
+    def _report_once(self, problem: str, details: str) -> None:
+        if problem not in self._reported:
+            self._reported.add(problem)
+            console.write(f"{self.name:<10} {problem}{details}. metrics.jsonl has every step")
 
 
 class Loggers:
@@ -128,7 +123,7 @@ class Loggers:
             thread.start(step, folder=folder, logged=logged, evaluated=evaluated)
         until = time.monotonic() + _TIME_TO_START_S
         for thread in self._threads:
-            thread.wait_for_start(until - time.monotonic())
+            thread.has_started.wait(until - time.monotonic())
 
     def log(self, step: int, record: Mapping[str, Any], answers: Answers | None = None) -> None:
         """Logs the numbers of a line of metrics.jsonl or, with its answers, those of an evaluation."""
@@ -151,13 +146,13 @@ def in_words(error: BaseException) -> str:
 
 def flat(tree: Mapping[str, Any], separator: str) -> dict[str, Any]:
     """Returns the values of nested mappings by joined names, such as "datasets/x.jsonl/tokens"; lists are values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= {f"{key}{separator}{name}": each for name, each in flat(value, separator).items()}
+            values |= {f"{key}{separator}{name}": leaf for name, leaf in flat(value, separator).items()}
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def flat_numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
@@ -165,46 +160,44 @@ def flat_numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in flat(record, "/").items() if type(value) in (int, float)}
 
 
-# --- The id of a run, which its directory keeps ---
+# --- What a run directory keeps of its run in a service, in NAME.json ---
 
 
-def known_id(name: str, folder: Path) -> str | None:
-    """Returns the id that `store_id` stored for a logger in a run directory; None if there is none.
+def kept_facts(name: str, folder: Path) -> dict[str, Any]:
+    """Returns what `keep_facts` has written for a logger; {} if there is nothing.
 
-    A copy of a run directory has none as long as the original directory exists: it is another run.
+    A copy of a run directory has nothing as long as the original directory exists: it is another run.
     """
     path = folder / f"{name}.json"
-    if not path.exists():
-        return None
-    known = read_json_value(path)
-    is_copy = known["folder"] != str(folder.resolve()) and (Path(known["folder"]) / path.name).exists()
-    return None if is_copy else known["id"]
+    kept = read_json_value(path) if path.exists() else {}
+    is_copy = kept and kept["folder"] != str(folder.resolve()) and (Path(kept["folder"]) / path.name).exists()
+    return {} if is_copy else kept
 
 
-def store_id(name: str, folder: Path, run_id: str) -> str:
-    """Stores the id of the run there in NAME.json of its directory, for resumed runs. Returns it."""
-    path = folder / f"{name}.json"
-    kept = read_json_value(path) if known_id(name, folder) == run_id else {}
-    path.write_text(json.dumps({**kept, "id": run_id, "folder": str(folder.resolve())}) + "\n")
-    return run_id
+def keep_facts(name: str, folder: Path, **facts: Any) -> None:
+    facts = {**kept_facts(name, folder), **facts, "folder": str(folder.resolve())}
+    (folder / f"{name}.json").write_text(json.dumps(facts) + "\n")
+
+
+def run_id(name: str, folder: Path, given: str | None = None) -> str:
+    """Returns the id of the run in a service, which resumed runs go on with: the `given` one, the kept one or a new
+    one. It is kept."""
+    chosen = given or kept_facts(name, folder).get("id") or secrets.token_hex(6)
+    keep_facts(name, folder, id=chosen)
+    return chosen
 
 
 def highest_sent(name: str, folder: Path, logged: int, evaluated: int) -> tuple[int, int]:
     """Returns the highest steps whose numbers and whose evaluation any start of the run has sent to a logger.
 
-    They are kept in NAME.json, because each resume removes the later steps from metrics.jsonl and evaluations.jsonl:
-    after two kills, the last steps in these files may be lower than those that the first start has sent.
+    They are kept, because each resume removes the later steps from metrics.jsonl and evaluations.jsonl: after two
+    kills, the last steps in these files may be lower than those that the first start has sent.
 
     Args:
         logged, evaluated: The last steps in these files before they are cut.
     """
     with suppress(OSError, ValueError, LookupError, TypeError):  # a damaged file; its logger reports it
-        if known_id(name, folder) is not None:
-            known = read_json_value(path := folder / f"{name}.json")
-            logged, evaluated = (max(n, known.get(key, -1)) for n, key in ((logged, "sent"), (evaluated, "evaluated")))
-            path.write_text(json.dumps({**known, "sent": logged, "evaluated": evaluated}) + "\n")
+        if kept := kept_facts(name, folder):
+            logged, evaluated = max(logged, kept.get("sent", -1)), max(evaluated, kept.get("evaluated", -1))
+            keep_facts(name, folder, sent=logged, evaluated=evaluated)
     return logged, evaluated
-
-
-def new_id() -> str:
-    return secrets.token_hex(6)

@@ -18,8 +18,7 @@ from sftron.config import Logging
 from sftron.errors import without_secrets
 from sftron.train.logs import console
 from sftron.train.logs.loggers import Loggers
-from sftron.train.logs.trackers import Mlflow, TensorBoard, Tracker, Trackio
-from sftron.train.logs.wandb import Wandb, has_key
+from sftron.train.logs.trackers import Mlflow, TensorBoard, Tracker, Trackio, Wandb, has_key
 from sftron.train.resume import Start
 from sftron.train.run import Setup
 from sftron.train.run_directory import RunDirectory
@@ -50,21 +49,16 @@ def require_loggers(options: Logging) -> None:
         console.write(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
 
 
-def make_loggers(setup: Setup, directory: RunDirectory, start: Start | None, *, num_parameters: int) -> Loggers | None:
+def make_loggers(setup: Setup, directory: RunDirectory, start: Start, *, num_parameters: int) -> Loggers | None:
     """Returns the loggers of the run; None if there are none, and on all ranks but the main one."""
-    options, folder, loggers = setup.config.logging, directory.folder, []
+    options = setup.config.logging
     names = [*options.to, *(["wandb"] if "wandb" not in options.to and options.wandb_mode != "disabled" else [])]
     if not names or not setup.ranks.is_main:
         return None
-    started_from = str(start.folder) if start else None
+    started_from = str(start.folder) if start.folder else None
     facts = partial(config_and_facts, setup, parameters=num_parameters, started_from=started_from)
-    kinds = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": Mlflow}
-    for name in names:
-        if name == "wandb":
-            loggers.append(Wandb(setup, folder, facts, mode=options.wandb_mode, sample_page=directory.samples))
-        else:
-            loggers.append(kinds.get(name, Tracker)(name, setup, folder, facts))
-    return Loggers(loggers)
+    kinds = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": Mlflow, "wandb": Wandb}
+    return Loggers([kinds.get(name, Tracker)(name, setup, directory.folder, facts) for name in names])
 
 
 def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:

@@ -154,6 +154,57 @@ class Step:
         return max(counts) - min(counts) > _LEAST_UNLIKE * max(counts)
 
 
+def spans_of_rows(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:
+    """Yields (row, start, end, feature): the tokens of a row that are no padding, or those of each of its features."""
+    num_rows, features, ids = len(batch.ids), list(batch.features), batch.ids.astype(np.int32)
+    lists = [ids_of(feature) for feature in features]
+    if len(features) == num_rows:
+        for row, (feature, own) in enumerate(zip(features, lists, strict=True)):
+            at = -1 if own is None else find(ids[row], own)
+            start, end = _real(batch, row) if at < 0 or own is None else (at, at + len(own))
+            yield row, start, end, feature
+        return
+    found, at = list[tuple[int, int, int, Any]](), 0
+    for feature, own in zip(features, lists, strict=True) if num_rows == 1 else ():
+        start = -1 if own is None else find(ids[0, at:], own)
+        if start < 0 or own is None:
+            break
+        found.append((0, at + start, at + start + len(own), feature))
+        at += start + len(own)
+    is_flat = num_rows == 1 and len(found) == len(features) > 0
+    yield from found if is_flat else ((row, *_real(batch, row), None) for row in range(num_rows))
+
+
+def ids_of(feature: Any) -> np.ndarray | None:
+    ids = feature.get("input_ids") if isinstance(feature, Mapping) else None
+    return None if ids is None else np.asarray(ids, dtype=np.int32).reshape(-1)
+
+
+def _real(batch: SeenBatch, row: int) -> tuple[int, int]:
+    """Returns the range of a row without its padding, as the attention mask shows it."""
+    if batch.attended is None:
+        return 0, batch.ids.shape[1]
+    real = np.flatnonzero(batch.attended[row] != 0)
+    return (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
+
+
+def claimed_starts(batch: SeenBatch, row: int) -> Iterator[int]:
+    """Yields where documents of a row begin by what the trainer passes: positions, or a mask of document numbers."""
+    if batch.positions is not None:
+        yield from (np.flatnonzero(np.diff(batch.positions[row]) <= 0) + 1).tolist()
+    if batch.attended is not None and batch.attended[row].max(initial=0) > 1:
+        yield from (np.flatnonzero(np.diff(batch.attended[row])) + 1).tolist()
+
+
+def find(inside: np.ndarray, wanted: np.ndarray) -> int:
+    """Returns the first index at which `wanted` occurs in `inside`, both int32; -1 if it does not."""
+    data, sought, at = inside.tobytes(), wanted.tobytes(), -1
+    while sought and (at := data.find(sought, at + 1)) >= 0:
+        if at % inside.itemsize == 0:
+            return at // inside.itemsize
+    return -1
+
+
 def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
     """Returns what the dataloader gives for a batch, without the second half of its labels.
 
@@ -202,10 +253,9 @@ def rows_of(sample: Any) -> list[Any]:
     """Returns the rows of a sample, as dictionaries if they are mappings. Raises ValueError if one holds an image."""
     rows = [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]
     for row in rows:
-        # LLaMA-Factory gives every row such columns, which are None for text.
-        found = [name for name in _MEDIA if isinstance(row, dict) and row.get(name) not in (None, [])]
-        if found:
-            raise ValueError(f"a row of the data set has {found[0]}; only text is checked")
+        # LLaMA-Factory gives every row such columns, which are empty for text.
+        if media := [name for name in _MEDIA if isinstance(row, dict) and row.get(name)]:
+            raise ValueError(f"a row of the data set has {media[0]}; only text is checked")
     return rows
 
 

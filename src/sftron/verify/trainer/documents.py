@@ -13,14 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sftron.data.types import (
-    IGNORE_INDEX,
-    ConversationKey,
-    LabeledConversation,
-    Role,
-    TokenizedConversation,
-    Turn,
-)
+from sftron.data.types import IGNORE_INDEX, Role, TokenizedConversation, Turn
+from sftron.verify.trainer.batches import find
 from sftron.verify.trainer.truth import Encoder, PlainText, Truth
 from sftron.verify.trainer.turn_text import Parsed
 
@@ -77,8 +71,11 @@ class Document:
 
     @property
     def answers(self) -> list[Turn]:
-        """The answers that it holds whole."""
-        return [turn for turn in self.tokens.turns if turn.role is Role.ASSISTANT] if self.tokens is not None else []
+        """The answers that it holds whole, without those that the template leaves out."""
+        turns = self.tokens.turns if self.tokens is not None else ()
+        return [
+            turn for turn in turns if turn.role is Role.ASSISTANT and (turn.end > turn.start or turn.stop is not None)
+        ]
 
     @property
     def trained(self) -> np.ndarray:
@@ -87,16 +84,6 @@ class Document:
         if self.start == 0:
             trained[:1] = False
         return trained
-
-    @property
-    def labeled(self) -> LabeledConversation:
-        """Its labels, shifted, as those of one conversation; a label of the first token is left out."""
-        assert self.tokens is not None
-        labels = np.append(self.labels[1:], np.int32(IGNORE_INDEX))
-        weights = (labels != IGNORE_INDEX).astype(np.float32)
-        return LabeledConversation(
-            self.ids, labels, weights, self.tokens.role_ids, ConversationKey(self.batch, self.row)
-        )
 
     def part(self, begin: int, end: int) -> Document:
         """Returns tokens [begin, end) of a document whose conversation is not known yet."""
@@ -111,11 +98,8 @@ class Document:
         if truth.tokens is None:
             is_cut = at + end - begin < len(truth.ids)
             return replace(self, source=source, truth=truth, num_cut_before=at, is_cut_after=is_cut)
-        own, around, is_text = (
-            slice(at, at + end - begin),
-            (begin, len(self) - end),
-            isinstance(truth.content, PlainText),
-        )
+        own, around = slice(at, at + end - begin), (begin, len(self) - end)
+        is_text = isinstance(truth.content, PlainText)
         turns, cuts_answer = list[Turn](), False
         for turn in truth.tokens.turns:
             first, last, stop = (None if n is None else n + begin - at for n in (turn.start, turn.end, turn.stop))
@@ -153,27 +137,29 @@ def locate(document: Document, truth: Truth, source: str, encoder: Encoder) -> D
 
     The tokens around are special tokens or white space. Returns None if the truth is not there.
     """
-    found = _locate(document.ids, truth.ids, encoder.special_ids | encoder.blank_ids)
-    if found is None:
+    around = encoder.special_ids | encoder.blank_ids
+    if (found := _locate(document.ids, truth.ids, around)) is None:
         return None
     begin, end, at = found
-    fitted, bos = document.fitted(truth, source, begin, end, at), encoder.tokenizer.bos_token_id
-    if not set(document.ids[end:].tolist()) <= encoder.special_ids | encoder.blank_ids:
-        difference = f"{encoder.decode(document.ids[end:])!r} after the conversation, where the template ends"
-        return replace(fitted, difference=difference)
-    if begin:
+    fitted, decode, bos = document.fitted(truth, source, begin, end, at), encoder.decode, encoder.tokenizer.bos_token_id
+    begins_with_bos = len(truth.ids) > 0 and truth.ids[0] == bos
+    is_template = truth.tokens is not None and (truth.tokens.role_ids[:at] == Role.TEMPLATE).all()
+    if not set(document.ids[end:].tolist()) <= around:
+        difference = f"{decode(document.ids[end:])!r} after the conversation, where the template ends"
+    elif begin and begins_with_bos and document.ids[0] == bos:
+        difference = f"a doubled beginning: {decode(document.ids[: begin + 1])!r}"
+    elif begin:
         difference = (
-            f"{encoder.decode(document.ids[:begin])!r} before the conversation, which the template does not write there"
+            f"{decode(document.ids[:begin])!r} before the conversation, which the template does not write there"
         )
-        if document.ids[0] == bos and len(truth.ids) and truth.ids[0] == bos:
-            difference = f"a doubled beginning: {encoder.decode(document.ids[: begin + 1])!r}"
-        return replace(fitted, difference=difference)
-    is_bos = at == 1 and truth.ids[0] == bos and (truth.ids == bos).sum() == 1
-    is_template = at > 0 and truth.tokens is not None and (truth.tokens.role_ids[:at] == Role.TEMPLATE).all()
-    if is_bos or (is_template and int(document.ids[0]) in encoder.special_ids):
-        difference = f"no {encoder.decode(truth.ids[:at])!r} at the beginning, which the template writes"
+    elif (at == 1 and begins_with_bos and (truth.ids == bos).sum() == 1) or (
+        at and is_template and int(document.ids[0]) in encoder.special_ids
+    ):
+        difference = f"no {decode(truth.ids[:at])!r} at the beginning, which the template writes"
         return replace(fitted, difference=difference, num_cut_before=0)
-    return fitted
+    else:
+        return fitted
+    return replace(fitted, difference=difference)
 
 
 def _locate(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:
@@ -225,12 +211,3 @@ def fragment(document: Document, truth: Truth, parsed: Parsed) -> Document | Non
         cuts_answer=Role.ASSISTANT in cut_roles,
         num_unclear=start,
     )
-
-
-def find(inside: np.ndarray, wanted: np.ndarray) -> int:
-    """Returns the first index at which `wanted` occurs in `inside`, both int32; -1 if it does not."""
-    data, sought, at = inside.tobytes(), wanted.tobytes(), -1
-    while sought and (at := data.find(sought, at + 1)) >= 0:
-        if at % inside.itemsize == 0:
-            return at // inside.itemsize
-    return -1

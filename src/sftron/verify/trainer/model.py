@@ -39,8 +39,7 @@ def _outputs(module: nn.Module | None) -> Iterator[list[Any]]:
     found = list[Any]()
     with ExitStack() as stack:
         if module is not None:
-            hook = module.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-            stack.callback(hook.remove)
+            stack.enter_context(module.register_forward_hook(lambda _module, _inputs, output: found.append(output)))
         yield found
 
 
@@ -53,7 +52,6 @@ class CalledModel:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._hidden_of, self._evaluated = dict[int, Tensor](), dict[int, tuple[float, Tensor]]()
 
     @cached_property
     def module(self) -> nn.Module:
@@ -101,12 +99,8 @@ class CalledModel:
             caught.update({"input_ids": args[0], **kwargs} if args else kwargs)
             raise _Caught
 
-        handle = self.module.register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with suppress(_Caught):
-                call()
-        finally:
-            handle.remove()
+        with self.module.register_forward_pre_hook(catch, with_kwargs=True), suppress(_Caught):
+            call()
         return caught
 
     def loss_of(self, inputs: Mapping[str, Any], num_items: Any, *, training: bool = True) -> Tensor:
@@ -120,16 +114,11 @@ class CalledModel:
     def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
         """Returns the last hidden states [B, T, H] of the batch with these ids, within the trainer's `compute_loss`.
 
-        Returns logits [B, T, V] instead if the decoder cannot be found. Those of the batch's own ids are kept.
+        Returns logits [B, T, V] instead if the decoder cannot be found.
         """
-        is_own = ids is batch.inputs["input_ids"]
-        if is_own and id(batch) in self._hidden_of:
-            return self._hidden_of[id(batch)]
         found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
         if found.shape[1] < ids.shape[1]:
             raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens alone")
-        if is_own:
-            self._hidden_of[id(batch)] = found
         return found
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
@@ -154,7 +143,7 @@ class CalledModel:
         with ExitStack() as stack:
             for each in (self.decoder, self.module):
                 if each is not None:
-                    stack.callback(each.register_forward_hook(keep).remove)
+                    stack.enter_context(each.register_forward_hook(keep))
             with suppress(_Caught):
                 call()
         if not found:
@@ -163,11 +152,9 @@ class CalledModel:
 
     def evaluated(self, batch: SeenBatch) -> tuple[float, Tensor]:
         """Returns the sum of the cross-entropies of a batch and its last hidden states [B, T, H], without dropout."""
-        if id(batch) not in self._evaluated:
-            sums = list[float]()
-            hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
-            self._evaluated[id(batch)] = sums[0], hidden[:, -batch.ids.shape[1] :]
-        return self._evaluated[id(batch)]
+        sums = list[float]()
+        hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
+        return sums[0], hidden[:, -batch.ids.shape[1] :]
 
     def gradient_positions(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
         """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.
@@ -183,14 +170,10 @@ class CalledModel:
             output.last_hidden_state = leaves[-1]
             return output
 
-        handle = self.decoder.register_forward_hook(cut)
-        try:
-            with torch.enable_grad():
-                # In float16, the gradient at a token that is predicted well would be 0 without the factor.
-                loss = 1024 * self.loss_of(batch.inputs, num_items, training=False)
-                (gradient,) = torch.autograd.grad(loss, leaves[-1])
-        finally:
-            handle.remove()
+        with self.decoder.register_forward_hook(cut), torch.enable_grad():
+            # In float16, the gradient at a token that is predicted well would be 0 without the factor.
+            loss = 1024 * self.loss_of(batch.inputs, num_items, training=False)
+            (gradient,) = torch.autograd.grad(loss, leaves[-1])
         has_gradient = gradient.abs().amax(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy() > 0
         has_label = np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (0, 1)))
         return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,8 @@ from sftron.data.types import IGNORE_INDEX, Role
 from sftron.verify.isolation import rounding_of
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
-from sftron.verify.trainer.batches import SeenBatch, Step
+from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.model import StepLosses
 from sftron.verify.trainer.subject import TrainerSubject
 
 
@@ -31,30 +29,24 @@ def isolation(subject: TrainerSubject) -> Finding:
     if "in one row" not in dict(leaking):
         _require_bounds(subject)
     if not found and not problem and _are_alone(subject):
-        return Finding(
-            True, f"each of {len(subject.training.batches):,} batches holds one conversation", "no other one"
-        )
+        measured = f"each of {len(subject.training.batches):,} batches holds one conversation"
+        return Finding(True, measured, "no other one")
     if not found:
         raise NotMeasuredError(problem or "no batch holds two conversations with known bounds")
     kind, worst = max(
         leaking or found, key=lambda each: (each[1].difference, each[1].past_difference, each[1].num_conversations)
     )
-    counts = Counter(kind for kind, _ in found)
     measured = f"{worst.num_conversations} conversations {kind}: others change by {worst.difference:.2g}"
     if worst.shows_future:
         measured += f", and tokens before a changed one by {worst.past_difference:.2g}"
+    counts = Counter(kind for kind, _ in found)
     detail = (
         f"measured {', '.join(f'{number} times {kind}' for kind, number in counts.items())}",
         f"a changed conversation itself changes by {worst.own_difference:.2g}",
         f"arguments: {subject.arguments}",
     )
-    return Finding(
-        not leaking,
-        measured,
-        f"<= {worst.rounding:.1g}",
-        detail,
-        "" if not leaking else _isolation_remedy(subject, kind, shows_future=worst.shows_future),
-    )
+    remedy = _isolation_remedy(subject, kind, shows_future=worst.shows_future) if leaking else ""
+    return Finding(not leaking, measured, f"<= {worst.rounding:.1g}", detail, remedy)
 
 
 def _isolation_remedy(subject: TrainerSubject, kind: str, *, shows_future: bool) -> str:
@@ -83,7 +75,7 @@ def _require_bounds(subject: TrainerSubject) -> None:
     documents = view.documents
     is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
     unclear = [each for each in documents if each.source in ("", "ids") and view.batches[each.batch].positions is None]
-    if is_packed and any(map(view.finder.may_be_several, unclear)):
+    if is_packed and any(map(view.may_be_several, unclear)):
         raise NotMeasuredError(
             "rows are packed, and the template does not show where a conversation begins; give them as conversations="
         )
@@ -116,49 +108,42 @@ def loss(subject: TrainerSubject) -> Finding:
     weights = [returned / (each / num_trained) for returned, each, count in pairs if count]
     apart, worst = abs(total - ratio) / ratio, max(abs(weight - 1) for weight in weights)
     tolerance = _ROUNDED_TOLERANCE if subject.model.is_rounded else _TOLERANCE
-    detail = [
+    detail = (
         f"labels of the micro-batches: {', '.join(map(str, counts))}; num_items_in_batch: {num_items}",
         f"the step returns {total:.6g}, the ratio is {ratio:.6g}",
         f"weight of each micro-batch against the ratio: {', '.join(f'{each:.3f}' for each in weights)}",
-    ]
-    if losses.auxiliary:
-        detail.append(f"without the auxiliary loss that the model adds, {losses.auxiliary:.3g} in each micro-batch")
+        f"without the auxiliary loss that the model adds, {losses.auxiliary:.3g} in each" if losses.auxiliary else "",
+    )
     if not math.isfinite(total + ratio):
-        return Finding(
-            False, f"the step returns {total}, the ratio is {ratio}", "finite", tuple(detail), remedies.NAN.of(trainer)
-        )
+        measured = f"the step returns {total}, the ratio is {ratio}"
+        return Finding(False, measured, "finite", detail, remedies.NAN.of(trainer))
     if num_items not in (None, num_trained):
         measured = f"num_items_in_batch is {num_items}, and {num_trained} labels are trained"
-        return Finding(False, measured, "equal", tuple(detail), remedies.OTHER_COUNT.of(trainer))
+        return Finding(False, measured, "equal", detail, remedies.OTHER_COUNT.of(trainer))
     if apart <= tolerance and worst <= max(tolerance, _WEIGHT_TOLERANCE):
         measured = f"{apart:.1e} from the ratio of {num_trained:,} labels"
-        found = Finding(True, measured, f"<= {tolerance:.0e}, relative", tuple(detail))
+        found = Finding(True, measured, f"<= {tolerance:.0e}, relative", detail)
         # An untrained model's loss is near the logarithm of its vocabulary, whatever the labels are.
         smallest = min((batch for batch in step.batches if batch.num_trained), key=lambda batch: batch.ids.size)
         return _at_other_places(subject, smallest, found) or _with_neighbors(subject, found, tolerance)
-    measured = f"{apart:.1%} from the ratio; a micro-batch's weight is off by {worst:.0%}"
-    passes_no_count = trainer.model_accepts_loss_kwargs is False and trainer.compute_loss_func is None
-    remedy = remedies.NO_LOSS_KWARGS if passes_no_count else remedies.MEAN_OF_MEANS
-    found = Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), remedy.of(trainer))
     if _are_equal([*weights, num_trained]):
         measured = f"{total / ratio:,.0f} times the ratio: a sum that is not divided by its {num_trained:,} labels"
-        return replace(found, measured=measured, remedy=remedies.UNDIVIDED.of(trainer))
-    if (kind := _of_means(step, losses)) and not (_declared_loss(trainer) and num_items is not None):
-        measured = f"{kind} of the micro-batches' means, {apart:.1%} from the ratio; weights off by {worst:.0%}"
-        return replace(found, measured=measured)
+        return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.UNDIVIDED.of(trainer))
+    measured = f"{apart:.1%} from the ratio; the weight of a micro-batch is off by {worst:.0%}"
+    passes_no_count = trainer.model_accepts_loss_kwargs is False and trainer.compute_loss_func is None
+    remedy = remedies.NO_LOSS_KWARGS if passes_no_count else remedies.MEAN_OF_MEANS
+    found = Finding(False, measured, f"<= {tolerance:.0e}", detail, remedy.of(trainer))
     return _of_another_loss(subject, found, tolerance)
-
-
-def _of_means(step: Step, losses: StepLosses) -> str:
-    """Returns how several micro-batches' means are joined: "a mean", "a sum", or "" if they are not."""
-    pairs = zip(losses.returned, losses.sums, step.batches, strict=True)
-    shares = [returned / (each / batch.num_trained) for returned, each, batch in pairs if batch.num_trained]
-    kinds = {"a mean": 1 / len(shares), "a sum": 1.0} if len(shares) > 1 else {}
-    return next((kind for kind, share in kinds.items() if _are_equal([*shares, share])), "")
 
 
 def _are_equal(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= _WEIGHT_TOLERANCE * max(map(abs, values))
+
+
+def _spread(losses: Sequence[float]) -> float:
+    """Returns how far the loss of some rows together, the first, is from the sum of theirs alone, relative."""
+    whole, *alone = losses
+    return abs(sum(alone) - whole) / abs(whole) if whole else 0.0
 
 
 def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -> Finding:
@@ -168,8 +153,7 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
     """
     spread, detail = 0.0, found.detail
     if subject.together_and_alone:
-        whole, *alone = (subject.model.evaluated(each)[0] for each in subject.together_and_alone)
-        spread = abs(sum(alone) - whole) / whole if whole else 0.0
+        spread = _spread([subject.model.evaluated(each)[0] for each in subject.together_and_alone])
         detail = (*detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:
         _require_accumulation(subject)
@@ -197,18 +181,16 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
 
     They are compared without dropout.
     """
-    batches, num_items, declared = subject.together_and_alone, subject.step.num_items, _declared_loss(subject.trainer)
+    batches, num_items = subject.together_and_alone, subject.step.num_items
     if not batches or num_items is None:
         return found
     with torch.no_grad():
-        whole, *alone = (float(subject.model.loss_of(each.inputs, num_items, training=False)) for each in batches)
-    spread = abs(sum(alone) - whole) / abs(whole)
+        spread = _spread([float(subject.model.loss_of(each.inputs, num_items, training=False)) for each in batches])
     if spread > max(tolerance, _OTHER_TOLERANCE):
-        detail = (*found.detail, f"the same rows one by one: {spread:.1%} apart")
-        return Finding(False, found.measured, found.allowed, detail, found.remedy)
+        return replace(found, detail=(*found.detail, f"the same rows one by one: {spread:.1%} apart"))
     if wrong := _at_other_places(subject, batches[0], found):
         return wrong
-    what = declared or "another loss than the cross-entropy"
+    what = "another loss than the cross-entropy"
     detail = (*found.detail, f"{what}: only its invariance to batching is measured")
     return Finding(True, f"{what}; the same rows one by one: {spread:.1e} apart", found.allowed, detail)
 
@@ -220,15 +202,6 @@ def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) 
         return None
     measured = f"the loss ignores {num_missing:,} of {batch.num_trained:,} labels, and is over {num_other:,} others"
     return Finding(False, measured, "the labels", found.detail, remedies.OTHER_LABELS.of(subject.trainer))
-
-
-def _declared_loss(trainer: Any) -> str:
-    """Returns the name of a loss that the trainer declares and that is no cross-entropy; "" if there is none."""
-    if getattr(trainer.args, "loss_type", "nll") not in ("nll", None):
-        return f"loss_type={trainer.args.loss_type!r}"
-    if getattr(trainer.args, "label_smoothing_factor", 0):
-        return f"label smoothing of {trainer.args.label_smoothing_factor:g}"
-    return "compute_loss_func" if trainer.compute_loss_func is not None else ""
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------
@@ -244,9 +217,8 @@ def padding(subject: TrainerSubject) -> Finding:
     hidden = [each for each in view.documents if _hides_text(view.batches[each.batch], each)]
     if not num_padding and not hidden:
         raise NotMeasuredError("no batch has padding")
-    difference, allowed = next(
-        filter(None, (_change_by_padding(subject, *pair) for pair in subject.computed)), (0.0, 0.0)
-    )
+    changes = filter(None, (_change_by_padding(subject, *pair) for pair in subject.computed))
+    difference, allowed = next(changes, (0.0, 0.0))
     found = [f"{num_trained:,} of {num_padding:,} padding tokens trained"] if num_trained else []
     if hidden:
         found.append(f"the attention mask is 0 at tokens of {len(hidden):,} conversations")

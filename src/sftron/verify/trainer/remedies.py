@@ -6,10 +6,8 @@ A library's option is named only for trainers of that library.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-_LIBRARIES = ("axolotl", "llamafactory", "swift", "trl")
 
 
 @dataclass(frozen=True)
@@ -17,143 +15,108 @@ class Remedy:
     meaning: str
     option: str = ""
     """What mends it in transformers' Trainer, and in libraries without another option."""
-    options: Mapping[str, str] | None = None
-    """What mends it in other libraries, by their names as packages."""
+    trl: str = ""
+    axolotl: str = ""
+    llamafactory: str = ""
+    swift: str = ""
 
     def of(self, trainer: Any, **values: Any) -> str:
-        option = (self.options or {}).get(library_of(trainer), self.option)
+        option = getattr(self, library_of(trainer), "") or self.option
         return f"{self.meaning} {option}".strip().format(**values)
 
 
 def library_of(trainer: Any) -> str:
     """Returns the package that the trainer's class is derived from; "" for transformers."""
     packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
-    return next((name for name in _LIBRARIES if name in packages), "")
+    return next((name for name in ("axolotl", "llamafactory", "swift", "trl") if name in packages), "")
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 EVERY_TOKEN = Remedy("Tokens are left out of the loss.", "Give each token but padding its own id as label.")
-_LABELS = (
-    "Give labels of -100 to all but what the model writes: the tokens behind apply_chat_template(..., "
-    "add_generation_prompt=True) up to each answer's stop token, which has its label too."
-)
-_MASKS = {
-    "axolotl": "Set train_on_inputs: false with roles_to_train: [assistant] and train_on_eos: turn.",
-    "llamafactory": "Set train_on_prompt: false and mask_history: false.",
-    "swift": "Set --loss_scale default, and --template_backend swift: the other one masks nothing.",
-}
 PROMPTS_TRAINED = "The prompts are trained."
 HEADERS_TRAINED = "The mask begins before what the model writes."
 ANSWERS_LEFT_OUT = "Answers, or parts of them, are left out of the loss."
 NOTHING_TRAINED = "No answer is trained."
 STOP_MASKED = "The stop token is masked away."
-
 _PAIRS = (
-    "Give rows of prompt and completion, one for each answer ({'prompt': the messages before it, 'completion': [the "
-    "answer]}), and TRL trains the completion alone"
+    "Give rows of prompt and completion, one for each answer ({{'prompt': the messages before it, 'completion': [the "
+    "answer]}}), and TRL trains the completion alone"
 )
-_MARKS = (
-    "Move the marks of the chat template: {% generation %} behind the header of an answer, and {% endgeneration %} "
-    "behind its stop token."
+_MASK = Remedy(
+    "{meaning}",
+    "Give labels of -100 to all but what the model writes: the tokens behind apply_chat_template(..., "
+    "add_generation_prompt=True) up to each answer's stop token, which has its label too.",
+    trl="{of_trl}",
+    axolotl="Set train_on_inputs: false with roles_to_train: [assistant] and train_on_eos: turn.",
+    llamafactory="Set train_on_prompt: false and mask_history: false.",
+    swift="Set --loss_scale default, and --template_backend swift: the other one masks nothing.",
 )
 
 
-def of_mask(trainer: Any, tokenizer: Any, rows: Sequence[Any], meaning: str) -> str:
-    """Returns the remedy for labels that are not as meant."""
-    library = library_of(trainer)
-    option = _of_trl(trainer, tokenizer, rows) if library == "trl" else _MASKS.get(library, _LABELS)
-    everything = " If a loss over everything is meant, pass trained_roles='all'." * (meaning == PROMPTS_TRAINED)
-    return f"{meaning} {option}{everything}"
-
-
-def _of_trl(trainer: Any, tokenizer: Any, rows: Sequence[Any]) -> str:
-    """Returns what makes TRL mask these rows; assistant_only_loss needs a template with marks that writes the same."""
+def of_mask(trainer: Any, rows: Sequence[Any], meaning: str) -> str:
+    """Returns the remedy for labels that are not as meant; for TRL's masks, one that the columns of the rows allow."""
     columns = set(rows[0]) if rows and isinstance(rows[0], Mapping) else set()
-    if getattr(trainer.args, "assistant_only_loss", False) and "messages" in columns:
-        return _MARKS
-    if {"prompt", "completion"} <= columns and not getattr(trainer, "completion_only_loss", False):
-        return "Set SFTConfig(completion_only_loss=True)."
-    if "messages" not in columns:
-        return f"{_PAIRS}."
-    if _marks_answers(tokenizer, rows):
-        return "Set SFTConfig(assistant_only_loss=True)."
-    return (
-        f"{_PAIRS}. assistant_only_loss=True needs a chat template with marks around each answer and its stop token "
-        "(chat_template_path='marked.jinja'): this one has none, and TRL has no marked copy of it that writes the same."
-    )
-
-
-def _marks_answers(tokenizer: Any, rows: Sequence[Any]) -> bool:
-    """Returns whether the template that TRL takes for assistant_only_loss writes the tokenizer's ids, with masks."""
-    from trl.chat_template_utils import get_training_chat_template
-
-    options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    try:
-        template = get_training_chat_template(tokenizer)
-        for row in rows:
-            own = tokenizer.apply_chat_template(row["messages"], return_dict=True)
-            marked = tokenizer.apply_chat_template(row["messages"], chat_template=template, **options)
-            if own["input_ids"] != marked["input_ids"] or 1 not in marked["assistant_masks"]:
-                return False
-    except Exception:  # TRL has none, or a template refuses a row
-        return False
-    return True
+    of_trl = _PAIRS.format() + "."
+    if "messages" in columns:
+        of_trl += (
+            " assistant_only_loss=True does the same only with a chat template that has marks around each answer and "
+            "its stop token (chat_template_path='marked.jinja'), and writes the same."
+        )
+        if getattr(trainer.args, "assistant_only_loss", False):
+            of_trl = (
+                "Move the marks of the chat template: {% generation %} behind the header of an answer, and "
+                "{% endgeneration %} behind its stop token."
+            )
+    elif {"prompt", "completion"} <= columns and not getattr(trainer, "completion_only_loss", False):
+        of_trl = "Set SFTConfig(completion_only_loss=True)."
+    everything = " If a loss over everything is meant, pass trained_roles='all'." * (meaning == PROMPTS_TRAINED)
+    return _MASK.of(trainer, meaning=meaning, of_trl=of_trl) + everything
 
 
 SHIFTED_LABELS = Remedy(
     "The labels are shifted before the model shifts them again.",
-    "Give labels that equal input_ids at the same index (transformers' models shift by one); shift_labels, if they are "
-    "passed, hold the token after each.",
+    "Give labels that equal input_ids at the same index; shift_labels, if passed, hold the token after each.",
 )
 MASKED_IDS = Remedy(
-    "The ids themselves are changed, and the labels are those that were there, as for masked language models.",
-    "Set DataCollatorForLanguageModeling(mlm=False).",
+    "The ids are changed, and the labels are those that were there.", "Set DataCollatorForLanguageModeling(mlm=False)."
 )
-ANSWERS_UNTRAINED = Remedy(
-    "The answers themselves have no label, so their stop tokens have none.", "See trained tokens."
-)
+ANSWERS_UNTRAINED = Remedy("The answers themselves have no label; see trained tokens.")
 PAD_IS_STOP = Remedy(
-    "The padding token is the stop token, {pad}, and the collator masks every padding token.",
-    "Set tokenizer.pad_token to another token, or take DataCollatorForSeq2Seq, which pads labels by position.",
-    {"trl": "Leave data_collator out: TRL's pads labels by position."},
+    " The padding token is the stop token, {pad}: if the collator masks every padding token,",
+    "set tokenizer.pad_token to another token, or take DataCollatorForSeq2Seq, which pads labels by position.",
+    trl="leave data_collator out: TRL's pads labels by position.",
 )
 NO_STOP = Remedy(
     "No stop token follows the answers.",
     "Give a chat template that writes one, such as the eos_token, behind each answer.",
-    {"trl": "Give a chat template (chat_template_path=) that writes one, such as the eos_token, behind each answer."},
+    trl="Give a chat template (chat_template_path=) that writes one, such as the eos_token, behind each answer.",
 )
 
 # -- ids and bounds ----------------------------------------------------------------------------------------------------
 
-_RENDERED_BY_LIBRARY = {
-    "trl": "Give rows of messages, or of prompt and completion, which TRL renders with the tokenizer's template.",
-    "llamafactory": "Leave `template:` out, and LLaMA-Factory takes the tokenizer's own.",
-    "swift": "Take the --template of ms-swift that writes the same as the tokenizer's own.",
-}
-_RENDERED = (
-    "Tokenize the messages with apply_chat_template(tokenize=True); or set tokenizer.chat_template to the template in "
-    "which the rows are, so that it is saved."
-)
 OTHER_FORMAT = Remedy(
     "The model is trained on another format than its tokenizer's template writes, and than it is used with.",
-    _RENDERED,
-    _RENDERED_BY_LIBRARY,
+    "Tokenize the messages with apply_chat_template(tokenize=True); or set tokenizer.chat_template to the template in "
+    "which the rows are, so that it is saved.",
+    trl="Give rows of messages, or of prompt and completion, which TRL renders with the tokenizer's template.",
+    llamafactory="Leave `template:` out, and LLaMA-Factory takes the tokenizer's own.",
+    swift="Take the --template of ms-swift that writes the same as the tokenizer's own.",
 )
-NO_BEGINNING = Remedy("The template writes a beginning that the batch lacks.", _RENDERED, _RENDERED_BY_LIBRARY)
-TRAINING_TEMPLATE = (
+NO_BEGINNING = replace(OTHER_FORMAT, meaning="The template writes a beginning that the batch lacks.")
+TRAINING_TEMPLATE = Remedy(
     "For assistant_only_loss TRL renders a copy of the template, which writes these rows otherwise than the "
     f"tokenizer's own, with which the model is saved. {_PAIRS}; leave assistant_only_loss out."
 )
 APPLIED_TWICE = Remedy(
     "The chat template is applied twice: the text of a message begins as a rendered conversation does.",
     "Render the messages once: give either rendered text or messages to what tokenizes them.",
-    {"trl": "Give TRL the messages as they are, not rendered."},
+    trl="Give TRL the messages as they are, not rendered.",
 )
 DOUBLED_BOS = Remedy(
     "The text of the template has its beginning-of-text token already, and the tokenizer adds another.",
     "Tokenize rendered text with add_special_tokens=False.",
-    {"trl": "Give rows of messages: TRL renders and tokenizes them in one step."},
+    trl="Give rows of messages: TRL renders and tokenizes them in one step.",
 )
 TEMPLATE_UNSET = Remedy(
     "A server would have no template for its prompts.",
@@ -163,44 +126,39 @@ _LIMIT = "raise {} above the longest conversation; else keep every message where
 PARTS = Remedy(
     "The rows hold parts of conversations. If a limit cuts them (the longest document here has {longest:,} tokens),",
     _LIMIT.format("it"),
-    {
-        "trl": _LIMIT.format("SFTConfig(max_length=...)"),
-        "axolotl": _LIMIT.format("sequence_len"),
-        "llamafactory": _LIMIT.format("cutoff_len"),
-        "swift": _LIMIT.format("--max_length"),
-    },
+    trl=_LIMIT.format("SFTConfig(max_length=...)"),
+    axolotl=_LIMIT.format("sequence_len"),
+    llamafactory=_LIMIT.format("cutoff_len"),
+    swift=_LIMIT.format("--max_length"),
 )
 ROWS_DROPPED = Remedy(
     "Rows are dropped while the data is prepared.",
     "Remove the filter that drops them.",
-    {"trl": "Raise SFTConfig(max_length=...) above the longest conversation, or remove the filter that drops them."},
+    trl="Raise SFTConfig(max_length=...) above the longest conversation, or remove the filter that drops them.",
 )
-ROWS_EMPTY = Remedy("These rows train nothing: their answers are masked.", "Check the mask that trained tokens names.")
+ROWS_EMPTY = Remedy("These rows train nothing: their answers are masked; see trained tokens.")
 
 # -- packing -----------------------------------------------------------------------------------------------------------
 
-_PACK = "Take one conversation as a row, and DataCollatorWithFlattening(), which passes position_ids."
-_PACKS = {
-    "trl": "Set packing_strategy='bfd' and a max_length above the longest conversation.",
-    "axolotl": "Set sample_packing: true with flash attention.",
-    "llamafactory": "Set neat_packing: true.",
-}
-POSITIONS_RUN_ON = Remedy(
-    "Positions run on through a packed row, so every conversation is at another distance from its beginning than when "
-    "the model is used.",
-    _PACK,
-    _PACKS,
+CUT_BY_PACKING = Remedy(
+    "Packing cuts conversations where a pack is full.",
+    "Take one conversation as a row, and DataCollatorWithFlattening(), which passes position_ids.",
+    trl="Set packing_strategy='bfd' and a max_length above the longest conversation.",
+    axolotl="Set sample_packing: true with flash attention.",
+    llamafactory="Set neat_packing: true.",
 )
-CUT_BY_PACKING = Remedy("Packing cuts conversations where a pack is full.", _PACK, _PACKS)
-NO_POSITIONS = Remedy(
-    "The packed row is passed without position_ids, so the model attends to all that is before.", _PACK, _PACKS
+POSITIONS_RUN_ON = replace(CUT_BY_PACKING, meaning="Positions run on, where the model is used from position 0 on.")
+NO_POSITIONS = replace(CUT_BY_PACKING, meaning="The packed row has no position_ids: the model attends to all before.")
+LABELS_CROSS = replace(
+    CUT_BY_PACKING,
+    meaning="Labels cross the borders of packed documents.",
+    option="Set the label of each document's first token to -100, as DataCollatorWithFlattening() does.",
 )
 MASK_OF_ONES = Remedy(
-    "The packed rows are passed with an attention_mask, and transformers reads the borders of conversations from "
-    "position_ids only without one.",
+    "transformers reads the borders of conversations from position_ids only without an attention_mask.",
     "Leave the mask out of the batch, as DataCollatorWithFlattening() does, for a model type that supports packed "
     "rows; docs/isolation.md lists the types.",
-    {"llamafactory": "Set neat_packing: true."},
+    llamafactory="Set neat_packing: true.",
 )
 OWN_MASK = Remedy(
     "The batch carries an attention_mask of its own shape, which lets conversations through.",
@@ -213,64 +171,52 @@ FUTURE = Remedy(
 CACHE = Remedy(
     "The cache joins the documents of a row.",
     "Set TrainingArguments(use_cache=False), also where a compute_loss of your own calls the model.",
-    {"trl": "Set SFTConfig(use_cache=False)."},
+    trl="Set SFTConfig(use_cache=False).",
 )
 NOT_ISOLATED = Remedy(
     "{name} with attention {attention!r} does not keep packed conversations apart; docs/isolation.md lists the types "
     "that do.",
     "Give the batches one conversation in each row, such as DataCollatorForSeq2Seq pads.",
-    {
-        "trl": "Set packing=False and padding_free=False.",
-        "axolotl": "Set sample_packing: false.",
-        "llamafactory": "Set packing: false.",
-        "swift": "Set --packing false and --padding_free false.",
-    },
+    trl="Set packing=False and padding_free=False.",
+    axolotl="Set sample_packing: false.",
+    llamafactory="Set packing: false.",
+    swift="Set --packing false and --padding_free false.",
 )
 ROWS_MIXED = Remedy(
     "Rows of one batch affect each other.", "Remove what mixes them (batch statistics), or use batches of one row."
 )
-LABELS_CROSS = Remedy(
-    "Labels cross the borders of packed documents.",
-    "Set the label of each document's first token to -100, as DataCollatorWithFlattening() does.",
-    _PACKS,
-)
 NOT_AS_ALONE = Remedy(
-    "What is served is another model than what is trained: with the batch's arguments it computes something else for "
-    "the same ids.",
+    "With the batch's arguments the model computes something else for the same ids than it will when it is served.",
     "Pass position_ids that begin at 0 with each conversation, or pad on the right (tokenizer.padding_side = 'right'); "
     "and no token_type_ids or masks that a server does not pass.",
 )
 
 # -- loss and padding --------------------------------------------------------------------------------------------------
 
-NAN = Remedy("The loss is not finite before anything is trained.", "Look for NaN or infinity in the model's weights.")
+NAN = Remedy("Look for NaN or infinity in the model's weights.")
 UNDIVIDED = Remedy(
     "The gradient grows with the number of labels of a step.",
     "Divide the sum of the token losses by num_items_in_batch, or do not override compute_loss.",
 )
 OTHER_LABELS = Remedy(
-    "The loss is over other tokens than the labels of the batch.",
     "A token's logits predict the next one: compare logits[:, :-1] with labels[:, 1:], and use all labels; or do not "
-    "override compute_loss.",
+    "override compute_loss."
 )
 MEAN_OF_MEANS = Remedy(
     "The weight of a token depends on the other conversations in its micro-batch.",
     "Do not override compute_loss; or accept num_items_in_batch in it (or in compute_loss_func), divide the sum of the "
     "token losses by it, and set loss_is_scaled_for_ga accordingly.",
 )
-NO_LOSS_KWARGS = Remedy(
-    "The weight of a token depends on the other conversations in its micro-batch: the trainer does not pass "
-    "num_items_in_batch to the model.",
-    "Set trainer.model_accepts_loss_kwargs = True.",
+NO_LOSS_KWARGS = replace(
+    MEAN_OF_MEANS,
+    option="Set trainer.model_accepts_loss_kwargs = True, so that the model is given num_items_in_batch.",
 )
 OTHER_COUNT = Remedy(
     "The loss is divided by another number than that of its labels.",
     "Mask padding and the first token of each row with -100, and do not override get_batch_samples or "
     "_get_num_items_in_batch.",
 )
-BATCH_DEPENDENT = Remedy(
-    "What is learned from a row depends on its neighbors in the batch.", "See isolation, positions and padding."
-)
+BATCH_DEPENDENT = Remedy("What is learned from a row depends on its neighbors: see isolation, positions and padding.")
 PADDING_TRAINED = Remedy(
     "Padding is trained, and counted as labels.",
     "Pad labels with -100, as DataCollatorForSeq2Seq does, or set labels[attention_mask == 0] = -100.",
@@ -298,20 +244,24 @@ TOKENS_FROZEN = Remedy(
     "The adapter cannot teach tokens whose embeddings are frozen.",
     "Set LoraConfig(modules_to_save=['embed_tokens', 'lm_head']), or take a chat template whose tokens the model "
     "knows.",
-    {
-        "axolotl": "Set lora_modules_to_save: [embed_tokens, lm_head].",
-        "llamafactory": "Set additional_target: embed_tokens,lm_head.",
-        "swift": "Set --modules_to_save embed_tokens lm_head.",
-    },
+    axolotl="Set lora_modules_to_save: [embed_tokens, lm_head].",
+    llamafactory="Set additional_target: embed_tokens,lm_head.",
+    swift="Set --modules_to_save embed_tokens lm_head.",
 )
 NO_END = Remedy(
     "A server would generate beyond the answer.",
     "Set tokenizer.eos_token = {stop!r}.",
-    {"trl": "Set SFTConfig(eos_token={stop!r}).", "axolotl": "Set special_tokens: eos_token: {stop!r}."},
+    trl="Set SFTConfig(eos_token={stop!r}).",
+    axolotl="Set special_tokens: eos_token: {stop!r}.",
 )
 OTHER_TOKENIZER = Remedy(
     "The folder's tokenizer gives other ids than those that are trained.",
     "Pass the tokenizer that made the data as processing_class; if it is that one, the folder is loaded as another "
     "class, by its config.json.",
 )
-EVALUATION = "In the evaluation's batches: {remedy}"
+FORGED = Remedy(
+    "A text of the data ends a turn or begins another one.",
+    "Remove the control tokens from the texts before training (no trainer encodes them as text), or tokenize with "
+    "split_special_tokens=True.",
+)
+NOTHING_TRAINABLE = Remedy("Set requires_grad, or give a peft_config.")

@@ -72,7 +72,7 @@ def adapters(subject: TrainerSubject) -> Finding:
     named, is_adapter = dict(model.named_parameters()), hasattr(model, "peft_config")
     trainable = [name for name, each in named.items() if each.requires_grad]
     if not trainable:
-        return Finding(False, "no tensor is trainable", "some", (), "Set requires_grad, or give a peft_config.")
+        return Finding(False, "no tensor is trainable", "some", (), remedies.NOTHING_TRAINABLE.of(subject.trainer))
     if not any(batch.num_trained for batch in subject.step.batches):
         raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
     num_steps, optimized, with_gradient, moved = _moves(subject, named)

@@ -10,10 +10,8 @@ model take a second, small sample, which is computed in full.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, wraps
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -27,7 +25,6 @@ from sftron.data.dataset import PackedDataset
 from sftron.errors import place_of
 from sftron.verify.isolation import Isolation, compare_documents, rounding_of
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import (
     SeenBatch,
     Step,
@@ -39,95 +36,14 @@ from sftron.verify.trainer.batches import (
     with_fewer_labels,
 )
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.finder import Finder
 from sftron.verify.trainer.model import CalledModel, StepLosses
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
+from sftron.verify.trainer.view import View
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
-_FEW_ROWS, _LEAST_KNOWN = 2, 0.95
-
-
-@dataclass(eq=False)
-class View:
-    """Batches of the training's rows, or of the evaluation's, and the documents in them."""
-
-    trainer: Any
-    batches: list[SeenBatch]
-    finder: Finder
-    trained_roles: str
-    is_whole: bool = False
-    """Whether the batches hold all rows of the training."""
-    training: View | None = None
-    """For an evaluation's batches, those of the training."""
-
-    def __post_init__(self) -> None:
-        self.tokenizer = self.finder.encoder.tokenizer
-        self.documents = self.finder.documents(self.batches)
-        self.missing = self.finder.missing() if self.is_whole else []
-        """Given conversations that are in no batch."""
-        self._refused = Counter(self.finder.encoder.refused)
-
-    @property
-    def truth(self) -> str:
-        """The sources of the expected documents, and the reasons why rows cannot be read or rendered."""
-        names = {
-            "rows": "from the data set's rows",
-            "conversations": "from conversations=",
-            "ids": "recovered from ids",
-            "": "not recovered",
-        }
-        counts = Counter(each.source for each in self.documents)
-        words = [f"{counts[source]:,} {name}" for source, name in names.items() if counts[source]]
-        reasons = [f"{reason} ({count:,})" for reason, count in self._refused.most_common(2)]
-        return "; ".join([f"{len(self.documents):,} documents: {', '.join(words) or 'none'}", *reasons])
-
-    def with_roles(self) -> list[Document]:
-        """Returns the documents whose tokens have roles. Raises NotMeasuredError if there are none."""
-        documents = [each for each in self.documents if each.tokens is not None]
-        if not documents:
-            raise NotMeasuredError(f"no document of the batches has known roles: {self.truth}")
-        return documents
-
-    def known(self) -> list[Document]:
-        """Returns the documents that were recovered. Raises NotMeasuredError if more than a few were not."""
-        documents = [each for each in self.documents if each.source]
-        if not documents or len(documents) < _LEAST_KNOWN * len(self.documents):
-            raise NotMeasuredError(f"give the rows as conversations=; of {self.truth}")
-        return documents
-
-    def remedy_of_limit(self, wrong: Sequence[Document]) -> str:
-        """Returns the remedy if only documents that a limit cuts are wrong, as all are of the greatest length."""
-        lengths = Counter(map(len, self.documents))
-        longest = max(lengths, default=0)
-        is_limit = 1 < lengths[longest] < len(self.documents) and {*map(len, wrong)} == {longest}
-        return remedies.PARTS.of(self.trainer, longest=longest) if is_limit else ""
-
-    def remedy_of_mask(self, meaning: str) -> str:
-        if self.trained_roles == "all":
-            return remedies.EVERY_TOKEN.of(self.trainer)
-        return remedies.of_mask(self.trainer, self.tokenizer, self.finder.rows, meaning)
-
-    @property
-    def summary(self) -> str:
-        """How many documents there are; of an evaluation, also how many of them are trained."""
-        assert self.training is not None
-        trained = {each.ids.tobytes() for each in self.training.documents}
-        num_trained = sum(each.ids.tobytes() in trained for each in self.documents)
-        return f"{self.truth}; {num_trained:,} of them are in the training's batches too"
-
-    @cached_property
-    def rows(self) -> list[tuple[SeenBatch, int, list[Document]]]:
-        """Each row of a batch that holds documents with known bounds."""
-        documents: dict[tuple[int, int], list[Document]] = {}
-        for each in self.documents:
-            documents.setdefault((each.batch, each.row), []).append(each)
-        return [
-            (self.batches[number], row, found)
-            for (number, row), found in documents.items()
-            if any(each.source for each in found)
-        ]
+_FEW_ROWS = 2
 
 
 class TrainerSubject:
@@ -147,31 +63,29 @@ class TrainerSubject:
         self.trainer, self.trained_roles, self.model = trainer, trained_roles, CalledModel(trainer)
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
-        if is_packed := isinstance(data, PackedDataset):  # endless; its first packs stand for all
+        if is_endless := isinstance(data, PackedDataset):  # its first packs stand for all
             state = data.state_dict()
             data = list(islice(data, _NUM_PACKS))
             trainer.train_dataset.load_state_dict(state)
         self.total_rows, self.sample = len(data), select(data, chosen_rows(len(data), _NUM_ROWS))
         self.rows = rows_of(self.sample)
         self._needs_all_rows = False  # whether the trainer's own sampler numbers rows that a sample does not have
-        finder = Finder(self.rows, conversations, self.encoder, trainer, trained_roles)
         batches = [batch for step in self._steps(self.sample) for batch in step.batches]
         self._require_embeddings(batches)
-        is_whole = (
-            self.total_rows <= _NUM_ROWS and not is_packed and sum(each.ids.size for each in batches) <= _MOST_TOKENS
+        is_whole = not is_endless and len(data) <= _NUM_ROWS and sum(each.ids.size for each in batches) <= _MOST_TOKENS
+        self.training = View(
+            trainer, self.encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
-        self.training = View(trainer, batches, finder, trained_roles, is_whole)
 
     def _require_embeddings(self, batches: Sequence[SeenBatch]) -> None:
-        """Raises ValueError if the batches hold ids for which the model has no embedding."""
+        """Raises ValueError if the model has no embedding for an id, as computing with it would end a CUDA process."""
         weight = getattr(self.model.unwrapped.get_input_embeddings(), "weight", None)
         largest = max((int(each.ids.max(initial=0)) for each in batches), default=0)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and largest >= len(weight):
-            token = self.encoder.decode([largest])
+        if isinstance(weight, Tensor) and largest >= len(weight):
             raise ValueError(
-                f"the batches hold token {largest:,}, {token!r}, and the model has embeddings for {len(weight):,}, so "
-                "its first step raises an IndexError; call model.resize_token_embeddings (LLaMA-Factory: resize_vocab: "
-                "true), or take a template whose tokens the model knows"
+                f"the batches hold token {largest:,}, {self.encoder.decode([largest])!r}, and the model has embeddings "
+                f"for {len(weight):,}; call model.resize_token_embeddings (LLaMA-Factory: resize_vocab: true), or take "
+                "a template whose tokens the model knows"
             )
 
     # -- batches -----------------------------------------------------------------------------------------------------
@@ -237,8 +151,8 @@ class TrainerSubject:
                 batch = SeenBatch(recorder.features[0] if recorder.features else [], dict(inputs), seen or inputs)
             except Exception as error:  # of the trainer's own code
                 return Finding.of_exception(error)
-        finder = Finder(rows_of(sample), None, self.encoder, trainer, self.trained_roles)
-        return View(trainer, [batch], finder, self.trained_roles, training=self.training)
+        rows = rows_of(sample)
+        return View(trainer, self.encoder, rows, [batch], self.trained_roles, training=self.training)
 
     # -- what is computed --------------------------------------------------------------------------------------------
 
@@ -288,7 +202,7 @@ class TrainerSubject:
     @cached_property
     def computed(self) -> list[tuple[SeenBatch, list[Document]]]:
         """The batches that are computed, with their documents; those with the most first."""
-        found = self.training.finder.documents(self.step.batches)
+        found = self.training.documents_of(self.step.batches)
         pairs = [
             (batch, [each for each in found if each.batch == n and len(each)])
             for n, batch in enumerate(self.step.batches)
@@ -356,7 +270,7 @@ class TrainerSubject:
         A server passes the ids alone. None if no conversation has known bounds, or the model gives no logits.
         """
         batch = (self.together_and_alone or self.step.batches)[0]
-        documents = [each for each in self.training.finder.documents([batch]) if each.source and len(each)]
+        documents = [each for each in self.training.documents_of([batch]) if each.source and len(each)]
         if not documents:
             return None
         ids, apart = batch.inputs["input_ids"], list[float]()
@@ -388,3 +302,32 @@ class TrainerSubject:
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
             "versions": ", ".join(f"{name} {version(name)}" for name in ("sftron", "torch", "transformers")),
         }
+
+
+def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubject], Finding]:
+    """Returns a check of the training's batches that also fails if an evaluation's batches fail it.
+
+    An evaluation whose batches cannot be made is named as not measured.
+    """
+
+    @wraps(measure)
+    def check(subject: TrainerSubject) -> Finding:
+        found = measure(subject.training)
+        for name, view in subject.evaluation.items():
+            try:
+                other = view if isinstance(view, Finding) else measure(view)
+            except NotMeasuredError as error:
+                other = Finding(None, f"not measured, {error}")
+            is_first = other.passed is False and found.passed is not False
+            raised = found.raised or other.raised
+            found = Finding(
+                False if False in (found.passed, other.passed) else None if raised else found.passed,
+                f"{found.measured}; {name}: {other.measured}",
+                found.allowed,
+                (*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
+                f"In the evaluation's batches: {other.remedy}" if is_first else found.remedy,
+                raised,
+            )
+        return found
+
+    return check

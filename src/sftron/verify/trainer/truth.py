@@ -16,7 +16,7 @@ from sftron.data.chat.check import reference_ids
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.messages import with_system
-from sftron.data.formats.table import FORMATS, RowFormat
+from sftron.data.formats.table import FORMATS, Format, RowFormat
 from sftron.data.formats.tools import parse_tools
 from sftron.data.formats.values import NamedRow
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation, Turn
@@ -203,33 +203,31 @@ def _without_marks(template: Any) -> Any:
     return _MARK.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", template)
 
 
-_KEY = ConversationKey(0, 0)
-
-
 def read_row(row: Mapping[str, Any], text_field: str = "text") -> Iterator[Content]:
     """Yields what a row of a data set may stand for, what it declares first; nothing for a row of ids alone.
 
     Rows are read as they are: roles in any order.
     """
     row = {name: value for name, value in row.items() if value is not None}
-    for name in ("messages", "sharegpt", "prompt_completion"):
-        if RowFormat(name).fits(row) and (found := _conversation(row, name)) is not None:
-            yield found
+    for name in _FORMATS:
+        parse = FORMATS[name].parse
+        if parse is not None and RowFormat(name).fits(row):
+            named = NamedRow(row, name, {}, "a row")
+            with suppress(DataError):
+                messages = tuple(message for _, message in with_system(parse(named, "{query}"), named))
+                tools = parse_tools(row.get("tools"), "tools", "a row")
+                yield Conversation(messages, ConversationKey(0, 0), "a row", tools)
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         yield PlainText(row["prompt"] + row["completion"], len(row["prompt"]), has_roles=True)
-    for name in ("query_response", "question_answer", "alpaca"):
-        if RowFormat(name).fits(row) and (found := _conversation(row, name)) is not None:
-            yield found
     if isinstance(row.get(text_field), str):
         yield PlainText(row[text_field])
 
 
-def _conversation(row: Mapping[str, Any], name: Any) -> Conversation | None:
-    named = NamedRow(row, name, {}, "a row")
-    parse = FORMATS[name].parse
-    try:
-        assert parse is not None
-        messages = tuple(message for _, message in with_system(parse(named, "{query}"), named))
-        return Conversation(messages, _KEY, "a row", parse_tools(row.get("tools"), "tools", "a row"))
-    except DataError:
-        return None
+_FORMATS: tuple[Format, ...] = (
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "query_response",
+    "question_answer",
+    "alpaca",
+)

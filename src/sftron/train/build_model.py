@@ -1,104 +1,43 @@
-"""Setup of a run: configuration -> data -> model -> preflight checks.
-
-`set_up` reads no weights, so bad input is refused within seconds. `load_model` reads the weights afterwards.
-"""
+"""The model of a run from its configuration: architecture and adapters first, the weights and the optimizer later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from sftron.checkpoint import hf_weights
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder
-from sftron.checkpoint.model_folder import check_files, read_config, read_json
+from sftron.checkpoint.adapter import read_adapter
+from sftron.checkpoint.checkpoint import trained_parameters
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests
+from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.config import Config
+from sftron.config.schema import Lora
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.loader import PackLoader
-from sftron.data.sources import find_files
-from sftron.models.adapters import AdapterStart
+from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
+from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.routing import freeze_routers
-from sftron.models.sharding import shard_model
-from sftron.train.evaluation import read_questions
+from sftron.models.sharding import shard_model, whole
 from sftron.train.exports.exporter import read_export_parts
-from sftron.train.flops import find_peak
+from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks
-from sftron.train.run import RunData, RunModel, Setup
-from sftron.train.start import run_data
-from sftron.train.start.lora import base_digest, frozen_dtype, resolve_adapters
-from sftron.train.start.preflight import preflight, require_alike
-from sftron.train.start.revisions import model_folder, tokenizer_folder
-from sftron.train.start.sample import check_sample, project
+from sftron.train.revisions import model_folder
+from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
 
+_RANK, _ALPHA_OF_RANK = 16, 2
+"""The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
+_MOST_SHOWN = 8
 _NUM_COMPARED_ROWS = 256
 _LEAST_SHARE_OF_NORM = 1e-2
-
-
-def set_up(config: Config, ranks: Ranks) -> Setup:
-    """Opens and checks everything in a run except its weights. Every rank calls this.
-
-    Raises:
-        ValueError: On all ranks, with a message for the user; DataError is a subclass.
-    """
-    ranks.all_or_raise(lambda: download(config, ranks))
-    setup = ranks.all_or_raise(lambda: open_run(config, ranks))
-    if setup.model.adapters is not None:
-        digest = base_digest(setup.model.folder, ranks)
-        setup = replace(setup, model=replace(setup.model, base_digest=digest))
-    require_alike(setup)
-    return setup
-
-
-def open_run(config: Config, ranks: Ranks) -> Setup:
-    """Does the work of `set_up` on one rank, after `download`."""
-    data = build_data(config, ranks)
-    model = build_model(config, ranks, data)
-    preflight(config, data, model)
-    return Setup(config, ranks, data, model)
-
-
-def download(config: Config, ranks: Ranks) -> None:
-    """Downloads missing models, tokenizers and data sets on the first rank of each node. Raises ValueError."""
-    if ranks.local_rank != 0:
-        return
-    model_folder(config)
-    tokenizer_folder(config)
-    in_files = [options for options in config.data.datasets if not options.streaming]
-    for each in (*in_files, *config.evaluation.datasets):
-        if find_files(each.path, each.split, each.config) is None:
-            run_data.open_rows(config, each)
-
-
-def build_data(config: Config, ranks: Ranks) -> RunData:
-    """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError."""
-    folder = model_folder(config, download=False)
-    check_files(folder)
-    read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
-    chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
-    questions = read_questions(config.evaluation.prompts)
-    file_stamps = run_data.file_stamps(config)
-    preparation = run_data.open_data(config, chat_tokenizer)
-    sample = check_sample(preparation, config.data.max_dropped_share)
-    evaluation_sets = run_data.open_evaluation_sets(config, preparation)
-    dp_rank, dp_world_size = ranks.dp_rank, ranks.dp_world_size
-    dataset = run_data.make_dataset(config, preparation, dp_rank=dp_rank, dp_world_size=dp_world_size)
-    return RunData(
-        chat_tokenizer=chat_tokenizer,
-        dataset=dataset,
-        sample=sample,
-        projection=project(config, dataset, sample, dp_world_size=dp_world_size),
-        evaluation_sets=evaluation_sets,
-        questions=questions,
-        file_stamps=file_stamps,
-    )
 
 
 def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
@@ -195,7 +134,107 @@ def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
     return found
 
 
-# --- Weights, optimizer and loader ---
+# --- Adapters ---
+
+
+def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters | None:
+    """Returns the adapters that `lora` of the configuration describes; None for full fine-tuning.
+
+    Raises:
+        ValueError: The model has no such layer, its matrices cannot be stored in model.frozen_dtype, or the section
+            contradicts the adapter that it continues.
+    """
+    if config.lora is None:
+        return None
+    with torch.device("meta"):
+        model = LlamaForSFT(architecture)
+    try:
+        start, origin = _start(config, model)
+        add_adapters(model, architecture, start.spec)
+    except ValueError as error:
+        raise ValueError(f"lora.{error}") from error
+    store_frozen_in(model, frozen_dtype(config), model.compute_dtype)
+    _require_trained_new_tokens(config, architecture, start.spec)
+    trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    saved = start.spec.modules_to_save
+    in_blocks = sum(size for name, size in trained.items() if ".layers." in name)
+    head = "lm_head" in saved or ("embed_tokens" in saved and architecture.tie_word_embeddings)
+    matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_blocks)
+    return RunAdapters(start, matrices, sum(trained.values()), frozen_dtype(config) == NF4, origin)
+
+
+def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
+    options = config.lora
+    assert options is not None
+    projections, has_experts = list(projections_of(model, model.config)), model.config.mixture is not None
+    if options.adapter is not None:
+        if not Path(options.adapter).is_dir():
+            raise ValueError(f"adapter: {options.adapter} is no folder")
+        try:
+            found = read_adapter(Path(options.adapter), model.config)
+        except ValueError as error:
+            raise ValueError(f"adapter: {error}") from error
+        _require_same(options, found.spec, projections)
+        start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
+        return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
+    names = match_targets(options.targets, projections, has_experts=has_experts)
+    rank = options.rank or _RANK
+    spec = LoraSpec(
+        ranks=dict.fromkeys(names, rank),
+        alphas=dict.fromkeys(names, float(options.alpha or _ALPHA_OF_RANK * rank)),
+        rslora=options.rslora,
+        dora=options.dora,
+        modules_to_save=options.modules_to_save,
+    )
+    return AdapterStart(spec=spec, seed=config.general.seed, init=options.init), ""
+
+
+def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> None:
+    """Raises ValueError if a key of `lora` is not at its default and differs from the adapter's value."""
+    found = {
+        "rank": set(spec.ranks.values()),
+        "alpha": set(spec.alphas.values()),
+        "targets": set(spec.ranks),
+        "rslora": {spec.rslora},
+        "dora": {spec.dora},
+        "modules_to_save": set(spec.modules_to_save),
+    }
+    for key, values in found.items():
+        value = getattr(options, key)
+        if value == Lora.model_fields[key].default:
+            continue
+        wanted = {value}
+        if key == "targets":
+            wanted = set(match_targets(value, projections))
+        elif key == "modules_to_save":
+            wanted = set(value)
+        if wanted != values:
+            there = ", ".join(map(str, sorted(values)[:_MOST_SHOWN])) or "none"
+            raise ValueError(f"{key}: {value}, but {options.adapter} has {there}; remove the key")
+
+
+def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec: LoraSpec) -> None:
+    needed = ["embed_tokens"] if architecture.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    missing = [name for name in needed if name not in spec.modules_to_save]
+    if config.tokenizer.add_tokens and missing:
+        raise ValueError(
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "
+            f"be trained; add {' and '.join(missing)} to lora.modules_to_save"
+        )
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters, whole and on the CPU, by `peft_name`. Every rank calls this."""
+    return {peft_name(name): whole(each.detach()).cpu() for name, each in trained_parameters(model).items()}
+
+
+def base_digest(folder: Path, ranks: Ranks) -> str:
+    """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
+    own = file_digests(folder, ranks.rank, ranks.world_size)
+    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})
+
+
+# --- Weights and optimizer ---
 
 
 def load_model(setup: Setup) -> LlamaForSFT:
@@ -248,11 +287,3 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
         weight_decay=options.weight_decay,
         state=options.state,
     )
-
-
-def make_loader(setup: Setup) -> PackLoader:
-    # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
-    # On a CPU, it would only waste computation.
-    on_gpu = setup.ranks.device.type == "cuda"
-    options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": setup.ranks.context}
-    return run_data.make_loader(setup.config, setup.data.dataset, **options)

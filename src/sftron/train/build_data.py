@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from sftron.checkpoint.model_folder import check_files
+from sftron.checkpoint.model_folder import check_files, read_config
 from sftron.config import Config
 from sftron.config.data_schema import Rows
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, resolve_format
-from sftron.data.formats.table import RowFormat
+from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.labels import Targets
 from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader, collate
@@ -30,6 +30,7 @@ from sftron.data.types import (
     WHOLE_ROW,
     Batch,
     ContextRank,
+    Conversation,
     ConversationKey,
     DataError,
     Dropped,
@@ -38,9 +39,10 @@ from sftron.data.types import (
 )
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
-from sftron.train.run import EvaluationSet, Setup
-from sftron.train.start.revisions import tokenizer_folder
-from sftron.train.start.sample import check_sample
+from sftron.train.ranks import Ranks
+from sftron.train.revisions import model_folder, tokenizer_folder
+from sftron.train.run import EvaluationSet, Question, RunData, Setup
+from sftron.train.sample import check_sample, project
 
 HELD_OUT = "held_out"
 """The name of the evaluation set that evaluation.share makes."""
@@ -48,6 +50,30 @@ RESERVED_NAMES = ("seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
+
+
+def build_data(config: Config, ranks: Ranks) -> RunData:
+    """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError."""
+    folder = model_folder(config, download=False)
+    check_files(folder)
+    read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
+    chat_tokenizer = load_chat_tokenizer(config, tokenizer_folder(config, download=False))
+    questions = read_questions(config.evaluation.prompts)
+    stamps = file_stamps(config)
+    preparation = open_data(config, chat_tokenizer)
+    sample = check_sample(preparation, config.data.max_dropped_share)
+    evaluation_sets = open_evaluation_sets(config, preparation)
+    dp_rank, dp_world_size = ranks.dp_rank, ranks.dp_world_size
+    dataset = make_dataset(config, preparation, dp_rank=dp_rank, dp_world_size=dp_world_size)
+    return RunData(
+        chat_tokenizer=chat_tokenizer,
+        dataset=dataset,
+        sample=sample,
+        projection=project(config, dataset, sample, dp_world_size=dp_world_size),
+        evaluation_sets=evaluation_sets,
+        questions=questions,
+        file_stamps=stamps,
+    )
 
 
 # --- The tokenizer and the data sets ---
@@ -158,6 +184,32 @@ def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer
     except DataError as error:
         raise DataError(f"evaluation set {name}: {error}", reason=error.reason) from error
     return EvaluationSet(name, preparation, kept, dropped)
+
+
+# --- Prompts ---
+
+
+def read_questions(path: str | None) -> list[Question]:
+    """Reads prompts from a JSONL file with a `messages` column. Raises DataError with file:line."""
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        raise DataError(f"evaluation.prompts: {path} is not a file")
+    source = open_source(path, "train")
+    questions = []
+    for index in range(len(source)):
+        location = source.locate(index)
+        conversation = parse_conversation(
+            source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
+        )
+        assert isinstance(conversation, Conversation), "format messages holds no ids"
+        if conversation.tools:
+            raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
+        role = conversation.messages[-1].role
+        if role is not Role.USER:
+            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role.name.lower()}")
+        questions.append(Question(conversation.messages))
+    return questions
 
 
 # --- Packs and batches ---

@@ -1,4 +1,4 @@
-"""Finds the documents of a trainer's batches, and the conversation that each of them should be.
+"""The documents of a trainer's batches, and the conversation that each of them should be.
 
 the truth of each    a row of the data set that still holds messages; one of the given conversations; or the
                      conversation that is read from the ids, encoded again, and has the same ids
@@ -6,7 +6,8 @@ the truth of each    a row of the data set that still holds messages; one of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -15,82 +16,144 @@ from typing import Any
 import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
-from sftron.verify.trainer.batches import SeenBatch
-from sftron.verify.trainer.documents import Document, find, fragment, locate
+from sftron.verify.report import NotMeasuredError
+from sftron.verify.trainer.batches import SeenBatch, claimed_starts, find, ids_of, spans_of_rows
+from sftron.verify.trainer.documents import Document, fragment, locate
 from sftron.verify.trainer.truth import Encoder, PlainText, Truth, read_row
 from sftron.verify.trainer.turn_text import Parsed, TurnText
 
+_LEAST_KNOWN = 0.95
+"""The smallest share of documents that must be recovered."""
 _MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
 """Given conversations: the most that are read, the tokens that are searched for, and the fewest that identify one."""
 
 
-class Finder:
-    """Finds the documents of batches.
+class View:
+    """Batches of the training's rows, or of the evaluation's, and the documents in them.
 
     Args:
+        trainer: Declares, if it is TRL's, the column of texts, and whether only the last answer is to be trained.
         rows: The sampled rows of the data set.
         conversations: Rows or lists of messages given by the user.
-        trainer: Declares, if it is TRL's, the column of texts, and whether only the last answer is to be trained.
         trained_roles: If these are "all", ids that hold no conversation are read as texts.
+        is_whole: Whether the batches hold all rows of the training.
+        training: For an evaluation's batches, those of the training.
     """
 
     def __init__(
         self,
-        rows: Sequence[Any],
-        conversations: Sequence[Any] | None,
-        encoder: Encoder,
         trainer: Any,
+        encoder: Encoder,
+        rows: Sequence[Any],
+        batches: Sequence[SeenBatch],
         trained_roles: str,
+        *,
+        conversations: Sequence[Any] | None = None,
+        is_whole: bool = False,
+        training: View | None = None,
     ) -> None:
-        self.rows, self.encoder, self._is_last_alone = (
-            rows,
-            encoder,
-            bool(getattr(trainer, "completion_only_loss", False)),
-        )
-        self._text_field = getattr(trainer.args, "dataset_text_field", "text")
+        self.trainer, self.encoder, self.tokenizer = trainer, encoder, encoder.tokenizer
+        self.rows, self.batches, self.trained_roles, self.training = rows, batches, trained_roles, training
         self.turn_text = TurnText(encoder)
-        self._row_of_ids = {own.tobytes(): row for row in rows if (own := _ids_of(row)) is not None}
-        self._reads_texts, self._evaluated = trained_roles == "all", trainer.eval_dataset
+        self._is_last_alone = bool(getattr(trainer, "completion_only_loss", False))
+        self._row_of_ids = {ids.tobytes(): row for row in rows if (ids := ids_of(row)) is not None}
         given = [{"messages": each} if isinstance(each, list) else each for each in conversations or ()]
-        found = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
-        self.given: list[Truth] = [each for truth in found for each in (truth, truth.reference) if each is not None]
+        truths = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
+        self.given: list[Truth] = [each for truth in truths for each in (truth, truth.reference) if each is not None]
         self._used = set[int]()
+        self.documents = self.documents_of(batches)
+        self.missing = self._missing() if is_whole else []
+        """The given conversations that are in no batch, and not in the evaluation."""
+        self._refused = Counter(encoder.refused)
 
-    def documents(self, batches: Sequence[SeenBatch]) -> list[Document]:
+    @property
+    def truth(self) -> str:
+        """The sources of the expected documents, and the reasons why rows cannot be read or rendered."""
+        names = {
+            "rows": "from the data set's rows",
+            "conversations": "from conversations=",
+            "ids": "recovered from ids",
+            "": "not recovered",
+        }
+        counts = Counter(each.source for each in self.documents)
+        words = [f"{counts[source]:,} {name}" for source, name in names.items() if counts[source]]
+        reasons = [f"{reason} ({count:,})" for reason, count in self._refused.most_common(2)]
+        return "; ".join([f"{len(self.documents):,} documents: {', '.join(words) or 'none'}", *reasons])
+
+    @property
+    def summary(self) -> str:
+        """The truth, and for an evaluation how many of its documents are trained."""
+        if self.training is None:
+            return self.truth
+        trained = {each.ids.tobytes() for each in self.training.documents}
+        num_trained = sum(each.ids.tobytes() in trained for each in self.documents)
+        return f"{self.truth}; {num_trained:,} of them are in the training's batches too"
+
+    def with_roles(self) -> list[Document]:
+        """Returns the documents whose tokens have roles. Raises NotMeasuredError if there are none."""
+        documents = [each for each in self.documents if each.tokens is not None]
+        if not documents:
+            raise NotMeasuredError(f"no document of the batches has known roles: {self.truth}")
+        return documents
+
+    def known(self) -> list[Document]:
+        """Returns the documents that were recovered. Raises NotMeasuredError if more than a few were not."""
+        documents = [each for each in self.documents if each.source]
+        if not documents or len(documents) < _LEAST_KNOWN * len(self.documents):
+            raise NotMeasuredError(f"give the rows as conversations=; of {self.truth}")
+        return documents
+
+    @cached_property
+    def documents_of_rows(self) -> list[tuple[SeenBatch, int, list[Document]]]:
+        """Each row of a batch that holds documents with known bounds."""
+        of_rows: dict[tuple[int, int], list[Document]] = {}
+        for each in self.documents:
+            of_rows.setdefault((each.batch, each.row), []).append(each)
+        return [
+            (self.batches[number], row, documents)
+            for (number, row), documents in of_rows.items()
+            if any(each.source for each in documents)
+        ]
+
+    # -- how documents are found -------------------------------------------------------------------------------------
+
+    def documents_of(self, batches: Sequence[SeenBatch]) -> list[Document]:
         self._used.clear()
         documents = [each for number, batch in enumerate(batches) for each in self._of_batch(number, batch)]
         is_doubled = [self.turn_text.is_doubled(self.encoder.decode(each.ids)) for each in documents]
         if 2 * sum(is_doubled) > len(documents):  # else a few texts spell it, which is forgery
             return [self._doubled(each) if found else each for each, found in zip(documents, is_doubled, strict=True)]
-        if self._reads_texts and not self.given and not any(each.source or self._has_turns(each) for each in documents):
+        may_be_texts = self.trained_roles == "all" and not self.given
+        if may_be_texts and not any(each.source or self._has_turns(each) for each in documents):
             return self._texts(documents)
         return documents
 
-    def missing(self) -> list[str]:
-        """Returns the given conversations that are in none of the last documents, and not in the evaluation."""
+    def _missing(self) -> list[str]:
         missing = [each for each in self.given if id(each.content) not in self._used and not each.is_forged]
-        return [each.excerpt for each in missing if not any(find(own, each.ids) >= 0 for own in self.held_out)]
+        return [each.excerpt for each in missing if not any(find(ids, each.ids) >= 0 for ids in self.held_out)]
 
     @cached_property
     def held_out(self) -> list[np.ndarray]:
         """The ids of the evaluation's rows, in which given conversations are not missing."""
-        sets = self._evaluated.values() if isinstance(self._evaluated, dict) else [self._evaluated]
+        data = self.trainer.eval_dataset
+        sets = data.values() if isinstance(data, dict) else [data]
+        rows = [row for each in sets if hasattr(each, "__len__") for row in islice(each, _MOST_GIVEN)]
         found = list[np.ndarray]()
-        for row in (row for each in sets if hasattr(each, "__len__") for row in islice(each, _MOST_GIVEN)):
-            own = _ids_of(row)
-            found += [truth.ids for truth in self._truths(row)] if own is None else [own]
+        for row in rows:
+            ids = ids_of(row)
+            found += [truth.ids for truth in self._truths(row)] if ids is None else [ids]
         return found
 
     def _has_turns(self, document: Document) -> bool:
         """Returns whether ids that are no known conversation hold a control token or a header of turns all the same."""
-        tokenizer = self.encoder.tokenizer
+        tokenizer = self.tokenizer
         ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
         is_controlled = not self.encoder.special_ids.isdisjoint(set(document.ids.tolist()) - ends)
         return is_controlled or self.turn_text.occurs_in(self.encoder.decode(document.ids))
 
     def _texts(self, documents: Sequence[Document]) -> list[Document]:
         """Returns texts without turns, each of which ends with the token that ends a text; one that does not is cut."""
-        eos, found = self.encoder.tokenizer.eos_token_id, list[Document]()
+        eos, found = self.tokenizer.eos_token_id, list[Document]()
         has_ends = any(eos in each.ids for each in documents)
         for each in documents:
             is_end = each.ids == eos
@@ -108,14 +171,15 @@ class Finder:
         return self.turn_text.may_be_several(self.encoder.decode(document.ids))
 
     def _truths(self, row: Any) -> list[Truth]:
-        contents = read_row(row, self._text_field) if isinstance(row, Mapping) else ()
+        field = getattr(self.trainer.args, "dataset_text_field", "text")
+        contents = read_row(row, field) if isinstance(row, Mapping) else ()
         return [truth for content in contents if (truth := self.encoder.truth(content)) is not None]
 
     def _of_batch(self, number: int, batch: SeenBatch) -> Iterator[Document]:
-        for row, start, end, feature in _spans_of_rows(batch):
+        for row, start, end, feature in spans_of_rows(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             whole = Document(number, row, start, ids, batch.labels[row, start:end].astype(np.int32))
-            inner = {at - start for at in _claims(batch, row, feature) if start < at < end}
+            inner = {at - start for at in claimed_starts(batch, row) if start < at < end}
             claims = [0, *sorted(inner), len(ids)]
             while len(claims) > 2 and self._is_padding(whole.part(*claims[-2:])):  # it has positions of its own
                 claims.pop()
@@ -134,12 +198,12 @@ class Finder:
                 yield from self._recovered(whole, claims)
 
     def _is_padding(self, document: Document) -> bool:
-        is_padding = document.ids == self.encoder.tokenizer.pad_token_id
+        is_padding = document.ids == self.tokenizer.pad_token_id
         return bool((is_padding & (document.labels == IGNORE_INDEX)).all())
 
     def _known_row(self, feature: Any) -> Any:
         """Returns the row of a feature, which may have lost its messages on the way."""
-        ids = _ids_of(feature)
+        ids = ids_of(feature)
         return feature if ids is None else {**self._row_of_ids.get(ids.tobytes(), {}), **feature}
 
     def _of_row(self, whole: Document, truths: Sequence[Truth]) -> Document:
@@ -177,12 +241,11 @@ class Finder:
         return replace(document, source=document.source or "ids", difference=difference, is_rendered_twice=True)
 
     def _unlike_given(self, document: Document) -> str:
-        """Describes how a document differs from the given conversation that shares most of its beginning and end."""
+        """Describes how a document differs from the given conversation that shares most of its beginning."""
 
         def num_shared(truth: Truth) -> int:
             size = min(len(truth.ids), len(document))
-            same = truth.ids[:size] == document.ids[:size], truth.ids[-size:][::-1] == document.ids[-size:][::-1]
-            return sum(size if each.all() else int(np.argmin(each)) for each in same)
+            return int(np.cumprod(truth.ids[:size] == document.ids[:size]).sum())
 
         nearest = max(self.given, key=num_shared)
         difference = nearest.difference(document.ids, self.encoder.decode)
@@ -200,7 +263,7 @@ class Finder:
     def _given_parts(self, whole: Document) -> list[Document]:
         """Returns the parts that are given conversations one after another; empty if they are not."""
         found, at, size = list[tuple[int, int, Truth]](), 0, len(whole)
-        padding = {self.encoder.tokenizer.pad_token_id, self.encoder.tokenizer.eos_token_id}
+        padding = {self.tokenizer.pad_token_id, self.tokenizer.eos_token_id}
         while at < size:
             truth, length = self._given_at(whole.ids[at:], is_first=at == 0)
             if truth is not None:
@@ -225,64 +288,8 @@ class Finder:
             if can_begin and np.array_equal(truth.ids[at : at + length], ids[:length]):
                 found.append((at == 0, length, truth))
         if not found:
-            if len(ids) > 1 and ids[0] == self.encoder.tokenizer.bos_token_id:
-                truth, length = self._given_at(ids[1:], is_first=False)
-                return truth, length + 1
             return None, 0
         is_whole, length, truth = max(found, key=lambda each: each[:2])
         if length >= _LEAST_SHOWN:  # it may be of any of these
             self._used.update(id(each.content) for *pair, each in found if pair == [is_whole, length])
         return truth, length
-
-
-# -- where rows of the data are in a batch ---------------------------------------------------------------------------
-
-
-def _spans_of_rows(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:
-    """Yields (row, start, end, feature): the tokens of a row that are no padding, or those of each of its features."""
-    num_rows, features, ids = len(batch.ids), list(batch.features), batch.ids.astype(np.int32)
-    lists = [_ids_of(feature) for feature in features]
-    if len(features) == num_rows:
-        for row, (feature, own) in enumerate(zip(features, lists, strict=True)):
-            at = -1 if own is None else find(ids[row], own)
-            start, end = _real(batch, row) if at < 0 or own is None else (at, at + len(own))
-            yield row, start, end, feature
-        return
-    found, at = list[tuple[int, int, int, Any]](), 0
-    for feature, own in zip(features, lists, strict=True) if num_rows == 1 else ():
-        start = -1 if own is None else find(ids[0, at:], own)
-        if start < 0 or own is None:
-            break
-        found.append((0, at + start, at + start + len(own), feature))
-        at += start + len(own)
-    is_flat = num_rows == 1 and len(found) == len(features) > 0
-    yield from found if is_flat else ((row, *_real(batch, row), None) for row in range(num_rows))
-
-
-def _ids_of(feature: Any) -> np.ndarray | None:
-    ids = feature.get("input_ids") if isinstance(feature, Mapping) else None
-    return None if ids is None else np.asarray(ids, dtype=np.int32).reshape(-1)
-
-
-def _real(batch: SeenBatch, row: int) -> tuple[int, int]:
-    """Returns the range of a row without its padding, as the attention mask shows it."""
-    if batch.attended is None:
-        return 0, batch.ids.shape[1]
-    real = np.flatnonzero(batch.attended[row] != 0)
-    return (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
-
-
-def _claims(batch: SeenBatch, row: int, feature: Any) -> Iterable[Any]:
-    """Yields where documents of a row begin by what the trainer passes: positions, numbers or lengths of documents."""
-    if batch.positions is not None:
-        yield from np.flatnonzero(np.diff(batch.positions[row]) <= 0) + 1
-    numbered = batch.seen.get("seq_idx")
-    if numbered is not None and len(numbered) == len(batch.ids):
-        yield from np.flatnonzero(np.diff(numbered[row].cpu().numpy())) + 1
-    if batch.attended is not None and batch.attended[row].max(initial=0) > 1:
-        yield from np.flatnonzero(np.diff(batch.attended[row])) + 1
-    if len(batch.ids) == 1 and (bounds := batch.seen.get("cu_seq_lens_q")) is not None:
-        yield from bounds.reshape(-1).tolist()
-    lengths = feature.get("seq_lengths") if isinstance(feature, Mapping) else None
-    if lengths is not None and len(batch.features) == len(batch.ids):
-        yield from np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""Checks of a run: before weights are read, between the ranks, and of the weights themselves.
+"""A run from its configuration, with its checks: before weights are read, between the ranks, and of the weights.
 
 Each check raises ValueError with both values and the remedy.
 """
@@ -10,25 +10,68 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from sftron.config import Config, dump_config
+from sftron.data.sources import find_files
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
 from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
-from sftron.train.best import require_metric, watched_metric
+from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
+from sftron.train.build_model import base_digest, build_model
+from sftron.train.evaluation import require_metric, watched_metric
 from sftron.train.objective import TokenLoss
 from sftron.train.ranks import Ranks
+from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import RunData, RunModel, Setup
-from sftron.train.start import run_data
 from sftron.train.step import StepResult, train_step
 
 _PATIENCE_S = 60
 """The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""
+
+
+def build_run(config: Config, ranks: Ranks) -> Setup:
+    """Opens and checks everything in a run except its weights. Every rank calls this.
+
+    Raises:
+        ValueError: On all ranks, with a message for the user; DataError is a subclass.
+    """
+    ranks.all_or_raise(lambda: download(config, ranks))
+    setup = ranks.all_or_raise(lambda: open_run(config, ranks))
+    if setup.model.adapters is not None:
+        digest = base_digest(setup.model.folder, ranks)
+        setup = replace(setup, model=replace(setup.model, base_digest=digest))
+    require_alike(setup)
+    plan_packs(setup)
+    return setup
+
+
+def open_run(config: Config, ranks: Ranks) -> Setup:
+    """Does the work of `build_run` on one rank, after `download`."""
+    data = build_data(config, ranks)
+    model = build_model(config, ranks, data)
+    preflight(config, data, model)
+    return Setup(config, ranks, data, model)
+
+
+def download(config: Config, ranks: Ranks) -> None:
+    """Downloads missing models, tokenizers and data sets on the first rank of each node. Raises ValueError."""
+    if ranks.local_rank != 0:
+        return
+    model_folder(config)
+    tokenizer_folder(config)
+    in_files = [options for options in config.data.datasets if not options.streaming]
+    for each in (*in_files, *config.evaluation.datasets):
+        if find_files(each.path, each.split, each.config) is None:
+            open_rows(config, each)
+
+
+# --- Before the weights are read ---
 
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
@@ -62,7 +105,7 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
 
 def _require_positions(config: Config, model: RunModel) -> None:
     """Requires that the longest possible document fits the positions of the model."""
-    length, architecture = run_data.longest_document(config), model.architecture
+    length, architecture = longest_document(config), model.architecture
     if length > architecture.max_position_embeddings:
         raise ValueError(
             f"documents may have {length} tokens, but {model.folder} has {architecture.max_position_embeddings} "

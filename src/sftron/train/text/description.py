@@ -1,12 +1,10 @@
-"""The lines that a run prints before and after its steps: data, projection, model, first pack, and the result."""
+"""The lines that a run prints before its steps: data, projection, model, memory, and the first pack."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -21,31 +19,28 @@ from sftron.models.mxfp4 import quant_method
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
-from sftron.train.best import watched_metric
+from sftron.train.build_data import num_workers
+from sftron.train.evaluation import watched_metric
 from sftron.train.logs import console
-from sftron.train.run import Question, Setup
-from sftron.train.run_directory import RunDirectory
-from sftron.train.settings import Change
-from sftron.train.start.measured_memory import MeasuredPeak, total_memory
-from sftron.train.start.memory import (
+from sftron.train.memory import (
     GROWTH_OF_TENSORS,
     MEMORY_PARTS,
     RESERVE_OF,
+    MeasuredPeak,
     StepMemory,
     fewest_sharing_ranks,
     predictions_of,
+    total_memory,
 )
-from sftron.train.start.run_data import num_workers
-from sftron.train.start.sample import Sample
+from sftron.train.run import Change, Setup
+from sftron.train.run_directory import RunDirectory
+from sftron.train.sample import Sample
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _BUSY = 1.5
 """A first step that takes so many times its processor time has waited for cores."""
 _HIGHEST_RATE = 1e-2
-
-
-# --- Before the steps ---
 
 
 def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
@@ -289,21 +284,6 @@ def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
         console.write(f"             {each}")
 
 
-def describe_finished(config: Config, status: str, step: int, unused: Sequence[str]) -> None:
-    """Prints why a start does nothing, and what differs from the configuration and data of the completed run."""
-    console.write(
-        f"{status:<10} before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}"
-    )
-    if unused:
-        console.write("not used   these differ from what the run was made with:")
-        for each in unused:
-            console.write(f"             {each}")
-        console.write(
-            "           To train further, raise tokens.train_steps, tokens.train_epochs or evaluation.patience; for a "
-            "run with these settings, choose another general.run_name"
-        )
-
-
 def warn_of_busy_cores(wall: float, processor: float) -> None:
     """Warns if the first step waited for processor cores.
 
@@ -317,63 +297,3 @@ def warn_of_busy_cores(wall: float, processor: float) -> None:
             f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes "
             f"use the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
         )
-
-
-# --- After the steps ---
-
-
-def show_answers(
-    questions: Sequence[Question],
-    before: Sequence[Mapping[str, Any]] | None,
-    after: Sequence[Mapping[str, Any]] | None,
-) -> None:
-    """Prints the greedy answers before and after training, if there are any."""
-    if not questions or after is None or len(after) != len(questions):
-        return
-    if before is not None and len(before) != len(questions):
-        before = None
-    for number, question in enumerate(questions):
-        text = _one_line(question.text)
-        console.write("")
-        console.write(text, f"\x1b[1m{text}\x1b[0m" if wants_color(sys.stdout) else None)
-        if before is not None:
-            console.write(f"  before   {_one_line(before[number]['answer'])}")
-        console.write(f"  after    {_one_line(after[number]['answer'])}")
-    console.write("")
-    console.write(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
-    console.write("")
-
-
-def _stopped(answers: Sequence[Mapping[str, Any]]) -> str:
-    return f"{sum(each['stopped'] for each in answers)} of {len(answers)} answers"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(visible_text(text).split())
-
-
-def conclude_not_finite(step: int, saved_step: int) -> None:
-    newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
-    console.write(
-        f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
-        "optimizer.learning_rate, or look at the rows that are named above"
-    )
-
-
-def conclude(
-    status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None, divergence: str | None
-) -> None:
-    """Prints the result of the run. `status` is the status in result.json: completed, diverged or preempted."""
-    how = "stopped" if status == "preempted" else status
-    next_time = "the same command goes on; " if status == "preempted" else ""
-    console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
-    if divergence is not None:
-        console.write(
-            f"WARNING    {divergence}. The weights are worse than those that the run began with: lower "
-            "optimizer.learning_rate, or raise optimizer.warmup_steps, and choose another general.run_name"
-        )
-    if chart is not None:
-        console.write(f"picture    {chart} has the loss of every step and evaluation")
-    if exported is not None:
-        loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
-        console.write(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")

@@ -19,17 +19,16 @@ from sftron.data.formats.detect import suggested_readings
 from sftron.data.types import DataError
 from sftron.errors import show
 from sftron.report.counts import LengthCount
+from sftron.train import build_data
 from sftron.train.exports.base_model import hub_id
 from sftron.train.logs import console
+from sftron.train.memory import RESERVE_OF, StepMemory, total_memory
+from sftron.train.preflight import download, open_run
 from sftron.train.ranks import Ranks, start_ranks
+from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import Setup
-from sftron.train.start import run_data
-from sftron.train.start.description import describe_memory, describe_setup
-from sftron.train.start.measured_memory import total_memory
-from sftron.train.start.memory import RESERVE_OF, StepMemory
-from sftron.train.start.revisions import model_folder, tokenizer_folder
-from sftron.train.start.sample import Sample, check_sample
-from sftron.train.start.setup import download, open_run
+from sftron.train.sample import Sample, check_sample
+from sftron.train.text.description import describe_memory, describe_setup
 from sftron.visible_text import visible_text
 
 _TEMPLATE = Path(__file__).with_name("sft.yaml.jinja")
@@ -117,19 +116,19 @@ def _look_at_rows(tree: dict[str, Any]) -> tuple[Sample, int, str]:
         The sample, the number of rows, and what has to be true of the columns; "" if the format is detected.
     """
     config, meaning = Config.model_validate(tree), ""
-    chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
+    chat_tokenizer = build_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
     try:
-        preparation = run_data.open_data(config, chat_tokenizer)
+        preparation = build_data.open_data(config, chat_tokenizer)
     except DataError as error:
         if error.reason != "no_format":
             raise
         (dataset,) = tree["data"]["datasets"]
-        readings = suggested_readings(run_data.open_rows(config, config.data.datasets[0])[0])
+        readings = suggested_readings(build_data.open_rows(config, config.data.datasets[0])[0])
         if len(readings) != 1:
             raise
         meaning, keys = readings[0]
         dataset |= keys
-        preparation = run_data.open_data(Config.model_validate(tree), chat_tokenizer)
+        preparation = build_data.open_data(Config.model_validate(tree), chat_tokenizer)
     return check_sample(preparation, config.data.max_dropped_share), preparation.num_rows or 0, meaning
 
 
