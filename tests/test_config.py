@@ -412,8 +412,8 @@ def test_the_answer_to_another_trainers_key_names_keys_that_there_are():
     [
         ("optimizer.name", "AdamW is the only optimizer"),
         ("optimizer.type", "AdamW is the only optimizer"),
-        ("parallelism.tp", "there is no tensor, pipeline, context or expert parallelism"),
-        ("tp", "there is no tensor, pipeline, context or expert parallelism"),
+        ("parallelism.tp", "there is no tensor, pipeline or expert parallelism"),
+        ("tp", "there is no tensor, pipeline or expert parallelism"),
         ("stage", "every run is supervised fine-tuning (SFT): remove the key"),
         ("template", "write tokenizer.chat_template; without it, the model's own template is taken"),
         ("finetuning_type", "write a section lora: {rank: 16} to train adapters; without it, all weights are trained"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Kill a run of two ranks at random, again and again, and let another hop between one rank and two; exit 1 unless each
-is the run that was left alone: `python tools/chaos.py [--kills 25] [--hops 10] [--lora] [--seed 0]
-[--folder DIR]`.
+"""Kill a run of two ranks at random, again and again, and let another hop between 1, 2 and 4 ranks, of which none, 2 or
+4 share each pack; exit 1 unless each is the run that was left alone:
+`python tools/chaos.py [--kills 25] [--hops 10] [--lora] [--seed 0] [--folder DIR]`.
 
 Needs the repository (its tests make the model and the rows), no GPU, and ten minutes on two cores.
 """

@@ -27,9 +27,9 @@ def save_checkpoint(
 ) -> Path:
     """Writes root/step-<step> and prunes, as a run does."""
     ranks = ranks or SingleProcess()
-    shards = shards_to_store(model, optimizer, is_main=ranks.dp_rank == 0)
+    shards = shards_to_store(model, optimizer, is_main=ranks.rank == 0)
     folder = write_checkpoint(root / f"step-{step}", step, shards, state=state_text(step, STATE), ranks=ranks)
-    if ranks.dp_rank == 0:
+    if ranks.rank == 0:
         prune(root, step, keep)
     return folder
 
@@ -129,12 +129,12 @@ def killed(number: int, work: Callable[[], Any]) -> bool:
 class ThreadRanks:
     """One of several ranks, each a thread (sftron.checkpoint.atomic.ProcessGroup)."""
 
-    def __init__(self, dp_rank: int, texts: list[str], barrier: threading.Barrier) -> None:
-        self.dp_rank, self.dp_world_size = dp_rank, len(texts)
+    def __init__(self, rank: int, texts: list[str], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(texts)
         self._texts, self._barrier = texts, barrier
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self._texts[self.dp_rank] = json.dumps(facts)
+        self._texts[self.rank] = json.dumps(facts)
         self._barrier.wait(10)
         everyone = [json.loads(text) for text in self._texts]
         self._barrier.wait(10)

@@ -184,7 +184,7 @@ def save_split(root: Path) -> None:
             }
             setattr(module, name, new)
     assert isinstance(model.head.weight, DTensor)
-    assert model.head.weight.to_local().shape == (3, 3 - ranks.dp_rank)  # of [3, 5]
+    assert model.head.weight.to_local().shape == (3, 3 - ranks.rank)  # of [3, 5]
     split_optimizer = torch.optim.AdamW(model.parameters())
     split_optimizer.state.update(states)
     folder = save_checkpoint(root, 2, model, split_optimizer, ranks=ranks)

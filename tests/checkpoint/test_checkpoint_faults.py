@@ -148,10 +148,8 @@ def split(seed: int, ranks: ThreadRanks) -> dict[str, dict[str, Shard]]:
     """What a rank would have to write of `made(seed)`: its share of the rows."""
     shards = {}
     for kind, named in shards_to_store(*made(seed), is_main=True).items():
-        parts = {
-            name: grid(shard.tensor, (ranks.dp_world_size,) if shard.shape else ()) for name, shard in named.items()
-        }
-        shards[kind] = {name: each[ranks.dp_rank] for name, each in parts.items() if ranks.dp_rank < len(each)}
+        parts = {name: grid(shard.tensor, (ranks.world_size,) if shard.shape else ()) for name, shard in named.items()}
+        shards[kind] = {name: each[ranks.rank] for name, each in parts.items() if ranks.rank < len(each)}
     return shards
 
 
@@ -159,7 +157,7 @@ def save_sharded(root: Path, step: int, seed: int = 0, num_ranks: int = NUM_RANK
     def work(ranks: ThreadRanks) -> Path:
         text = state_text(step, STATE)
         folder = write_checkpoint(root / f"step-{step}", step, split(seed, ranks), state=text, ranks=ranks)
-        if ranks.dp_rank == 0:
+        if ranks.rank == 0:
             prune(root, step, 2)
         return folder
 

@@ -35,6 +35,9 @@ Steps = list[dict[str, Any]]
 _COUNTS = ("step", "tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "dropped")
 ROUNDING = 1e-6
 """The most by which losses and gradient norms may differ between layouts, relative."""
+_PACKS_A_STEP = 4
+_LAYOUTS = ((4, 2), (4, 1), (1, 1), (4, 4), (2, 1), (2, 2))
+"""The number of ranks, and of those that share each pack, by turns."""
 _TIME_TO_DIE_S = 10.0
 _MOST_STEPS_A_LIFE = 6
 
@@ -120,18 +123,21 @@ class Chaos:
     # -- hops ---------------------------------------------------------------------------------------------------------
 
     def hop(self, num_hops: int, steps_a_hop: int = 2) -> None:
-        """Resumes with 1 rank and with 2, by turns; data and losses have to be those of 1 rank."""
+        """Resumes in each of the layouts, by turns; data and losses have to be those of 1 rank."""
         num_steps = num_hops * steps_a_hop
-        # The batch of a step is the same for any number of ranks; so are the steps of a constant rate.
-        options = {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-3}
-        self._to_the_end("straight", 1, num_steps, tokens__batch_accumulation_per_replica=2, **options)
-        for hop in range(1, num_hops + 1):
-            num_ranks = 1 + hop % 2
-            accumulation = {"tokens__batch_accumulation_per_replica": 2 // num_ranks}
-            self._to_the_end("hopping", num_ranks, hop * steps_a_hop, **accumulation, **options)
+        # The batch of a step is the same for any layout; so are the steps of a constant rate.
+        options: dict[str, Any] = {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-3}
+        options["parallelism__timeout_seconds"] = 120  # 4 ranks may start on 2 cores
+        accumulation = "tokens__batch_accumulation_per_replica"
+        self._to_the_end("straight", 1, num_steps, **options, **{accumulation: _PACKS_A_STEP})
+        for hop in range(num_hops):
+            num_ranks, context = _LAYOUTS[hop % len(_LAYOUTS)]
+            layout = {"parallelism__context": context, accumulation: _PACKS_A_STEP * context // num_ranks}
+            self._to_the_end("hopping", num_ranks, (hop + 1) * steps_a_hop, **options, **layout)
         straight, hopping = metrics(self._run("straight")), metrics(self._run("hopping"))
         worst = self.compare(straight, hopping, "hops", most_apart=ROUNDING)
-        self._add(f"{num_hops} hops between 1 and 2 ranks, {num_steps} steps; losses differ by {worst:.1e} at most")
+        layouts = ", ".join(f"{num_ranks} by {context}" for num_ranks, context in _LAYOUTS[:num_hops])
+        self._add(f"{num_hops} hops ({layouts}), {num_steps} steps; losses differ by {worst:.1e} at most")
         self._audit("hopping")
 
     # -- runs ---------------------------------------------------------------------------------------------------------

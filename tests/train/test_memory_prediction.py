@@ -12,6 +12,7 @@ from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4
+from sftron.train import memory
 from sftron.train.memory import (
     GROWTH_OF_TENSORS,
     MeasuredPeak,
@@ -23,9 +24,10 @@ from sftron.train.memory import (
     resident_memory,
 )
 from sftron.train.optimizer import make_adamw
+from sftron.train.text import description
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
-from tests.models.reference import make_reference
+from tests.models.reference import make_native, make_reference
 from tests.train.ranks import launch
 from tests.train.runs import make_config, make_model_folder
 from tools.family_card import SETTINGS
@@ -178,3 +180,71 @@ def test_a_dry_run_compares_its_own_peak_and_the_ways_to_train(
     assert "fits: weights" in lines["LoRA"]
     assert "rounds blocks of 64" in lines["QLoRA"]
     assert "for this run (LoRA): growth of the process" in lines["measured"]
+
+
+# --- Ranks that share packs ---
+
+SHARED = {"llama": {}, "qwen3_5_text": DELTA, "gemma2": {"head_dim": 64}}
+
+
+def save_peaks(path: Path) -> None:
+    """Writes the measured and the predicted peak of the first of the ranks that share a row, by family."""
+    from tests.train.context_ranks import end_ranks, start_ranks
+
+    ranks, found, num_tokens, length = start_ranks(context=4), {}, 515, 103
+    ids, positions = torch.arange(num_tokens) % 100, torch.arange(num_tokens) % length
+    bounds = torch.arange(0, num_tokens + 1, length, dtype=torch.int32)
+    part = ranks.context.part_of(num_tokens)
+    own = slice(part.begin, part.end)
+    for model_type, options in SHARED.items():
+        reference = make_reference(model_type=model_type, **SIZES, **options)
+        model = make_native(reference)
+        model.context_group = ranks.context_group
+        with peak_of_step(model, torch.device("cpu")) as peak:
+            for _ in range(2):
+                hidden = model(ids[own], positions, bounds, length, part.counts)
+                labels, rows = ids[own], torch.arange(len(hidden))
+                loss, _ = weighted_loss_sum(hidden, model.head, rows, labels, torch.ones(len(rows)))
+                del hidden
+                loss.backward()
+        predicted = predict(
+            make_unloaded(model.config, None, torch.float32, torch.float32, "none"),
+            num_tokens=num_tokens,
+            longest_document=length,
+            optimizer_state="fp32",
+            accumulates=True,
+            num_sharing=4,
+        )
+        found[model_type] = [peak().tensors, predicted.peak - predicted.optimizer]
+    if ranks.is_main:
+        path.write_text(json.dumps(found))
+    end_ranks()
+
+
+def test_the_prediction_of_the_first_rank_that_shares_packs_is_within_10_percent(tmp_path: Path) -> None:
+    for ended in launch(4, save_peaks, tmp_path / "found", folder=tmp_path):
+        assert ended.exit_code == 0, ended.err
+    found = json.loads((tmp_path / "found").read_text())
+    assert found.keys() == SHARED.keys()
+    for model_type, (measured, predicted) in found.items():
+        assert predicted == pytest.approx(measured, rel=0.1), model_type
+
+
+def test_a_dry_run_states_the_fewest_ranks_that_make_a_step_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    setup = Trainer(make_config(tmp_path, folder, tokens__sequence_length=192)).setup
+    peaks = {size: memory._predicted(setup, "full", size).peak for size in (1, 2, 4)}
+    assert peaks[1] > peaks[2] > peaks[4]
+    for bound, sentence in (
+        (peaks[2], "fits with parallelism.context: 2,"),
+        (peaks[4], "fits with parallelism.context: 4,"),
+        (peaks[4] - 1, "fits with no parallelism.context,"),
+    ):
+        monkeypatch.setattr(description, "total_memory", lambda _, bound=bound: bound * memory.RESERVE_OF["cpu"])
+        description.describe_memory(setup)
+        assert sentence in capsys.readouterr().out
+    monkeypatch.setattr(description, "total_memory", lambda _: peaks[1] * memory.RESERVE_OF["cpu"])
+    description.describe_memory(setup)
+    assert "parallelism.context" not in capsys.readouterr().out

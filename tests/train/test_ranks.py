@@ -1,7 +1,6 @@
 """Several ranks do what one does: the same step, the same data, the same checkpoints (laws 5, 6 and 8)."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,18 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
         assert len(alone["tokens"]["roles"]) == 5
-        assert _flat(ours["tokens"]) == pytest.approx(_flat(alone["tokens"]), rel=1e-6)
+        assert flat(ours["tokens"]) == pytest.approx(flat(alone["tokens"]), rel=1e-6)
         for key in alone.keys() - {"loss", "norm", "tokens"}:
             scale = alone[key].abs().max().item()
             assert scale > 0
             torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
     """All numbers inside."""
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value)]
-    return [number for each in value for number in _flat(each)] if isinstance(value, list) else [value]
+    return [number for each in value for number in flat(each)] if isinstance(value, list) else [value]
 
 
 def _train(tmp_path: Path, model_folder: Path, name: str, num_ranks: int, **overrides: Any) -> list[Any]:
@@ -72,7 +71,7 @@ def test_a_run_that_hops_between_numbers_of_ranks_is_the_run_that_did_not(tmp_pa
         for key in ("trained_tokens", "total_tokens", "conversations", "epoch", "fill", "sum_squared_lengths"):
             assert ours[key] == theirs[key], (ours["step"], key)
         for key in ("roles", "datasets", "token_accuracy", "entropy"):
-            assert _flat(ours[key]) == pytest.approx(_flat(theirs[key]), rel=1e-5), (ours["step"], key)
+            assert flat(ours[key]) == pytest.approx(flat(theirs[key]), rel=1e-5), (ours["step"], key)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
     weights = [load_file(tmp_path / "runs" / name / "hf" / "step-6" / "model.safetensors") for name in ("alone", "hop")]
@@ -87,7 +86,7 @@ def test_only_the_main_rank_speaks_and_all_end_alike_where_the_layout_is_refused
     write_rows(tmp_path / "rows.jsonl", 200)
     ended = _train(tmp_path, model_folder, "run", 2, parallelism__dp_replicate=3)
     assert [each.exit_code for each in ended] == [2, 2]
-    assert "parallelism.dp_replicate x dp_shard is 3 x auto, but 2 ranks were started" in ended[0].err
+    assert "parallelism.dp_replicate x dp_shard x context is 3 x auto x 1, but 2 ranks were started" in ended[0].err
     assert ended[1].out == ended[1].err == ""
 
 
@@ -126,22 +125,21 @@ def deal_of_unequal_ranks() -> None:
     end_ranks()
 
 
-# --- A rank's number, its data-parallel number and its mesh are three things ---
+# --- A rank's number, its data-parallel number and its place among those that share its packs are three things ---
 
 
-def lay_out_2_by_2(names: tuple[str, str], folder: Path) -> None:
-    """Four ranks in a mesh of 2 x 2, of which not all dimensions need be data-parallel."""
-    from torch.distributed.device_mesh import init_device_mesh
+def lay_out(sizes: tuple[int, int, int], folder: Path) -> None:
+    from sftron.train.ranks import end_ranks, start_ranks
 
-    from sftron.train.ranks import data_parallel_position, end_ranks, start_ranks
-
-    ranks = start_ranks()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    dp_rank, dp_world_size = data_parallel_position(mesh)
-    dp_group = mesh["shard"].get_group() if "replicate" not in names else None
-    ranks = replace(ranks, mesh=mesh, dp_rank=dp_rank, dp_world_size=dp_world_size, dp_group=dp_group)
+    replicate, shard, context = sizes
+    ranks = start_ranks(replicate, shard, context=context)
+    assert ranks.mesh is not None
+    group = ranks.context_group
     found = {
-        "dp_rank": ranks.dp_rank,
+        "dp_rank": [ranks.dp_rank, ranks.dp_world_size],
+        "context": list(ranks.context),
+        "shares with": [ranks.rank] if group is None else torch.distributed.get_process_group_ranks(group),
+        "mesh": ranks.mesh.mesh.tolist(),
         "gathered": [facts["rank"] for facts in ranks.gather({"rank": ranks.rank})],
         "sum": ranks.sum(torch.tensor([10**ranks.rank])).item(),
         "is_asked_by_rank_3": ranks.any(ranks.rank == 3),
@@ -152,23 +150,34 @@ def lay_out_2_by_2(names: tuple[str, str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "dp_ranks", "peers"),
-    [
-        pytest.param(("shard", "context"), [0, 0, 1, 1], [[0, 2], [1, 3], [0, 2], [1, 3]], marks=pytest.mark.nightly),
-        (("context", "shard"), [0, 1, 0, 1], [[0, 1], [0, 1], [2, 3], [2, 3]]),
-        (("replicate", "shard"), [0, 1, 2, 3], [[0, 1, 2, 3]] * 4),
-    ],
+    "layout",
+    rest_nightly(
+        [
+            ((1, 2, 2), [0, 0, 1, 1], [0, 1, 2, 3]),
+            ((2, 1, 2), [0, 0, 1, 1], [[0, 1], [2, 3]]),
+            ((1, 1, 4), [0, 0, 0, 0], [0, 1, 2, 3]),
+            ((2, 2, 1), [0, 1, 2, 3], [[0, 1], [2, 3]]),
+        ],
+        [((1, 2, 2), [0, 0, 1, 1], [0, 1, 2, 3])],
+    ),
+    ids=str,
 )
-def test_gathering_and_sums_are_over_the_data_parallel_ranks_and_questions_go_to_all(
-    tmp_path: Path, names: tuple[str, str], dp_ranks: list[int], peers: list[list[int]]
+def test_ranks_that_share_packs_are_neighbors_and_everything_else_is_over_all_ranks(
+    tmp_path: Path, layout: tuple[tuple[int, int, int], list[int], list[Any]]
 ) -> None:
-    for ended in launch(4, lay_out_2_by_2, names, tmp_path, folder=tmp_path):
+    sizes, dp_ranks, mesh = layout
+    for ended in launch(4, lay_out, sizes, tmp_path, folder=tmp_path):
         assert ended.exit_code == 0, ended.err
+    context = sizes[2]
     for rank in range(4):
+        first = rank - rank % context
         assert json.loads((tmp_path / f"found-{rank}").read_text()) == {
-            "dp_rank": dp_ranks[rank],
-            "gathered": peers[rank],
-            "sum": sum(10**peer for peer in peers[rank]),
+            "dp_rank": [dp_ranks[rank], 4 // context],
+            "context": [rank - first, context],
+            "shares with": list(range(first, first + context)),
+            "mesh": mesh,
+            "gathered": [0, 1, 2, 3],
+            "sum": 1111,
             "is_asked_by_rank_3": True,
             "is_main": rank == 0,
         }

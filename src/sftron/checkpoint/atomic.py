@@ -28,7 +28,7 @@ def publish(folder: Path, write: Callable[[Path], None], ranks: ProcessGroup | N
         write(unfinished)
         main_or_raise(ranks, lambda: _commit(unfinished, folder))
     except BaseException:
-        if ranks.dp_rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return folder
@@ -125,10 +125,10 @@ class ProcessGroup(Protocol):
     """The operations on ranks that checkpoints need; `Ranks` of train/ranks.py implements them."""
 
     @property
-    def dp_rank(self) -> int: ...
+    def rank(self) -> int: ...
 
     @property
-    def dp_world_size(self) -> int: ...
+    def world_size(self) -> int: ...
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns, on every rank, the JSON values passed by each rank."""
@@ -138,7 +138,7 @@ class ProcessGroup(Protocol):
 class SingleProcess:
     """The process group of a single process."""
 
-    dp_rank, dp_world_size = 0, 1
+    rank, world_size = 0, 1
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [dict(facts)]
@@ -170,4 +170,4 @@ def all_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
 
 def main_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> Any:
     """Calls `make` on the main rank and returns its result on every rank; an OSError is raised on every rank."""
-    return all_or_raise(group, make if group.dp_rank == 0 else lambda: None)[0]
+    return all_or_raise(group, make if group.rank == 0 else lambda: None)[0]

@@ -86,14 +86,14 @@ def write_checkpoint(
 
     def write(unfinished: Path) -> None:
         def write_own() -> dict[str, Any]:
-            names = {kind: file_name(kind, ranks.dp_rank, ranks.dp_world_size) for kind in shards}
+            names = {kind: file_name(kind, ranks.rank, ranks.world_size) for kind in shards}
             return {names[kind]: write_shards(unfinished / names[kind], named) for kind, named in shards.items()}
 
         files = {name: entry for own in all_or_raise(ranks, write_own) for name, entry in own.items()}
 
         def complete() -> None:
             files[STATE] = write_file(unfinished / STATE, [state])
-            manifest = {"step": step, "num_ranks": ranks.dp_world_size, "files": files}
+            manifest = {"step": step, "num_ranks": ranks.world_size, "files": files}
             write_file(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
 
         main_or_raise(ranks, complete)
@@ -163,7 +163,7 @@ def verify_checkpoint(folder: Path, ranks: ProcessGroup = ALONE) -> str | None:
 
     Every rank has to call this; each hashes a share of the files.
     """
-    problems = all_or_raise(ranks, lambda: _problem(folder, ranks.dp_rank, ranks.dp_world_size))
+    problems = all_or_raise(ranks, lambda: _problem(folder, ranks.rank, ranks.world_size))
     return next((problem for problem in problems if problem), None)
 
 

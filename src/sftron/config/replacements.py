@@ -74,8 +74,9 @@ attention attn_implementation flash_attention flash_attn = write model.attention
 compile torch_compile = write model.compile: auto, on or off
 use_liger_kernel = write model.loss: liger
 dp deepspeed fsdp fsdp_config = write parallelism.dp_shard and parallelism.dp_replicate
-tp pp cp ep tensor_parallel_size context_parallel_size = \
-there is no tensor, pipeline, context or expert parallelism: a model is sharded by parallelism.dp_shard
+cp context_parallel_size sequence_parallel_size = write parallelism.context, the number of ranks that share a pack
+tp pp ep tensor_parallel_size = \
+there is no tensor, pipeline or expert parallelism: a model is sharded by parallelism.dp_shard
 dataset_num_proc = rows are tokenized while training, by data.num_workers processes a rank
 neftune_noise_alpha = noise on embeddings is not supported: remove the key
 trust_remote_code = code in a model's folder is never run: remove the key

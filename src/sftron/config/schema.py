@@ -113,14 +113,24 @@ class Lora(Section):
 
 
 class Parallelism(Section):
-    """Ranks, as torchrun starts them. dp_replicate x dp_shard is their number."""
+    """Ranks, as torchrun starts them. dp_replicate x dp_shard x context is their number."""
 
     dp_replicate: Positive = 1
     """Copies of the model; more than 1 is HSDP: sharded within a copy, gradients summed over copies."""
     dp_shard: Literal["auto"] | Positive = "auto"
-    """Ranks that share one copy, each with its part of weights, gradients and optimizer state (FSDP2); auto: all."""
+    """Ranks with packs of their own that share one copy, each with its part of weights, gradients and optimizer state
+    (FSDP2); auto: all."""
+    context: Positive = 1
+    """Ranks that share each pack, for long conversations: each has a part of its tokens and of the heads (Ulysses,
+    arXiv 2309.14509). They share a copy too. At most as many as query heads; packs and losses do not depend on it."""
     timeout_seconds: Positive = 600
     """How long a rank waits for the others, or for its loader workers, before it takes them for dead and all end."""
+
+    def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
+        tokens = before.get("tokens")
+        if tokens and self.context > (budget := tokens.sequence_length * tokens.micro_batch_size):
+            problem = f"{self.context} ranks cannot share a pack of {budget} tokens: lower context"
+            yield "parallelism.context tokens.sequence_length", problem
 
 
 class Optimizer(Section):

@@ -22,44 +22,58 @@ from sftron.data.child_process import start_worker
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import label_roles, untrained_rows
 from sftron.data.lanes.lane import parse_state
-from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
+from sftron.data.types import IGNORE_INDEX, WHOLE_ROW, Batch, ContextRank, DataError, Pack, Role
 
 
 class WorkerError(ChildProcessError):
     """A loader worker cannot be started, has died, or has sent nothing within the time-out."""
 
 
-def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
-    """Returns a pack as a batch of CPU tensors.
+def collate(
+    pack: Pack,
+    *,
+    keep_tail: bool,
+    measured_roles: frozenset[Role] = frozenset(),
+    context: ContextRank = WHOLE_ROW,
+) -> Batch:
+    """Returns a pack as a batch of CPU tensors, or the part of it that a rank has.
+
+    Labels were shifted before the row is cut, so the label of a part's last token is the first one of the next part.
 
     Args:
         pack: The pack.
         keep_tail: Whether to keep the padding, so that all batches have one shape, as compiled models need. Without it,
             less is computed, and the results for the conversations are the same.
         measured_roles: The roles whose untrained tokens become `untrained_labels`, so that their loss can be measured.
+        context: The place of this rank among those that share the pack; without the padding, each has a token.
+
+    Raises:
+        ValueError: The pack has fewer tokens than ranks share it.
     """
-    num_tokens = len(pack.input_ids) if keep_tail else max(1, pack.num_tokens)
+    num_tokens = len(pack.input_ids) if keep_tail else min(max(context.size, pack.num_tokens), len(pack.input_ids))
+    part = context.part_of(num_tokens)
     cu_seqlens = np.unique(pack.cu_seqlens.clip(max=num_tokens))
-    label_positions = np.flatnonzero(pack.labels != IGNORE_INDEX)
-    loss_weights = pack.loss_weights[label_positions]
-    roles, measured = label_roles(pack), untrained_rows(pack, measured_roles)
+    labeled = np.flatnonzero(pack.labels != IGNORE_INDEX)
+    label_positions = part.of(labeled)
+    roles, measured = label_roles(pack), part.of(untrained_rows(pack, measured_roles))
     sources = np.array([key.source for key in pack.keys], dtype=np.int32)
     return Batch(
-        input_ids=torch.from_numpy(pack.input_ids[:num_tokens].astype(np.int64)),
+        input_ids=torch.from_numpy(pack.input_ids[part.begin : part.end].astype(np.int64)),
         position_ids=torch.from_numpy(pack.position_ids[:num_tokens]),
-        role_ids=torch.from_numpy(pack.role_ids[:num_tokens]),
+        role_ids=torch.from_numpy(pack.role_ids[part.begin : part.end]),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=int(np.diff(cu_seqlens).max()),
-        label_positions=torch.from_numpy(label_positions),
+        label_positions=torch.from_numpy(label_positions - part.begin),
         labels=torch.from_numpy(pack.labels[label_positions].astype(np.int64)),
-        loss_weights=torch.from_numpy(loss_weights),
+        loss_weights=torch.from_numpy(pack.loss_weights[label_positions]),
         label_roles=torch.from_numpy(roles[label_positions]),
         label_sources=torch.from_numpy(np.repeat(sources, np.diff(pack.conversation_bounds))[label_positions]),
-        untrained_rows=torch.from_numpy(measured),
+        untrained_rows=torch.from_numpy(measured - part.begin),
         untrained_labels=torch.from_numpy(pack.input_ids[measured + 1].astype(np.int64)),
         untrained_roles=torch.from_numpy(roles[measured]),
-        weight_sum=float(loss_weights.sum(dtype=np.float64)),
+        weight_sum=float(pack.loss_weights[labeled].sum(dtype=np.float64)),
         pack=pack,
+        part=part,
     )
 
 
@@ -70,7 +84,7 @@ class PackLoader:
         dataset: The packs.
         num_workers: The number of worker processes; 0 loads in this process.
         keep_tail: See `collate`.
-        measured_roles: See `collate`.
+        measured_roles, context: See `collate`.
         pin_memory: Whether batches are in page-locked memory.
         timeout_s: How many seconds the loader waits for a worker. If one sends nothing for that long, or dies, the
             iteration raises WorkerError.
@@ -83,6 +97,7 @@ class PackLoader:
         num_workers: int,
         keep_tail: bool,
         measured_roles: frozenset[Role] = frozenset(),
+        context: ContextRank = WHOLE_ROW,
         pin_memory: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -90,7 +105,7 @@ class PackLoader:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._dataset, self._pin_memory, self._timeout_s = dataset, pin_memory, timeout_s
-        self._collate = partial(collate, keep_tail=keep_tail, measured_roles=measured_roles)
+        self._collate = partial(collate, keep_tail=keep_tail, measured_roles=measured_roles, context=context)
         self.start_epoch(0, next_pack=0)
         # Workers send packs, whose arrays travel through a pipe. A batch's tensors would need /dev/shm, of which a
         # container has 64 MB, and the worker that made them would have to be alive when they are received.

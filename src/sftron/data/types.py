@@ -247,23 +247,71 @@ class Pack:
         return f"{type(self).__name__}({self.index}: {counts}, budget {len(self.input_ids)})"
 
 
+class ContextRank(NamedTuple):
+    """A rank's place among those that share each pack: its number, and how many there are."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part_of(self, num_tokens: int) -> ContextPart:
+        """Returns this rank's part of a row. Raises ValueError if the row has fewer tokens than there are ranks."""
+        if num_tokens < self.size:
+            raise ValueError(f"a row of {num_tokens} tokens has no part for each of {self.size} ranks (context)")
+        least, rest = divmod(num_tokens, self.size)
+        return ContextPart(tuple(least + (rank < rest) for rank in range(self.size)), self.rank)
+
+
+WHOLE_ROW = ContextRank()
+"""That of a rank that shares its packs with no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """The consecutive tokens of a row that one of the ranks that share it has.
+
+        0 1 2 | 3 4 5 | 6 7 8 | 9 10        a row of 11 tokens on 4 ranks: counts 3 3 3 2
+
+    Rank 2 has begin 6 and end 9.
+    """
+
+    counts: tuple[int, ...]
+    """The number of tokens of each rank; none is 0."""
+    rank: int
+
+    @property
+    def begin(self) -> int:
+        return sum(self.counts[: self.rank])
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.counts[self.rank]
+
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """Returns those of the positions in the row that are in the part."""
+        return positions[(positions >= self.begin) & (positions < self.end)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """A pack as torch tensors, with everything that a step needs computed on the CPU, so none waits for the device
-    (law 11). T is the number of tokens, N of those with a label (0 or more), M of untrained ones that are measured."""
+    (law 11). Several ranks may share a pack; each has a part of the row.
+
+    S is the number of tokens of the row, T of those in the part; N of these have a label (0 or more), and M are
+    untrained and measured. If no other rank shares the pack, T is S.
+    """
 
     input_ids: torch.Tensor
     """int64 [T]."""
     position_ids: torch.Tensor
-    """int32 [T]."""
+    """int32 [S]: those of the whole row, as rotations may depend on the length of a document."""
     role_ids: torch.Tensor
     """uint8 [T]."""
     cu_seqlens: torch.Tensor
-    """int32 [documents + 1]."""
+    """int32 [documents + 1], the bounds in the whole row."""
     max_seqlen: int
     """The length of the longest document, as a Python int."""
     label_positions: torch.Tensor
-    """int64 [N], the positions that have a label, in ascending order."""
+    """int64 [N], the positions in the part that have a label, in ascending order."""
     labels: torch.Tensor
     """int64 [N]."""
     loss_weights: torch.Tensor
@@ -273,14 +321,21 @@ class Batch:
     label_sources: torch.Tensor
     """int32 [N], the index of the data set that each label comes from."""
     untrained_rows: torch.Tensor
-    """int64 [M], positions without a label whose loss is only measured."""
+    """int64 [M], positions in the part without a label whose loss is only measured."""
     untrained_labels: torch.Tensor
     """int64 [M], the token after each of these positions."""
     untrained_roles: torch.Tensor
     """uint8 [M], the role of each token in `untrained_labels`."""
     weight_sum: float
-    """The sum of loss_weights, as a Python float; the step adds it to its one denominator (law 8)."""
+    """The sum of the loss weights of the pack, whatever the part, as a Python float; the step adds it to its one
+    denominator (law 8)."""
     pack: Pack
+    part: ContextPart
+
+    @property
+    def num_real(self) -> int:
+        """The number of tokens in the part without the padding, which come first."""
+        return min(max(self.pack.num_tokens - self.part.begin, 0), len(self.input_ids))
 
     def pin_memory(self) -> Batch:
         """Returns a copy in page-locked memory, from which copies to a GPU do not block."""

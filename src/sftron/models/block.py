@@ -19,6 +19,7 @@ from sftron.kernels.rope import Heads
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import Attend, attend_documents
 from sftron.models.attention_kernels import Scores
+from sftron.models.context import Context, ContextAttention
 from sftron.models.feed_forward import MLPS
 from sftron.models.layers import Linear, Norm
 from sftron.models.projections import ATTENTIONS, make_norm
@@ -36,6 +37,8 @@ class Documents:
     num_tokens: int
     recompute: bool
     """Whether the backward pass computes again what it can without a matrix product."""
+    context: Context | None = None
+    """The ranks that share the row; None if this rank has all of it."""
     _made: dict[Callable[[Documents], Any], Any] = field(default_factory=dict)
 
     def once(self, make: Callable[[Documents], Any]) -> Any:
@@ -64,6 +67,11 @@ class Block(Protocol):
             position_ids, table_PD: The rotations of the heads, from RopeTables.at.
             mix: The function by which a token reads others, from `within` or `cache`.
         """
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads in which tokens read others; no more ranks than that can share a row."""
         ...
 
     def within(self, documents: Documents) -> Any:
@@ -156,6 +164,10 @@ class LlamaBlock(ResidualBlock):
         x_TH = self.add(x_TH, self.self_attn.output(attended_TND, *gate))
         return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
 
+    @property
+    def num_heads(self) -> int:
+        return self.self_attn.num_heads
+
     def within(self, documents: Documents) -> Attend:
         return documents.once(_attend_within)
 
@@ -174,7 +186,8 @@ class LlamaBlock(ResidualBlock):
 
 
 def _attend_within(documents: Documents) -> Attend:
-    return attend_documents(documents.attention, documents.cu_seqlens, documents.max_seqlen, documents.num_tokens)
+    attend = attend_documents(documents.attention, documents.cu_seqlens, documents.max_seqlen, documents.num_tokens)
+    return attend if documents.context is None else ContextAttention(attend, documents.context)
 
 
 class NormAroundBlock(LlamaBlock):

@@ -47,7 +47,7 @@ class DeltaSizes:
 
 
 class Recur(Protocol):
-    """The recurrent functions of one batch, or of one layer in generation, which a delta layer calls."""
+    """The recurrent functions of one batch, or of one layer in generation."""
 
     def convolve(self, x_TW: Tensor, weight_WJ: Tensor) -> Tensor:
         """Returns `causal_convolution` of x within each document, [T, W]."""
@@ -56,6 +56,26 @@ class Recur(Protocol):
     def __call__(self, q_TKD: Tensor, k_TKD: Tensor, v_TNE: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
         """Returns the outputs of the gated delta rule within each document, [T, N, E]."""
         ...
+
+
+class MixDelta(Protocol):
+    """The function of one batch, or of one layer in generation, which a delta layer calls."""
+
+    def __call__(self, sizes: DeltaSizes, qkv_TW: Tensor, taps_WJ: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
+        """Returns the outputs of the delta rule for the convolved channels, [T, N, E]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedRecur:
+    """The convolution and the delta rule by these recurrent functions."""
+
+    recur: Recur
+
+    def __call__(self, sizes: DeltaSizes, qkv_TW: Tensor, taps_WJ: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
+        q, k, v = self.recur.convolve(qkv_TW, taps_WJ).split(sizes.widths, dim=1)
+        keys, values = (sizes.num_key_heads, sizes.key_dim), (sizes.num_value_heads, sizes.value_dim)
+        return self.recur(q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), g_TN, beta_TN)
 
 
 class RecurInDocuments:

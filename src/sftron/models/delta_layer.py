@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.block import Documents, Flops, ResidualBlock
-from sftron.models.delta import CachedRecur, Recur, RecurInDocuments
+from sftron.models.context import ContextDelta
+from sftron.models.delta import CachedRecur, ConvolvedRecur, MixDelta, RecurInDocuments
 from sftron.models.feed_forward import MLPS
 from sftron.models.layers import GatedLinear, Norm, NormedLinear, RMSNorm
 from sftron.models.projections import make_norm
@@ -41,17 +42,10 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = GatedLinear(sizes.rows[1], hidden_size, activation="silu", **options)
 
     def mixed(self, x_TH: Tensor, norm: Norm | None) -> Mixed:
-        """Returns what `recur` and `output` take, computed from the normalized x."""
+        """Returns what the function that mixes tokens and `output` take, computed from the normalized x."""
         qkv_TW, z, b_TN, a_TN = self.in_proj(x_TH, norm).split(self.sizes.rows, dim=1)
         g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
         return qkv_TW, g_TN, b_TN.sigmoid(), z
-
-    def recur(self, recur: Recur, qkv_TW: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
-        """Returns the outputs of the delta rule, [T, N, E]."""
-        sizes = self.sizes
-        q, k, v = recur.convolve(qkv_TW, self.conv1d.weight.squeeze(1)).split(sizes.widths, dim=1)
-        keys, values = (sizes.num_key_heads, sizes.key_dim), (sizes.num_value_heads, sizes.value_dim)
-        return recur(q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), g_TN, beta_TN)
 
     def output(self, read_TNE: Tensor, z: Tensor) -> Tensor:
         """Returns the projection of silu(z) times the normalized heads, [T, H]."""
@@ -77,9 +71,10 @@ class DeltaBlock(ResidualBlock):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[layer.mlp](config, recompute)
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, mix: Recur) -> Tensor:
-        *mixed, gate = self.before_attention(x_TH)
-        return self.after_attention(x_TH, self.linear_attn.recur(mix, *mixed), gate)
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, mix: MixDelta) -> Tensor:
+        qkv_TW, g_TN, beta_TN, gate = self.before_attention(x_TH)
+        read_TNE = mix(self.linear_attn.sizes, qkv_TW, self.linear_attn.conv1d.weight.squeeze(1), g_TN, beta_TN)
+        return self.after_attention(x_TH, read_TNE, gate)
 
     def before_attention(self, x_TH: Tensor) -> Mixed:
         return self.linear_attn.mixed(x_TH, self.input_layernorm)
@@ -88,11 +83,15 @@ class DeltaBlock(ResidualBlock):
         x_TH = self.add(x_TH, self.linear_attn.output(read_TNE, gate))
         return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
 
-    def within(self, documents: Documents) -> Recur:
+    @property
+    def num_heads(self) -> int:
+        return self.linear_attn.sizes.num_value_heads
+
+    def within(self, documents: Documents) -> MixDelta:
         return documents.once(_recur_within)
 
-    def cache(self, capacity: int) -> Recur:
-        return CachedRecur()
+    def cache(self, capacity: int) -> MixDelta:
+        return ConvolvedRecur(CachedRecur())
 
     def flops(self, lengths: Sequence[int]) -> Flops:
         """In each head, a token reads the state for its key, corrects it, and reads it for its query, 2 D E FLOPs each.
@@ -104,5 +103,6 @@ class DeltaBlock(ResidualBlock):
         return Flops(self.flops_of_weights(num_tokens), (state + convolution) * num_tokens)
 
 
-def _recur_within(documents: Documents) -> Recur:
-    return RecurInDocuments(documents.cu_seqlens, recompute=documents.recompute)
+def _recur_within(documents: Documents) -> MixDelta:
+    mix = ConvolvedRecur(RecurInDocuments(documents.cu_seqlens, recompute=documents.recompute))
+    return mix if documents.context is None else ContextDelta(mix, documents.context)

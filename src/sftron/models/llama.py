@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,7 @@ from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS
 from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, ParallelBlock
+from sftron.models.context import Context
 from sftron.models.delta_layer import DeltaBlock
 from sftron.models.head import Head
 from sftron.models.layers import Linear
@@ -118,6 +120,8 @@ class LlamaForSFT(nn.Module):
         self.attention = attention
         self.compute_dtype = compute_dtype
         self.recomputes = activation_checkpointing == "selective"
+        self.context_group: dist.ProcessGroup | None = None
+        """The ranks that share each row; None if this rank has whole rows."""
         num_positions = num_positions or config.max_position_embeddings
         self.rope_tables = RopeTables(num_positions, config.ropes)
         self.model = LlamaModel(config, activation_checkpointing)
@@ -140,8 +144,18 @@ class LlamaForSFT(nn.Module):
         bias_V = self.lm_head.bias if self.config.head_bias else None
         return Head(self.head_weight, bias_V, self.config.logit_softcap)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        counts: Sequence[int] = (),
+    ) -> Tensor:
         """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.
+
+        The ranks of `context_group` share the row: input_ids and the result are those of this rank's tokens, and all
+        other arguments those of the whole row. The gradients of a rank are its part of a sum over these ranks.
 
         Args:
             input_ids: int [T].
@@ -150,16 +164,33 @@ class LlamaForSFT(nn.Module):
                 "sdpa" reads them without waiting for the device.
             max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
                 device.
+            counts: The number of tokens of each rank of `context_group`. Without a group there is one, which need not
+                be given; with one, a whole row can be given to all ranks alike if no gradient is needed.
 
         Raises:
-            ValueError: max_seqlen exceeds the RoPE table.
+            ValueError: max_seqlen exceeds the RoPE table, or counts are not those of `context_group`.
         """
         self.check_positions(max_seqlen)
+        context = self._context(input_ids, position_ids, tuple(counts))
         if self.attention != "sdpa":
             cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
-        documents = Documents(self.attention, cu_seqlens, max_seqlen, len(input_ids), self.recomputes)
+        documents = Documents(self.attention, cu_seqlens, max_seqlen, len(position_ids), self.recomputes, context)
         mixes = [block.within(documents) for block in self.blocks]
-        return self._hidden_states(mixes, input_ids, position_ids, self.compute_dtype)
+        tokens = slice(None) if context is None else context.tokens
+        return self._hidden_states(mixes, input_ids, position_ids, self.compute_dtype, tokens)
+
+    def _context(self, input_ids: Tensor, position_ids: Tensor, counts: tuple[int, ...]) -> Context | None:
+        group = self.context_group
+        if group is not None and not counts and not torch.is_grad_enabled():
+            return None  # every rank computes the whole row; their gradients would count it several times
+        num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        counts = counts or (len(input_ids),)
+        if len(counts) != num_ranks or counts[rank] != len(input_ids) or sum(counts) != len(position_ids):
+            raise ValueError(
+                f"counts are {counts}, but rank {rank} of {num_ranks} that share a row has {len(input_ids)} of its "
+                f"{len(position_ids)} tokens. Cut the row for as many ranks as context_group has."
+            )
+        return None if group is None or num_ranks == 1 else Context(counts, group)
 
     def attend_with(self, mixes: Iterable[Any], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Computes the same as `forward`, but in `dtype` and with one function per layer, e.g. with a cache.
@@ -169,9 +200,16 @@ class LlamaForSFT(nn.Module):
         return self._hidden_states(mixes, input_ids, position_ids, dtype)
 
     def _hidden_states(
-        self, mixes: Iterable[Any], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+        self,
+        mixes: Iterable[Any],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        dtype: torch.dtype,
+        tokens: slice = slice(None),
     ) -> Tensor:
-        rotations = self.rope_tables.at(position_ids)
+        # Of the whole row, because some rotations depend on the length of a document.
+        whole = self.rope_tables.at(position_ids)
+        rotations = {rope: (rows[tokens], table_PD) for rope, (rows, table_PD) in whole.items()}
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.model(input_ids, rotations, mixes, dtype)
 

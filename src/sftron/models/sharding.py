@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -15,14 +16,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from sftron.models.llama import LlamaForSFT
 
 
-def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
+def shard_model(model: LlamaForSFT, mesh: DeviceMesh, context_group: dist.ProcessGroup | None = None) -> None:
     """Shards every parameter by rows over the last dimension of the mesh, and replicates it over any other dimension.
+    The ranks of `context_group` share the rows of batches.
 
     Master weights remain fp32. Weights are gathered in model.compute_dtype; gradients are reduced in fp32 and summed
     rather than averaged, because the loss is already normalized over the whole step (law 8). In bf16, the weights of
     norms and the gradients of a micro-batch are rounded once (by 2^-9 at most), unlike in a single process. The model
     may be on the meta device.
     """
+    model.context_group = context_group
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
         reduce_dtype=torch.float32,

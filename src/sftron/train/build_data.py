@@ -27,7 +27,9 @@ from sftron.data.sources import find_files, open_source, open_stream, split_sour
 from sftron.data.sources.views import RowSource
 from sftron.data.types import (
     IGNORE_INDEX,
+    WHOLE_ROW,
     Batch,
+    ContextRank,
     Conversation,
     ConversationKey,
     DataError,
@@ -240,7 +242,9 @@ def make_dataset(
     return PackedDataset(preparation, options, dp_rank=dp_rank, dp_world_size=dp_world_size, row_lengths=row_lengths)
 
 
-def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
+def make_loader(
+    config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool, context: ContextRank = WHOLE_ROW
+) -> PackLoader:
     """Returns the loader, which also measures the losses of untrained roles if that is configured."""
     measured: frozenset[Role] = frozenset()
     if config.logging.untrained_roles_interval is not None and config.data.train_on_completions_only:
@@ -250,6 +254,7 @@ def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_
         num_workers=num_workers(config, dataset),
         keep_tail=keep_tail,
         measured_roles=measured,
+        context=context,
         pin_memory=pin_memory,
         timeout_s=config.parallelism.timeout_seconds,
     )
@@ -260,8 +265,9 @@ def num_workers(config: Config, dataset: PackedDataset) -> int:
     return next(number for number in range(config.data.num_workers, -1, -1) if dataset.takes_workers(number))
 
 
-def maximal_batch(config: Config) -> Batch:
-    """Returns the micro-batch that needs the most memory: no padding, and a label wherever one can be."""
+def maximal_batch(config: Config, context: ContextRank = WHOLE_ROW) -> Batch:
+    """Returns the micro-batch that needs the most memory, or a rank's part of it: no padding, and a label wherever one
+    can be."""
     length, size = config.tokens.sequence_length, config.tokens.micro_batch_size
     is_labeled = np.arange(length) < length - 1
     conversation = LabeledConversation(
@@ -273,7 +279,7 @@ def maximal_batch(config: Config) -> Batch:
     )
     isolated = config.data.remove_cross_attention
     pack = lay_out([conversation] * size, token_budget=length * size, remove_cross_attention=isolated, pad_id=0)
-    return collate(pack, keep_tail=True)
+    return collate(pack, keep_tail=True, context=context)
 
 
 # --- Row lengths, for planned packing ---
@@ -290,11 +296,11 @@ def plan_packs(setup: Setup) -> None:
         return
     if num_rows >= _LONG_ENOUGH_TO_REPORT:
         console.write(f"measuring  {num_rows:,} rows, so that packs are full to the end of an epoch")
-    own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
+    own = range(ranks.rank, num_rows, ranks.world_size)
     measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
     rows: list[int | str] = [0] * num_rows
     for rank, each in enumerate(ranks.gather({"rows": measured})):
-        rows[rank :: ranks.dp_world_size] = each["rows"]
+        rows[rank :: ranks.world_size] = each["rows"]
     dataset.plan(rows)
 
 

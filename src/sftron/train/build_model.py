@@ -20,7 +20,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.attention import resolve_attention
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.quantization import NF4, store_frozen_in
@@ -45,6 +45,12 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
     folder = model_folder(config, download=False)
     compute_dtype = getattr(torch, config.model.compute_dtype)
     architecture = read_config(folder)
+    num_heads = min(block.num_heads for block in blocks_without_weights(architecture))
+    if num_heads < (context := config.parallelism.context):
+        raise ValueError(
+            f"parallelism.context is {context}, but {folder} has layers of {num_heads} heads, and each rank needs one "
+            f"head at least; give {num_heads} at most"
+        )
     if config.tokenizer.add_tokens:
         highest_id = max(data.chat_tokenizer.tokenizer.get_vocab().values())
         architecture = replace(architecture, vocab_size=max(architecture.vocab_size, highest_id + 1))
@@ -224,7 +230,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    own = file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    own = file_digests(folder, ranks.rank, ranks.world_size)
     return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})
 
 
@@ -239,7 +245,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
         if config.model.freeze_router:
             freeze_routers(made)
         if mesh is not None:
-            shard_model(made, mesh)
+            shard_model(made, mesh, setup.ranks.context_group)
 
     adapters = setup.model.adapters
     loaded = load_whole_model(setup, None if adapters is None else adapters.start, prepare)

@@ -87,7 +87,8 @@ def measure_set(
             remove_cross_attention=True,
             pad_id=preparation.chat_tokenizer.pad_id,
         )
-        batch = collate(pack, keep_tail=device.type == "cuda", measured_roles=_ALL_ROLES)
+        keep_tail = device.type == "cuda"
+        batch = collate(pack, keep_tail=keep_tail, measured_roles=_ALL_ROLES, context=ranks.context)
         with torch.no_grad():
             loss_of(model, batch, sums=sums, with_untrained=True)
     losses = TokenLosses.of(ranks.sum(sums.table_G4).flatten().tolist())

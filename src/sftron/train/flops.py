@@ -82,14 +82,14 @@ def step_flops(
     activation_checkpointing: str,
     trained: TrainedMatrices = TrainedMatrices(),
 ) -> StepFlops:
-    """Returns the FLOPs of the micro-batches of one step on this rank.
+    """Returns the FLOPs of the micro-batches of one step on this rank, or on all ranks that share them.
 
     For the hardware FLOPs, `full` activation checkpointing repeats the forward pass of the blocks, and `selective`
     repeats no matrix product. The scores that fused attention recomputes in its backward pass are not counted.
     """
     model = hardware = 0
     for batch in batches:
-        num_labeled = len(batch.label_positions)
+        num_labeled = batch.pack.num_trained_tokens
         real = np.diff(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)).tolist()
         model += model_flops(config, num_labeled=num_labeled, document_lengths=real, trained=trained)
         computed = np.diff(batch.cu_seqlens.numpy()).tolist()

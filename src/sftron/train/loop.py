@@ -225,7 +225,8 @@ class TrainingLoop:
             return True
         self.progress.non_finite_in_a_row += 1
         locations = [self.setup.data.preparation.location(key) for each in fetched.batches for key in each.pack.keys]
-        everyone = [each for facts in self._ranks.gather({"rows": locations}) for each in facts["rows"]]
+        reports = self._ranks.gather({"rows": locations})[:: self._ranks.context.size]
+        everyone = [each for facts in reports for each in facts["rows"]]
         console.write(f"           no update was made. In the batch: {', '.join(everyone)}")
         return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sftron.checkpoint.adapter import model_projections
+from sftron.data.types import ContextRank
 from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention_kernels import PLAIN, Scores
 from sftron.models.block import Documents, LlamaBlock
-from sftron.models.llama import LlamaForSFT
+from sftron.models.context import Context, ContextAttention
+from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.models.loss import loss_function, weighted_loss_sum
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.sdpa_attention import LONGEST_IN_FP32
@@ -41,6 +44,7 @@ from sftron.train.preflight import require_finite
 from sftron.train.run import Setup, frozen_dtype
 
 DEFAULT_RANK = 16
+WAYS = ("full", "LoRA", "QLoRA (nf4)")
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 GROWTH_OF_TENSORS = 1.13
 """The growth of a process on a CPU for each byte of tensors; the C library keeps freed memory (SmolLM2)."""
@@ -156,14 +160,15 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     console.write("dry run    loading the weights")
     model = ranks.all_or_raise(lambda: load_model(setup))
     require_finite(model, ranks, f"model.path: {setup.model.folder}")
-    optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config)
+    optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config, ranks.context)
     set_learning_rate(optimizer, 0.0)
     tokens = f"{setup.data.dataset.token_budget:,} tokens"
     console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
     with peak_of_step(model, ranks.device, baseline) as peak:
         loss = loss_of(model, batch, loss_function(setup.model.loss))
-        if not torch.isfinite(loss):
-            problem = f"the loss of a batch of one token is {loss.item()}"
+        found = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
+        if not torch.isfinite(found):
+            problem = f"the loss of a batch of one token is {found.item()}"
             raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
         loss.backward()
         optimizer.step()
@@ -217,29 +222,44 @@ def default_spec(config: LlamaConfig) -> LoraSpec:
 
 def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     """Returns the run's own way to train, and for each way the prediction or the reason why it is impossible."""
+    found: dict[str, StepMemory | str] = {}
+    for way in WAYS:
+        try:
+            found[way] = _predicted(setup, way, setup.ranks.dimensions.context)
+        except ValueError as error:
+            found[way] = str(error)
+    if setup.model.adapters is None:
+        return "full", found
+    return "QLoRA (nf4)" if frozen_dtype(setup.config) == NF4 else "LoRA", found
+
+
+def fewest_sharing_ranks(setup: Setup, way: str, most_bytes: float) -> int | None:
+    """Returns the smallest power of 2 as parallelism.context with which a step fits into this memory of each rank; None
+    if none does. Beyond the number of heads, ranks cannot share packs."""
+    architecture = setup.model.architecture
+    most = min(setup.data.dataset.token_budget, *(block.num_heads for block in blocks_without_weights(architecture)))
+    sizes = takewhile(lambda size: size <= most, (2**power for power in count(1)))
+    return next((size for size in sizes if _predicted(setup, way, size).peak <= most_bytes), None)
+
+
+def _predicted(setup: Setup, way: str, num_sharing: int) -> StepMemory:
+    """Returns the memory of a step by one of WAYS. Raises ValueError if the matrices cannot be stored in NF4."""
     config, model, ranks = setup.config, setup.model, setup.ranks
     spec = default_spec(model.architecture) if model.adapters is None else model.adapters.start.spec
     frozen = frozen_dtype(config)
     dense = model.compute_dtype if frozen == NF4 else frozen
-    found: dict[str, StepMemory | str] = {}
-    own = "full" if model.adapters is None else "QLoRA (nf4)" if frozen == NF4 else "LoRA"
-    for name, adapters, dtype in (("full", None, dense), ("LoRA", spec, dense), ("QLoRA (nf4)", spec, NF4)):
-        mode = config.model.activation_checkpointing
-        try:
-            unloaded = make_unloaded(model.architecture, adapters, dtype, model.compute_dtype, mode)
-        except ValueError as error:
-            found[name] = str(error)
-            continue
-        found[name] = predict(
-            unloaded,
-            num_tokens=setup.data.dataset.token_budget,
-            longest_document=longest_document(config),
-            optimizer_state=config.optimizer.state,
-            accumulates=config.tokens.batch_accumulation_per_replica > 1,
-            num_shards=ranks.dimensions.shard,
-            on_gpu=ranks.device.type == "cuda",
-        )
-    return own, found
+    adapters, dtype = {"full": (None, dense), "LoRA": (spec, dense), "QLoRA (nf4)": (spec, NF4)}[way]
+    mode = config.model.activation_checkpointing
+    return predict(
+        make_unloaded(model.architecture, adapters, dtype, model.compute_dtype, mode),
+        num_tokens=setup.data.dataset.token_budget,
+        longest_document=longest_document(config),
+        optimizer_state=config.optimizer.state,
+        accumulates=config.tokens.batch_accumulation_per_replica > 1,
+        num_shards=ranks.dimensions.shard * num_sharing,
+        num_sharing=num_sharing,
+        on_gpu=ranks.device.type == "cuda",
+    )
 
 
 def predict(
@@ -250,6 +270,7 @@ def predict(
     optimizer_state: str,
     accumulates: bool,
     num_shards: int = 1,
+    num_sharing: int = 1,
     on_gpu: bool = False,
 ) -> StepMemory:
     """Returns the memory of a training step, other than the first, on a micro-batch without padding.
@@ -259,6 +280,8 @@ def predict(
         num_tokens: The tokens of a micro-batch, each with a label.
         accumulates: Whether a step has several micro-batches, so that gradients remain while the next one runs.
         num_shards: The number of ranks that share a copy of the model.
+        num_sharing: The number of ranks that share each micro-batch. The result is the memory of the first one, which
+            has the most tokens and heads.
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     weights = sum(each.nbytes for each in model.parameters()) // num_shards
@@ -270,12 +293,16 @@ def predict(
         _shard_gradients(trained, num_shards)
 
     lengths = _lengths(num_tokens, longest_document)
+    counts = ContextRank(size=num_sharing).part_of(num_tokens).counts
     with torch.device("meta"):
-        ids, loss_weights = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
+        ids, loss_weights = torch.zeros(counts[0], dtype=torch.int64), torch.ones(counts[0])
     # The memory of a recurrence is that of its tokens; on a long document, its loop over chunks would take minutes.
     bounds = torch.tensor([0, *_lengths(num_tokens, min(longest_document, _LONGEST_RECURRENCE))]).cumsum(0)
-    documents = Documents("sdpa", bounds, longest_document, num_tokens, model.recomputes)
-    attention = _Attention(lengths, on_gpu=on_gpu)
+    context = None if num_sharing == 1 else _FirstOfRanks(counts)
+    documents = Documents("sdpa", bounds, longest_document, num_tokens, model.recomputes, context)
+    attention: Any = _Attention(lengths, on_gpu=on_gpu)
+    if context is not None:
+        attention = ContextAttention(attention, context)
     mixes = [attention if isinstance(block, LlamaBlock) else block.within(documents) for block in model.blocks]
     activations = 0
     with LiveMemory() as memory:
@@ -322,6 +349,35 @@ def _shard_gradients(parameters: Sequence[nn.Parameter], num_shards: int) -> Non
 
     for each in parameters:
         each.register_post_accumulate_grad_hook(reduce)
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstOfRanks(Context):
+    """The first of the ranks that share a row, whose exchanges give tensors of other shapes on the meta device."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def to_heads(self, x_TV: Tensor, widths: Sequence[int]) -> Tensor:
+        return _Exchanged.apply(x_TV, (sum(self.counts), widths[0]))  # pyright: ignore[reportReturnType]
+
+    def to_tokens(self, x_SW: Tensor, widths: Sequence[int]) -> Tensor:
+        return _Exchanged.apply(x_SW, (self.counts[0], sum(widths)))  # pyright: ignore[reportReturnType]
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = x.shape
+        sent = torch.empty_like(x)  # what is sent and received exist at the same time
+        return sent.new_empty(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sent = torch.empty_like(grad)
+        return sent.new_empty(ctx.shape), None
 
 
 class _Attention:

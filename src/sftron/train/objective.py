@@ -19,7 +19,8 @@ from sftron.train.metrics import TokenSums
 
 class Objective(Protocol):
     """The loss of a step is one ratio (law 8): the sum of `loss_sum` over all its micro-batches and ranks, divided by
-    the sum of `denominator`."""
+    the sum of `denominator` over all its micro-batches. A rank may have a part of a micro-batch; then its `loss_sum` is
+    that of this part, and its `denominator` still that of the whole."""
 
     def denominator(self, batch: Batch) -> float:
         """Returns the micro-batch's part of the denominator, which needs no forward pass."""
@@ -87,14 +88,15 @@ def loss_of(
 
 
 def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
-    """Returns the hidden states of a micro-batch, [T, H]."""
+    """Returns the hidden states of this rank's part of a micro-batch, [T, H]."""
     device = model.head_weight.device
     input_ids, position_ids = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.position_ids))
-    return model(input_ids, position_ids, batch.cu_seqlens, batch.max_seqlen)
+    return model(input_ids, position_ids, batch.cu_seqlens, batch.max_seqlen, batch.part.counts)
 
 
 def conversation_log_probabilities(measures: RowMeasures, batch: Batch) -> Tensor:
-    """Returns the sum of the log-probabilities of each conversation's labels, fp32 [C]; 0 for one without labels.
+    """Returns the sum of the log-probabilities of each conversation's labels, fp32 [C]; 0 for one without labels. Of a
+    part of a row it is a part of the sum.
 
         conversations    [0, 3)      [3, 5)
         losses           -  1  2     -  4        at the labeled positions 1, 2 and 4
@@ -105,5 +107,6 @@ def conversation_log_probabilities(measures: RowMeasures, batch: Batch) -> Tenso
     """
     losses_R = measures.losses
     bounds = torch.from_numpy(batch.pack.conversation_bounds).to(losses_R.device)
-    conversation_R = torch.bucketize(batch.label_positions.to(losses_R.device), bounds, right=True) - 1
+    positions_R = batch.label_positions.to(losses_R.device) + batch.part.begin
+    conversation_R = torch.bucketize(positions_R, bounds, right=True) - 1
     return losses_R.new_zeros(len(bounds) - 1).index_add_(0, conversation_R, -losses_R)

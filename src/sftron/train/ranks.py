@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sftron.data.types import WHOLE_ROW, ContextRank
 from sftron.errors import show
 
 T = TypeVar("T")
@@ -93,38 +94,48 @@ def _reports_another_rank(error: BaseException) -> bool:
     return is_of_collective and not isinstance(error, RankError)
 
 
-DATA_PARALLEL = ("replicate", "shard")
-"""The dimensions whose ranks compute different packs."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """The sizes of the dimensions of parallelism, in the order of the ranks: consecutive ones, most often those of one
-    node, differ in the last dimension."""
+    node, differ in the last dimension. Ranks that differ in another dimension than `context` compute different packs.
+
+        replicate 1, shard 2, context 2    rank  0 1 2 3    packs  a a b b    part of a pack  0 1 0 1
+    """
 
     replicate: int = 1
     """The number of copies of the model."""
     shard: int = 1
-    """The number of ranks that share a copy."""
+    """The number of ranks with different packs that share a copy."""
+    context: int = 1
+    """The number of ranks that share each pack."""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks among which a copy is divided. Those that share a pack divide it too, because each has a
+        part of every gradient."""
+        return self.shard * self.context
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.num_shards
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Returns the device mesh, without dimensions of size 1 before the last."""
-        sizes = {name: size for name, size in asdict(self).items() if size > 1 or name == "shard"}
+        """Returns the mesh of the parameters: `shard` with all ranks of a copy, and `replicate` if there are copies."""
+        sizes = {"replicate": self.replicate, "shard": self.num_shards}
+        if self.replicate == 1:
+            del sizes["replicate"]
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
+    def context_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
+        """Returns the process group of the ranks that share this rank's packs; None if it shares them with no other.
 
-def data_parallel_position(mesh: DeviceMesh) -> tuple[int, int]:
-    """Returns the data-parallel rank of this process and the number of data-parallel ranks.
-
-    Other dimensions of the mesh do not count: in a mesh of shard 2 x context 2, ranks 2 and 3 both have data-parallel
-    rank 1.
-    """
-    position, size = 0, 1
-    for name in mesh.mesh_dim_names or ():
-        if name in DATA_PARALLEL:
-            position = position * mesh[name].size() + mesh.get_local_rank(name)
-            size *= mesh[name].size()
-    return position, size
+        This is a collective: every rank has to call it.
+        """
+        if self.context == 1:
+            return None
+        group, _ = dist.new_subgroups(self.context, timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +143,8 @@ class Ranks:
     """This process's ranks, its device, and its collectives with the other ranks; by default, of a single process.
 
     Three things are kept apart. `rank` is the number of a process in the run. `dp_rank` is its number among the
-    processes that compute different packs; lanes, evaluation, gathering and checkpoints use it. `dimensions` are the
-    sizes of the layout, and `mesh` is the layout itself, with the same names. Today all dimensions are data-parallel,
-    so `rank` and `dp_rank` are equal.
+    processes that compute different packs, which lanes and evaluation use. `context` is its place among those that
+    share each pack. `dimensions` are the sizes of the layout.
     """
 
     device: torch.device
@@ -145,14 +155,17 @@ class Ranks:
     dp_rank: int = 0
     """The number of this process among those that compute different packs."""
     dp_world_size: int = 1
+    context: ContextRank = WHOLE_ROW
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share each pack; None if this rank shares them with no other."""
     dimensions: Dimensions = Dimensions()
     mesh: DeviceMesh | None = None
-    """The device mesh, which also determines how parameters are sharded; None for one process."""
+    """The device mesh by which parameters are sharded; None for one process."""
     phases: Phases | None = None
     timeout_s: float = 600
     """The time that a rank waits for the others, in seconds."""
-    dp_group: dist.ProcessGroup | None = None
-    """The process group of this rank's data-parallel peers; None if these are all ranks."""
+    group: dist.ProcessGroup | None = None
+    """The process group of `gather`; None for that of the run."""
 
     @property
     def is_main(self) -> bool:
@@ -192,20 +205,17 @@ class Ranks:
 
     # -- collectives on JSON values, between CPUs --------------------------------------------------------------------
 
-    def gather(self, facts: Mapping[str, Any], *, from_all: bool = False) -> list[dict[str, Any]]:
-        """Returns the `facts` of every data-parallel rank, in the order of dp_rank, or of every rank; a collective.
+    def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the `facts` of every rank, in their order; a collective.
 
         Raises RankError if another rank has ended or does not answer in time.
         """
-        size, group = self.dp_world_size, self.dp_group
-        if from_all and size != self.world_size:
-            size, group = self.world_size, None
-        if size == 1:
+        if self.world_size == 1:
             return [dict(facts)]
 
         def gather_alike(tensor: torch.Tensor) -> list[torch.Tensor]:
-            gathered = [torch.empty_like(tensor) for _ in range(size)]
-            dist.all_gather(gathered, tensor, group=group)
+            gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(gathered, tensor, group=self.group)
             return gathered
 
         # As JSON: dist.all_gather_object would unpickle what it receives.
@@ -229,7 +239,7 @@ class Ranks:
             result, problem = make(), None
         except ValueError as error:
             result, problem = None, error
-        everyone = self.gather({"problem": None if problem is None else str(problem)}, from_all=True)
+        everyone = self.gather({"problem": None if problem is None else str(problem)})
         if problem is not None:
             raise problem
         if problems := [f"rank {n}: {facts['problem']}" for n, facts in enumerate(everyone) if facts["problem"]]:
@@ -242,13 +252,16 @@ class Ranks:
 
     def any_of(self, **flags: bool) -> dict[str, bool]:
         """Returns for each flag whether it is set on any rank; a collective."""
-        everyone = self.gather(flags, from_all=True)
+        everyone = self.gather(flags)
         return {name: any(own[name] for own in everyone) for name in flags}
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums the tensor over the data-parallel ranks, in place, and returns it; a collective."""
-        if self.dp_world_size > 1:
-            dist.all_reduce(tensor, group=self.dp_group)
+        """Sums the tensor over all ranks, in place, and returns it; a collective.
+
+        Of a pack that ranks share, each has to give a part of the sum, or all but one have to give 0.
+        """
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def with_own_group(self) -> Ranks:
@@ -256,31 +269,32 @@ class Ranks:
 
         This is a collective: every rank has to call it.
         """
-        if self.dp_world_size == 1:
+        if self.world_size == 1:
             return self
-        assert self.dp_group is None, "a second group of some of the ranks has to be made on all of them"
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
-        return replace(self, phases=None, dp_group=group)
+        return replace(self, phases=None, group=group)
 
 
-def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
+def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600, context: int = 1) -> Ranks:
     """Joins the process group of a run under torchrun; without torchrun, returns a single process.
 
     Args:
         dp_replicate: The number of copies of the model.
-        dp_shard: The number of ranks that share a copy; None divides all ranks among the copies.
+        dp_shard: The number of ranks with different packs that share a copy; None divides all ranks among the copies.
         timeout_s: How long a rank waits for the others, in seconds, before it considers them dead.
+        context: The number of ranks that share each pack.
 
     Raises:
-        ValueError: If dp_replicate x dp_shard is not the number of ranks.
+        ValueError: If dp_replicate x dp_shard x context is not the number of ranks.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    num_shards = dp_shard or world_size // dp_replicate
-    if dp_replicate * num_shards != world_size:
+    num_shards = dp_shard or world_size // (dp_replicate * context)
+    dimensions = Dimensions(replicate=dp_replicate, shard=num_shards, context=context)
+    if dimensions.size != world_size:
         raise ValueError(
-            f"parallelism.dp_replicate x dp_shard is {dp_replicate} x {dp_shard or 'auto'}, but {world_size} ranks "
-            "were started. Give numbers whose product is that, leave dp_shard on auto, or start other ranks (torchrun "
-            "--nproc_per_node)"
+            f"parallelism.dp_replicate x dp_shard x context is {dp_replicate} x {dp_shard or 'auto'} x {context}, but "
+            f"{world_size} ranks were started. Give numbers whose product is that, leave dp_shard on auto, or start "
+            "other ranks (torchrun --nproc_per_node)"
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -291,19 +305,20 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     # Small values are exchanged between the CPUs, without waiting for a GPU; gradients and weights between the GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S))
-    rank, dimensions = dist.get_rank(), Dimensions(replicate=dp_replicate, shard=num_shards)
-    mesh = dimensions.mesh(device.type)
-    dp_rank, dp_world_size = data_parallel_position(mesh)
+    timeout = timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S)
+    dist.init_process_group(backend, timeout=timeout)
+    rank = dist.get_rank()
     return Ranks(
         device=device,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
+        dp_rank=rank // context,
+        dp_world_size=world_size // context,
+        context=ContextRank(rank % context, context),
+        context_group=dimensions.context_group(timeout),
         dimensions=dimensions,
-        mesh=mesh,
+        mesh=dimensions.mesh(device.type),
         phases=Phases(_open_store(), rank, world_size),
         timeout_s=timeout_s,
     )

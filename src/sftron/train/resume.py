@@ -66,7 +66,7 @@ def _hardware(ranks: Ranks) -> str:
     """Returns the number and the name of the devices, such as `8 x NVIDIA H100 80GB HBM3`."""
     is_gpu = ranks.device.type == "cuda"
     name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"CPU ({platform.machine()})"
-    return f"{ranks.dp_world_size} x {name}"
+    return f"{ranks.world_size} x {name}"
 
 
 # --- Compatibility with the current model and data ---

@@ -26,7 +26,8 @@ from sftron.train.ranks import Ranks, peak_memory_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """This rank's micro-batches of a step, and statistics over the batches of all ranks."""
+    """This rank's micro-batches of a step, and statistics over the batches of all ranks. A pack that several ranks
+    share counts once."""
 
     batches: list[Batch]
     counts: StepCounts
@@ -52,7 +53,10 @@ def next_step_batches(
     num_datasets: int,
     flops_of: Callable[[Sequence[Batch]], StepFlops],
 ) -> StepBatches:
-    """Fetches this rank's next `num_batches` batches. Raises DataError on all ranks if any rank has a bad row."""
+    """Fetches this rank's next `num_batches` batches.
+
+    Raises DataError on all ranks if any rank has a bad row, or if ranks that share their packs have different ones.
+    """
     started, problem = time.perf_counter(), None
     own: list[Batch] = []
     try:
@@ -75,16 +79,26 @@ def next_step_batches(
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
             raise DataError(f"rank {rank}: {facts['problem']}")
-    model, hardware = (sum(facts["flops"][n] for facts in everyone) // len(everyone) for n in (0, 1))
-    squares = [facts["counts"]["sum_squared_lengths"] for facts in everyone]
+    num_sharing = ranks.context.size
+    # Of the ranks that share their packs, the first one reports them.
+    reports = everyone[::num_sharing]
+    for rank, facts in enumerate(everyone):
+        first = rank - rank % num_sharing
+        if facts["packs"] != everyone[first]["packs"]:
+            raise DataError(
+                f"ranks {first} and {rank} share their packs (parallelism.context), but have {everyone[first]['packs']}"
+                f" and {facts['packs']} (the number and the digests of each): give every node the same files"
+            )
+    model, hardware = (sum(facts["flops"][n] for facts in reports) // len(everyone) for n in (0, 1))
+    squares = [facts["counts"]["sum_squared_lengths"] for facts in reports]
     return StepBatches(
         own,
-        StepCounts.sum_of([facts["counts"] for facts in everyone]),
+        StepCounts.sum_of([facts["counts"] for facts in reports]),
         StepFlops(model=model, hardware=hardware),
         sum_squared_lengths_spread=max(squares) * len(squares) / sum(squares) - 1 if any(squares) else 0.0,
         data_seconds=max(facts["data_seconds"] for facts in everyone),
         peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
-        packs=[PackDigest(*digest) for facts in everyone for digest in facts["packs"]],
+        packs=[PackDigest(*digest) for facts in reports for digest in facts["packs"]],
     )
 
 
@@ -125,13 +139,13 @@ def train_step(
     Args:
         optimizer: The optimizer; with None, losses and gradients are measured and no weight changes.
         objective: What is minimized; by default `TokenLoss`.
-        denominator: The sum of the denominators of the batches of all ranks; by default, of `batches`. Gradients of a
+        denominator: The sum of the denominators of the packs of all ranks; by default, of `batches`. Gradients of a
             sharded model are summed over ranks in the backward pass, so a rank takes part even if its own batches have
             no target.
         router_aux_loss_coef: The factor of the auxiliary loss of routers, which is no part of the returned loss. Its
             gradient needs the loads of the whole step, so above 0, all micro-batches but the first are computed once
             more, without gradients; see `Routing`.
-        sum_over_ranks: Sums a tensor over the data-parallel ranks.
+        sum_over_ranks: Sums a tensor over all ranks; those that share a pack have parts of its sums.
     """
     objective = objective or TokenLoss()
     if denominator is None:
@@ -143,11 +157,11 @@ def train_step(
     with Routing(model, router_aux_loss_coef) as routing:
         is_counted_ahead = routing.coefficient > 0
         for batch in batches[1:] if is_counted_ahead else ():
-            with torch.no_grad(), routing.forward_pass(batch.pack.num_tokens, counts=True):
+            with torch.no_grad(), routing.forward_pass(batch.num_real, counts=True):
                 hidden_states(model, batch)
         for number, batch in enumerate(batches, start=1):
             sum_over_copies(model, wanted=number == len(batches))
-            with routing.forward_pass(batch.pack.num_tokens, counts=number == 1 or not is_counted_ahead):
+            with routing.forward_pass(batch.num_real, counts=number == 1 or not is_counted_ahead):
                 share = objective.loss_sum(model, batch, measures) / denominator
             if number == 1:
                 routing.before_backward(sum_over_ranks)

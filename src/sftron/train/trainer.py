@@ -58,7 +58,7 @@ class Trainer:
         self._started = time.perf_counter()
         parallelism = config.parallelism
         dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
-        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds)
+        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds, parallelism.context)
         console.start(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
 
@@ -121,7 +121,8 @@ class Trainer:
         # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
         # On a CPU, it would only waste computation.
         on_gpu = ranks.device.type == "cuda"
-        self.loader = make_loader(config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu)
+        options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": ranks.context}
+        self.loader = make_loader(config, setup.data.dataset, **options)
         self._saver = Saver(
             directory.checkpoints,
             interval=config.checkpoints.interval,

@@ -74,7 +74,7 @@ def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
         "git": git_state(Path.cwd()),
         "data": setup.fingerprint,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "num_ranks": setup.ranks.dp_world_size,
+        "num_ranks": setup.ranks.world_size,
         "peak_tflops": setup.model.peak.tflops,
         "attention": setup.model.attention,
         "loss": setup.model.loss,

@@ -28,6 +28,7 @@ from sftron.train.memory import (
     RESERVE_OF,
     MeasuredPeak,
     StepMemory,
+    fewest_sharing_ranks,
     predictions_of,
     total_memory,
 )
@@ -251,6 +252,11 @@ def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
         parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
         console.write(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
+    found = predictions[own]
+    if not isinstance(found, str) and found.peak * reserve > memory:
+        num_sharing = fewest_sharing_ranks(setup, own, memory / reserve)
+        shared = f"fits with parallelism.context: {num_sharing}" if num_sharing else "fits with no parallelism.context"
+        console.write(f"             {own:<16} {shared}, where ranks share packs and a copy of the model")
     return own, predictions
 
 
