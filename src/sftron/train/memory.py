@@ -166,9 +166,9 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
     with peak_of_step(model, ranks.device, baseline) as peak:
         loss = loss_of(model, batch, loss_function(setup.model.loss))
-        found = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
-        if not torch.isfinite(found):
-            problem = f"the loss of a batch of one token is {found.item()}"
+        whole_loss = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
+        if not torch.isfinite(whole_loss):
+            problem = f"the loss of a batch of one token is {whole_loss.item()}"
             raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
         loss.backward()
         optimizer.step()
