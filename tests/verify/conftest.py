@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from sftron.verify import run_checks
+from sftron.verify import rank_checks
 from tests.train.ranks import launch, run_script
 from tests.train.runs import chat_line, make_model_folder
 
@@ -45,7 +45,7 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         out, err = "".join(each.out for each in ended), "".join(each.err for each in ended)
         return CompletedProcess(command, status, out, err)
 
-    monkeypatch.setattr(run_checks, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(rank_checks, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture

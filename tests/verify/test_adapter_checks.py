@@ -16,7 +16,7 @@ from sftron.models import adapters
 from sftron.models.adapters import LoraSpec
 from sftron.train import build_model
 from sftron.train.run import Setup
-from sftron.verify import adapter_checks, run_checks
+from sftron.verify import adapter_checks, rank_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
 from tests.conftest import LazyModule
@@ -33,7 +33,7 @@ BASE, MOVE, MERGED, EXPORTED = OF_ADAPTERS
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_sound_run_with_adapters_passes_every_check(home: Path, tmp_path: Path) -> None:
-    report = report_of(home, tmp_path, ranks=2, **LORA)
+    report = report_of(home, tmp_path, ranks=2, context=2, **LORA)
     assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
     assert len(report.checks) == len(RULES) + len(OF_ADAPTERS)
     measured = {check.name: check.measured for check in report.checks}
@@ -205,7 +205,7 @@ hf_weights.load_model = add_after_sharding
 def test_adapters_that_are_added_after_sharding_are_not_the_same_on_all_ranks(
     home: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(run_checks, "_SCRIPT", ADAPTERS_AFTER_SHARDING + run_checks._SCRIPT)
+    monkeypatch.setattr(rank_checks, "_SCRIPT", ADAPTERS_AFTER_SHARDING + rank_checks._SCRIPT)
     report = report_of(home, tmp_path, "ranks", ranks=2, **LORA)
     assert failed(report) == {"ranks"}
     assert "is not the same on all ranks" in "\n".join(report.failed[0].detail)

@@ -23,7 +23,7 @@ from sftron.models.sdpa_attention import SdpaAttention, attend_causally
 from sftron.train import build_data
 from sftron.train import resume as resume_module
 from sftron.train.step import StepResult
-from sftron.verify import model_checks, run_checks
+from sftron.verify import model_checks, rank_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.report import Check, Finding, NotMeasuredError, Report, Rule, carry_out
 from sftron.verify.subject import Subject
@@ -31,7 +31,7 @@ from sftron.verify.verify_run import RULES, select
 from tests.train.runs import settings, write_config
 
 DATA = ("template", "prompt", "stop tokens", "masks", "forgery", "toggles", "data order", "start-up")
-MODEL = tuple(rule.name for rule in RULES if rule.name not in (*DATA, "resume", "ranks"))
+MODEL = tuple(rule.name for rule in RULES if rule.name not in (*DATA, "resume", "ranks", "context"))
 OF_PACKS = {"gradients apart", "packed = single", "packed in its type", "accumulation"}
 
 
@@ -42,12 +42,20 @@ def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
 
 
 def report_of(
-    home: Path, folder: Path, *only: str, ranks: int | None = None, layers: int | None = None, **overrides: Any
+    home: Path,
+    folder: Path,
+    *only: str,
+    ranks: int | None = None,
+    context: int | None = None,
+    layers: int | None = None,
+    **overrides: Any,
 ) -> Report:
     (scratch := folder / "scratch").mkdir()
     config = load_config(config_file(home, folder, **overrides))
-    subject = Subject(config, scratch, num_rows=24, num_layers=layers, num_tokens=160, num_ranks=ranks)
-    rules = select(only, with_ranks=ranks is not None, with_lora=config.lora is not None)
+    sizes = {"num_ranks": ranks, "num_sharing": context}
+    subject = Subject(config, scratch, num_rows=24, num_layers=layers, num_tokens=160, **sizes)
+    several = {"with_ranks": ranks is not None, "with_context": context is not None}
+    rules = select(only, **several, with_lora=config.lora is not None)
     return Report("run", {}, tuple(carry_out(rules, subject, is_own_code=True)))
 
 
@@ -63,12 +71,13 @@ def skipped(report: Report) -> set[str]:
 def test_a_sound_run_passes_every_check(home: Path, tmp_path: Path, start: str, request: pytest.FixtureRequest) -> None:
     if start != "torchrun":
         request.getfixturevalue(start)
-    report = report_of(home, tmp_path, ranks=2)
+    report = report_of(home, tmp_path, ranks=2, context=2)
     assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
     assert f"All {len(RULES)} checks passed" in report.verdict
     measured = {check.name: check.measured for check in report.checks}
     assert measured["isolation"].endswith("others change by 0")
     assert "2 processes" in measured["ranks"]
+    assert measured["context"].startswith("2 ranks a pack: loss ")
 
 
 Patch = pytest.MonkeyPatch
@@ -265,10 +274,31 @@ loop.train_step = mean_of_means
 def test_ranks_that_divide_by_their_own_tokens_are_red_and_their_output_is_shown(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_checks, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + run_checks._SCRIPT)
+    monkeypatch.setattr(rank_checks, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + rank_checks._SCRIPT)
     report = report_of(home, tmp_path, "start-up", ranks=2)
     assert failed(report) == {"ranks"}, report.as_dict()
     assert "the mean of this rank alone" in "\n".join(report.failed[0].detail)
+
+
+POSITIONS_OF_THE_PART = """
+import torch
+from sftron.models.llama import LlamaForSFT
+right = LlamaForSFT._hidden_states
+
+def by_the_part(model, mixes, ids, positions, dtype, tokens=slice(None)):
+    return right(model, mixes, ids, torch.arange(len(ids), dtype=positions.dtype), dtype)
+
+LlamaForSFT._hidden_states = by_the_part
+"""
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_that_count_positions_in_their_part_of_a_pack_are_red(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_checks, "_SCRIPT", POSITIONS_OF_THE_PART + rank_checks._SCRIPT)
+    report = report_of(home, tmp_path, "start-up", context=2)
+    assert failed(report) == {"context"}, report.as_dict()
 
 
 # --- the table ---

@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
     add("--layers", type=positive, metavar="N", help="compute the first N layers of the model alone")
     add("--tokens", type=positive, metavar="N", help="tokens that the model computes at once (default: by the device)")
     add("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
+    add("--context", type=positive, metavar="N", help="also train with N processes that share each pack")
     add("--html", type=Path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
     add("--json", type=Path, metavar="FILE", help="write the report there too")
     add(
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     from sftron.verify.verify_run import checked_run, page_of
 
     disable_progress_bar()
-    sizes, table = (options.rows, options.layers, options.tokens, options.ranks), Table()
+    sizes, table = (options.rows, options.layers, options.tokens, options.ranks, options.context), Table()
     with checked_run(config, options.only, *sizes, table.start, table.check) as (report, subject):
         table.finish(report)
         page = options.html or Path(f"{config.run_dir}-verify.html")

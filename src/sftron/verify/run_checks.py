@@ -1,4 +1,4 @@
-"""Checks with short runs of the real trainer: resume, several ranks, and a decreasing loss (laws 6 and 8)."""
+"""Checks with short runs of the real trainer: resume, and a decreasing loss (law 6)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import gc
 import io
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
+from sftron.config import Checkpoints, Config, Evaluation, Logging
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
@@ -35,7 +30,7 @@ from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
 
-_NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
+NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
 """The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""
 
 _NUM_CHECKPOINTS = 3.5
@@ -44,7 +39,7 @@ _CHECKPOINTS_PER_WEIGHTS = _NUM_CHECKPOINTS * 6
 """The same relative to the model's files in bf16."""
 
 
-def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
+def short_run(subject: Subject, name: str, **tokens: Any) -> Config:
     """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs."""
     config = subject.with_layers(subject.setup.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
@@ -52,7 +47,7 @@ def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
         general["deterministic"] = True
     if config.data.packing.strategy == "pool":
         tokens["micro_batch_size"] = 1
-    tokens = {"train_steps": _NUM_STEPS, "train_epochs": None, "batch_accumulation_per_replica": 2} | tokens
+    tokens = {"train_steps": NUM_STEPS, "train_epochs": None, "batch_accumulation_per_replica": 2} | tokens
     return config.model_copy(
         update={
             "general": config.general.model_copy(update=general),
@@ -75,7 +70,7 @@ class _NoSignals(StopRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trace:
+class Trace:
     """The results of a run: its steps, digests of weights and optimizer state by name, and the data position."""
 
     status: int
@@ -86,25 +81,26 @@ class _Trace:
     """The trained tensors of a run with `lora`; else empty."""
 
 
-def _train(config: Config) -> _Trace:
-    """Trains in this process without output to stdout."""
+def train(config: Config, on_built: Callable[[Trainer], object] = lambda trainer: None) -> Trace:
+    """Trains in this process without output to stdout. Calls `on_built` with the trainer before its first step."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = Trainer(config, _NoSignals())
             trainer.build()
+            on_built(trainer)
             status = trainer.train()
     finally:  # a deterministic run changes this setting for the whole process
         torch.use_deterministic_algorithms(was_deterministic)
     data = json.dumps(trainer.loader.state_dict(), sort_keys=True)
     adapters = adapter_tensors(trainer.model) if config.lora is not None else {}
-    trace = _Trace(status, _steps_of(config), dict(_digests(trainer)), data, adapters)
+    trace = Trace(status, steps_of(config), dict(_digests(trainer)), data, adapters)
     del trainer
     gc.collect()
     return trace
 
 
-def _steps_of(config: Config) -> list[dict[str, Any]]:
+def steps_of(config: Config) -> list[dict[str, Any]]:
     lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -120,15 +116,15 @@ def resume(subject: Subject) -> Finding:
 
     A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.
     """
-    config = _short_run(subject, "whole")
+    config = short_run(subject, "whole")
     needed = _bytes_of_checkpoints(subject, config)
     free = shutil.disk_usage(subject.scratch).free
     if needed > free:
         disk = f"{subject.scratch.parent}, which has {free / 1e9:.0f}"
         raise NotMeasuredError(f"needs {needed / 1e9:.0f} GB in {disk}: set TMPDIR")
-    whole = _train(config)
+    whole = train(config)
     checkpoints = config.checkpoints.model_copy(update={"resume": str(config.run_dir / f"checkpoints/step-{_HALF}")})
-    resumed = _train(_short_run(subject, "resumed").model_copy(update={"checkpoints": checkpoints}))
+    resumed = train(short_run(subject, "resumed").model_copy(update={"checkpoints": checkpoints}))
     shutil.rmtree(subject.scratch / "runs")
     if status := whole.status or resumed.status:
         return Finding(False, f"a run ended with status {status}", "status 0")
@@ -136,7 +132,7 @@ def resume(subject: Subject) -> Finding:
     losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[_HALF:])
     compared = f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position"
     layers = f"first {min(_NUM_LAYERS, subject.num_layers)} of {subject.total_layers} layers, packs of one sequence"
-    measured = f"steps {_HALF + 1} to {_NUM_STEPS} again: {len(wrong) or 'no'} differences"
+    measured = f"steps {_HALF + 1} to {NUM_STEPS} again: {len(wrong) or 'no'} differences"
     return Finding(not wrong, measured, "every bit", (*wrong[:5], compared, layers))
 
 
@@ -147,7 +143,7 @@ def _bytes_of_checkpoints(subject: Subject, config: Config) -> float:
     return _CHECKPOINTS_PER_WEIGHTS * sum(path.stat().st_size for path in weights)
 
 
-def _differences(whole: _Trace, resumed: _Trace) -> list[str]:
+def _differences(whole: Trace, resumed: Trace) -> list[str]:
     wrong = []
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens", "rows")
     for a, b in zip(whole.steps[_HALF:], resumed.steps, strict=True):
@@ -159,107 +155,6 @@ def _differences(whole: _Trace, resumed: _Trace) -> list[str]:
     if whole.data != resumed.data:
         wrong.append("the data position differs")
     return wrong
-
-
-_SAME_STEP = 1e-4
-"""The relative tolerance in float32, in which another order of summation gives about 1e-6. In bfloat16, several ranks
-round norms and gradients that one process does not round; that gives 1e-3 after four steps and would hide a mistake."""
-
-_MOST_LINES = 80
-"""The number of lines shown from the end of each output stream of the processes."""
-
-_SAME_ADAPTERS = 1e-3
-"""The same for trained adapters. Adam divides by the size of gradients, so rounding moves values without a gradient."""
-
-_SCRIPT = """
-import os, sys
-from sftron.train.signals import die_with_torchrun
-die_with_torchrun()
-from sftron.config import load_config
-from sftron.train.ranks import end_ranks
-from sftron.train.trainer import Trainer
-trainer = Trainer(load_config(sys.argv[1], []))
-trainer.build()
-status = trainer.train()
-if trainer.config.lora is not None:
-    from safetensors.torch import save_file
-    from sftron.train.build_model import adapter_tensors
-    save_file(adapter_tensors(trainer.model), f"{sys.argv[1]}-{os.environ['RANK']}.safetensors")
-end_ranks()
-sys.exit(status)
-"""
-
-
-_TORCHRUN = """
-import sys
-from sftron.data.child_process import die_with_parent
-die_with_parent(int(sys.argv.pop(1)))
-from torch.distributed.run import main
-main()
-"""
-
-
-def torchrun(num_ranks: int) -> list[str]:
-    """Returns the torchrun command up to the script; its ranks end together with this process."""
-    return [sys.executable, "-c", _TORCHRUN, str(os.getpid()), "--standalone", f"--nproc_per_node={num_ranks}"]
-
-
-def ranks(subject: Subject) -> Finding:
-    """Several processes take the steps that one process takes.
-
-    A run on several GPUs would be another run. Train on one, and report it.
-    """
-    num_ranks = subject.num_ranks
-    one = _in_fp32(_short_run(subject, "one", batch_accumulation_per_replica=num_ranks))
-    several = _in_fp32(_short_run(subject, "several", batch_accumulation_per_replica=1))
-    if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs; there are {torch.cuda.device_count()}")
-    of_one = _train(one)
-    script, file = subject.scratch / "rank.py", subject.scratch / "several.yaml"
-    script.write_text(_SCRIPT, encoding="utf-8")
-    file.write_text(dump_config(several), encoding="utf-8")
-    ended = subprocess.run(
-        [*torchrun(num_ranks), str(script), str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks))},
-        capture_output=True,
-        text=True,
-    )
-    written = tuple(line for text in (ended.stderr, ended.stdout) for line in text.splitlines()[-_MOST_LINES:])
-    if ended.returncode:
-        return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", written)
-    losses = [(a["loss"], b["loss"]) for a, b in zip(of_one.steps, _steps_of(several), strict=True)]
-    # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
-    apart = torch.tensor([abs(a - b) / a for a, b in losses], dtype=torch.float64).max().item()
-    steps = [f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)]
-    measured = f"{num_ranks} processes, {_NUM_STEPS} steps: {apart:.1e} apart"
-    allowed, is_right, unlike = f"<= {_SAME_STEP:.0e}, relative", apart <= _SAME_STEP, ()
-    if subject.config.lora is not None:
-        files = [Path(f"{file}-{rank}.safetensors") for rank in range(num_ranks)]
-        distance, unlike = _compare_adapters(of_one.adapters, [load_file(each) for each in files])
-        is_right = is_right and distance <= _SAME_ADAPTERS and not unlike
-        measured = f"{num_ranks} processes: loss {apart:.0e}, adapters {distance:.0e} apart"
-        allowed = f"<= {_SAME_STEP:.0e}, {_SAME_ADAPTERS:.0e}"
-    return Finding(is_right, measured, allowed, (*unlike[:5], *steps, *(() if is_right else written)))
-
-
-def _compare_adapters(
-    of_one: Mapping[str, Tensor], of_ranks: Sequence[Mapping[str, Tensor]]
-) -> tuple[float, tuple[str, ...]]:
-    """Returns the largest relative distance of a rank's tensor from one process's, and those that differ in a bit
-    between ranks."""
-    distances, unlike = [], []
-    for name, value in of_one.items():
-        found = [each[name] for each in of_ranks]
-        distances += [(each - value).norm() / value.norm() for each in found]
-        if not all(each.equal(found[0]) for each in found):
-            unlike.append(f"{name} is not the same on all ranks")
-    return torch.stack(distances).max().item(), tuple(unlike)
-
-
-def _in_fp32(config: Config) -> Config:
-    """Returns the configuration with float32 and the attention backend that runs on every device."""
-    model = config.model.model_copy(update={"compute_dtype": "float32", "attention": "sdpa"})
-    return config.model_copy(update={"model": model})
 
 
 _NUM_UPDATES, _MOST_TOKENS = 6, 256

@@ -84,6 +84,7 @@ class Subject:
             `whole_config` is the run's.
         num_tokens: The number of tokens in one computation of the model; None to go by the device.
         num_ranks: The number of processes in the check of ranks; None for two.
+        num_sharing: The number of processes that share each pack in the check of context; None for two.
 
     Raises:
         ValueError: The configuration or the data cannot be used.
@@ -98,8 +99,9 @@ class Subject:
         num_layers: int | None = None,
         num_tokens: int | None = None,
         num_ranks: int | None = None,
+        num_sharing: int | None = None,
     ) -> None:
-        self.scratch, self.num_ranks = scratch, num_ranks or 2
+        self.scratch, self.num_ranks, self.num_sharing = scratch, num_ranks or 2, num_sharing or 2
         self.whole_config = config
         self.model_folder = model_folder(config)
         self.total_layers = read_config(self.model_folder).num_hidden_layers

@@ -10,7 +10,7 @@ from pathlib import Path
 from sftron.config import Config
 from sftron.report.page import render, shown_packs
 from sftron.train.revisions import pinned
-from sftron.verify import adapter_checks, data_checks, model_checks, run_checks
+from sftron.verify import adapter_checks, data_checks, model_checks, rank_checks, run_checks
 from sftron.verify.report import Check, Report, Rule, carry_out
 from sftron.verify.subject import Subject
 
@@ -31,7 +31,8 @@ RULES: tuple[Rule, ...] = (
     Rule("packed in its type", model_checks.packed_in_its_type),
     Rule("accumulation", model_checks.accumulation),
     Rule("resume", run_checks.resume),
-    Rule("ranks", run_checks.ranks),
+    Rule("ranks", rank_checks.ranks),
+    Rule("context", rank_checks.context),
     Rule("learning", run_checks.learning),
 )
 """Fast ones come first; the last one changes the model. docs/verify.md describes the method of each."""
@@ -45,8 +46,10 @@ ADAPTER_RULES: tuple[Rule, ...] = (
 """The rules for a run with `lora`, which come before `resume`."""
 
 
-def select(names: Sequence[str], *, with_ranks: bool, with_lora: bool = False) -> tuple[Rule, ...]:
-    """Returns the rules with these names, or all without names; `ranks` only by its name or with `with_ranks`.
+def select(
+    names: Sequence[str], *, with_ranks: bool, with_context: bool = False, with_lora: bool = False
+) -> tuple[Rule, ...]:
+    """Returns the rules with these names, or all without names; `ranks` and `context` only by name or if wanted.
 
     Raises:
         ValueError: There is no rule with one of the names, or it is one for a run with `lora`.
@@ -57,7 +60,8 @@ def select(names: Sequence[str], *, with_ranks: bool, with_lora: bool = False) -
     if unknown := set(names) - known:
         listed = ", ".join(rule.name for rule in rules)
         raise ValueError(f"--only: no check is named {', '.join(sorted(unknown))}; there are {listed}")
-    wanted = (set(names) or known - {"ranks"}) | ({"ranks"} if with_ranks else set())
+    several = {"ranks": with_ranks, "context": with_context}
+    wanted = (set(names) or known - several.keys()) | {name for name, is_wanted in several.items() if is_wanted}
     return tuple(rule for rule in rules if rule.name in wanted)
 
 
@@ -69,6 +73,7 @@ def verify_run(
     num_layers: int | None = None,
     num_tokens: int | None = None,
     num_ranks: int | None = None,
+    num_sharing: int | None = None,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
     """Checks a run before it begins, on its own model and data, as `sftron verify` does.
@@ -79,12 +84,13 @@ def verify_run(
         num_layers: Number of the model's layers to compute; None for all.
         num_tokens: Number of tokens in one computation of the model; None to go by the device.
         num_ranks: Number of processes of the check `ranks`, which is made if this is given.
+        num_sharing: The same of the check `context`, whose processes share each pack.
         on_check: Called with each row as soon as it is measured.
 
     Raises:
         ValueError: The model or the data cannot be used, or no check has one of the names.
     """
-    sizes = (num_rows, num_layers, num_tokens, num_ranks)
+    sizes = (num_rows, num_layers, num_tokens, num_ranks, num_sharing)
     with checked_run(config, only, *sizes, on_check=on_check) as (report, _):
         return report
 
@@ -97,12 +103,14 @@ def checked_run(
     num_layers: int | None,
     num_tokens: int | None,
     num_ranks: int | None,
+    num_sharing: int | None,
     on_start: Callable[[str, dict[str, str]], None] | None = None,
     on_check: Callable[[Check], None] | None = None,
 ) -> Iterator[tuple[Report, Subject]]:
     """Makes the checks of `verify_run`, and yields their report and their subject, whose temporary files are removed
     afterwards. `on_start` is called with the title and the facts before the first check."""
-    rules = select(only, with_ranks=num_ranks is not None, with_lora=config.lora is not None)
+    wanted = {"with_ranks": num_ranks is not None, "with_context": num_sharing is not None}
+    rules = select(only, **wanted, with_lora=config.lora is not None)
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         subject = Subject(
             pinned(config),
@@ -111,6 +119,7 @@ def checked_run(
             num_layers=num_layers,
             num_tokens=num_tokens,
             num_ranks=num_ranks,
+            num_sharing=num_sharing,
         )
         title, facts, checks = f"{config.general.run_name}: before it begins", subject.facts, []
         if on_start is not None:
