@@ -37,7 +37,7 @@ from sftron.data.types import IGNORE_INDEX, LabeledConversation
 from sftron.errors import exit_with, refuse, show
 from sftron.models.architecture import LlamaConfig
 from sftron.train.flops import find_peak, model_flops
-from sftron.train.memory import memory_status
+from sftron.train.measured_memory import memory_status
 from tools.bench_report import WrongResultError, benchmark_parser, markdown_table, report_head, write_report
 from tools.bench_ways import FULL, PEFT, POOL_SIZE, StepBatch, Way, random_rows, rows_of_file, ways_of
 

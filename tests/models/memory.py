@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sftron.models.attention_kernels import PLAIN, Scores
-from sftron.train import memory
+from sftron.train import measured_memory
 
 
-class LiveMemory(memory.LiveMemory):
+class LiveMemory(measured_memory.LiveMemory):
     """Also records the bytes of the largest tensor that an operation made, and the names of all operations."""
 
     def __init__(self) -> None:

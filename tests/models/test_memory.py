@@ -23,7 +23,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, make_block
 from sftron.models.loss import weighted_loss_sum
-from sftron.train.memory import LiveMemory as StorageMemory
+from sftron.train.measured_memory import LiveMemory as StorageMemory
 from tests.conftest import rest_nightly
 from tests.models.memory import LiveMemory, attend
 

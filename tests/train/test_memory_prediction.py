@@ -13,16 +13,8 @@ from sftron.models.adapters import AdapterStart
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4
 from sftron.train import memory
-from sftron.train.memory import (
-    GROWTH_OF_TENSORS,
-    MeasuredPeak,
-    StepMemory,
-    default_spec,
-    make_unloaded,
-    peak_of_step,
-    predict,
-    resident_memory,
-)
+from sftron.train.measured_memory import MeasuredPeak, peak_of_step, resident_memory
+from sftron.train.memory import GROWTH_OF_TENSORS, StepMemory, default_spec, make_unloaded, predict
 from sftron.train.optimizer import make_adamw
 from sftron.train.text import description
 from sftron.train.trainer import Trainer

@@ -1,28 +1,20 @@
-"""The memory of a training step: measured, and predicted before any weight is loaded, in bytes of tensors.
+"""The memory of a training step, predicted before any weight is loaded, in bytes of tensors.
 
-Tensors are counted as torch.cuda.max_memory_allocated does; on a CPU, the resident memory of the process is measured
-too. A predicted step runs on the meta device, where tensors have shapes but no values.
+The step runs on the meta device, where tensors have shapes but no values.
 
     shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sftron.checkpoint.adapter import model_projections
 from sftron.data.types import ContextRank
@@ -32,15 +24,12 @@ from sftron.models.attention_kernels import PLAIN, Scores
 from sftron.models.block import Documents, LlamaBlock
 from sftron.models.context import Context, ContextAttention
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
-from sftron.models.loss import loss_function, weighted_loss_sum
+from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.sdpa_attention import LONGEST_IN_FP32
-from sftron.train.build_data import longest_document, maximal_batch
-from sftron.train.build_model import load_model, make_optimizer
-from sftron.train.logs import console
-from sftron.train.objective import loss_of
-from sftron.train.optimizer import set_learning_rate, state_bytes
-from sftron.train.preflight import require_finite
+from sftron.train.build_data import longest_document
+from sftron.train.measured_memory import LiveMemory
+from sftron.train.optimizer import state_bytes
 from sftron.train.run import Setup, frozen_dtype
 
 DEFAULT_RANK = 16
@@ -52,134 +41,6 @@ RESERVE_OF = {"cpu": 1.5, "cuda": 1.15}
 """The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process."""
 
 _LONGEST_RECURRENCE = 1024
-
-
-# --- Measured ---
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPeak:
-    """The bytes of a step as measured; each is None where it is not known."""
-
-    tensors: int | None
-    resident: int | None = None
-    """The growth of the process since before the model was made."""
-
-
-class LiveMemory(TorchDispatchMode):
-    """Records the tensors made in its `with` block; what an operation allocates and frees within itself is not seen.
-
-    Attributes:
-        peak: The most bytes at a time of storages made inside.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self.sizes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made = func(*args, **kwargs)
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
-                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        self.peak = max(self.peak, self.live())
-        return made
-
-    def live(self) -> int:
-        """Returns the bytes of the storages made inside that exist now."""
-        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        return sum(self.sizes.values())
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-@contextmanager
-def peak_of_step(
-    model: nn.Module, device: torch.device, baseline: int | None = None
-) -> Iterator[Callable[[], MeasuredPeak]]:
-    """Yields a function that returns, after the `with` block, the peak of the block, weights included.
-
-    The tensors of a sharded model on a CPU are not known, because its collectives are not operations of torch.
-
-    Args:
-        baseline: The `resident_memory` before the model was made, from which the growth of the process is measured.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
-        return
-    if baseline is not None:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
-
-    def growth() -> int | None:
-        return None if baseline is None else memory_status("VmHWM") - baseline
-
-    if isinstance(model, FSDPModule):
-        yield lambda: MeasuredPeak(None, growth())
-        return
-    weights = sum(each.nbytes for each in model.parameters())
-    with LiveMemory() as memory:
-        yield lambda: MeasuredPeak(weights + memory.peak, growth())
-
-
-def resident_memory() -> int | None:
-    """Returns the bytes of this process that are in memory; None on a system other than Linux."""
-    return memory_status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
-
-
-def memory_status(field: str) -> int:
-    """Returns a memory field of /proc/self/status in bytes.
-
-    getrusage is not used, because it returns the peak of the parent process if that is higher.
-    """
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def total_memory(device: torch.device) -> int:
-    """Returns the bytes of memory of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-# --- The dry run ---
-
-
-def measure_step_memory(setup: Setup) -> MeasuredPeak:
-    """Returns the peak memory of a training step on maximal batches. No weight changes.
-
-    Raises ValueError if the weights give no finite loss.
-    """
-    ranks, baseline = setup.ranks, resident_memory()
-    console.write("dry run    loading the weights")
-    model = ranks.all_or_raise(lambda: load_model(setup))
-    require_finite(model, ranks, f"model.path: {setup.model.folder}")
-    optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config, ranks.context)
-    set_learning_rate(optimizer, 0.0)
-    tokens = f"{setup.data.dataset.token_budget:,} tokens"
-    console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
-    with peak_of_step(model, ranks.device, baseline) as peak:
-        loss = loss_of(model, batch, loss_function(setup.model.loss))
-        whole_loss = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
-        if not torch.isfinite(whole_loss):
-            problem = f"the loss of a batch of one token is {whole_loss.item()}"
-            raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
-        loss.backward()
-        optimizer.step()
-        if setup.config.tokens.batch_accumulation_per_replica == 1:
-            model.zero_grad(set_to_none=True)
-        # With the optimizer's state, which the first step has made.
-        loss_of(model, batch, loss_function(setup.model.loss)).backward()
-    return peak()
-
-
-# --- Predicted ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

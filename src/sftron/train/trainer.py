@@ -25,7 +25,7 @@ from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.logs.make_loggers import make_loggers, require_loggers
 from sftron.train.logs.run_logs import RunLogs
 from sftron.train.loop import TrainingLoop
-from sftron.train.memory import measure_step_memory
+from sftron.train.measured_memory import measure_step_memory
 from sftron.train.outputs import RunExports
 from sftron.train.preflight import build_run, require_finite, require_one_folder
 from sftron.train.progress import Progress

@@ -22,15 +22,14 @@ from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.build_data import num_workers
 from sftron.train.evaluation import watched_metric
 from sftron.train.logs import console
+from sftron.train.measured_memory import MeasuredPeak, total_memory
 from sftron.train.memory import (
     GROWTH_OF_TENSORS,
     MEMORY_PARTS,
     RESERVE_OF,
-    MeasuredPeak,
     StepMemory,
     fewest_sharing_ranks,
     predictions_of,
-    total_memory,
 )
 from sftron.train.run import Change, Setup
 from sftron.train.run_directory import RunDirectory
