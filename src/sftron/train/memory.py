@@ -7,6 +7,7 @@ The step runs on the meta device, where tensors have shapes but no values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -22,7 +23,7 @@ from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention_kernels import PLAIN, Scores
 from sftron.models.block import Documents, LlamaBlock
-from sftron.models.context import Context, ContextAttention
+from sftron.models.context import Context, ContextAttention, share_heads
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, store_frozen_in
@@ -84,9 +85,10 @@ def default_spec(config: LlamaConfig) -> LoraSpec:
 def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     """Returns the run's own way to train, and for each way the prediction or the reason why it is impossible."""
     found: dict[str, StepMemory | str] = {}
+    dimensions = setup.ranks.dimensions
     for way in WAYS:
         try:
-            found[way] = _predicted(setup, way, setup.ranks.dimensions.context)
+            found[way] = _predicted(setup, way, dimensions.context, dimensions.num_shards)
         except ValueError as error:
             found[way] = str(error)
     if setup.model.adapters is None:
@@ -94,16 +96,22 @@ def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     return "QLoRA (nf4)" if frozen_dtype(setup.config) == NF4 else "LoRA", found
 
 
-def fewest_sharing_ranks(setup: Setup, way: str, most_bytes: float) -> int | None:
-    """Returns the smallest power of 2 as parallelism.context with which a step fits into this memory of each rank; None
-    if none does. Beyond the number of heads, ranks cannot share packs."""
-    architecture = setup.model.architecture
+def fewest_sharing_ranks(setup: Setup, way: str, most_bytes: float) -> tuple[int, int] | None:
+    """Returns the smallest power of 2 as parallelism.context with which a step fits into this memory of each rank, and
+    the number of ranks that it needs; None if none does. Beyond the number of heads, ranks cannot share packs.
+
+    A copy of the model stays on as many ranks as in the run's layout, unless that many cannot be grouped by the size.
+    """
+    architecture, dimensions = setup.model.architecture, setup.ranks.dimensions
     most = min(setup.data.dataset.token_budget, *(block.num_heads for block in blocks_without_weights(architecture)))
-    sizes = takewhile(lambda size: size <= most, (2**power for power in count(1)))
-    return next((size for size in sizes if _predicted(setup, way, size).peak <= most_bytes), None)
+    for size in takewhile(lambda size: size <= most, (2**power for power in count(1))):
+        num_shards = math.lcm(dimensions.num_shards, size)
+        if _predicted(setup, way, size, num_shards).peak <= most_bytes:
+            return size, dimensions.replicate * num_shards
+    return None
 
 
-def _predicted(setup: Setup, way: str, num_sharing: int) -> StepMemory:
+def _predicted(setup: Setup, way: str, num_sharing: int, num_shards: int) -> StepMemory:
     """Returns the memory of a step by one of WAYS. Raises ValueError if the matrices cannot be stored in NF4."""
     config, model, ranks = setup.config, setup.model, setup.ranks
     spec = default_spec(model.architecture) if model.adapters is None else model.adapters.start.spec
@@ -117,7 +125,7 @@ def _predicted(setup: Setup, way: str, num_sharing: int) -> StepMemory:
         longest_document=longest_document(config),
         optimizer_state=config.optimizer.state,
         accumulates=config.tokens.batch_accumulation_per_replica > 1,
-        num_shards=ranks.dimensions.shard * num_sharing,
+        num_shards=num_shards,
         num_sharing=num_sharing,
         on_gpu=ranks.device.type == "cuda",
     )
@@ -141,8 +149,8 @@ def predict(
         num_tokens: The tokens of a micro-batch, each with a label.
         accumulates: Whether a step has several micro-batches, so that gradients remain while the next one runs.
         num_shards: The number of ranks that share a copy of the model.
-        num_sharing: The number of ranks that share each micro-batch. The result is the memory of the first one, which
-            has the most tokens and heads.
+        num_sharing: The number of ranks that share each micro-batch. The result is the memory of the rank with the most
+            heads; see `share_heads`.
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     weights = sum(each.nbytes for each in model.parameters()) // num_shards
@@ -154,12 +162,12 @@ def predict(
         _shard_gradients(trained, num_shards)
 
     lengths = _lengths(num_tokens, longest_document)
-    counts = ContextRank(size=num_sharing).part_of(num_tokens).counts
+    context = None if num_sharing == 1 else _BusiestRank.of(model.config, num_tokens, num_sharing)
+    num_own = num_tokens if context is None else context.counts[context.rank]
     with torch.device("meta"):
-        ids, loss_weights = torch.zeros(counts[0], dtype=torch.int64), torch.ones(counts[0])
+        ids, loss_weights = torch.zeros(num_own, dtype=torch.int64), torch.ones(num_own)
     # The memory of a recurrence is that of its tokens; on a long document, its loop over chunks would take minutes.
     bounds = torch.tensor([0, *_lengths(num_tokens, min(longest_document, _LONGEST_RECURRENCE))]).cumsum(0)
-    context = None if num_sharing == 1 else _FirstOfRanks(counts)
     documents = Documents("sdpa", bounds, longest_document, num_tokens, model.recomputes, context)
     attention: Any = _Attention(lengths, on_gpu=on_gpu)
     if context is not None:
@@ -213,18 +221,27 @@ def _shard_gradients(parameters: Sequence[nn.Parameter], num_shards: int) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class _FirstOfRanks(Context):
-    """The first of the ranks that share a row, whose exchanges give tensors of other shapes on the meta device."""
+class _BusiestRank(Context):
+    """The rank with the most heads of those that share a row, whose exchanges give tensors of other shapes on the meta
+    device."""
+
+    number: int = 0
+
+    @classmethod
+    def of(cls, config: LlamaConfig, num_tokens: int, num_sharing: int) -> _BusiestRank:
+        shares = share_heads(config.num_attention_heads, config.num_key_value_heads, num_sharing)
+        widths = [queries + 2 * keys for queries, keys in zip(shares.queries, shares.keys, strict=True)]
+        return cls(ContextRank(size=num_sharing).part_of(num_tokens).counts, number=widths.index(max(widths)))
 
     @property
     def rank(self) -> int:
-        return 0
+        return self.number
 
     def to_heads(self, x_TV: Tensor, widths: Sequence[int]) -> Tensor:
-        return _Exchanged.apply(x_TV, (sum(self.counts), widths[0]))  # pyright: ignore[reportReturnType]
+        return _Exchanged.apply(x_TV, (sum(self.counts), widths[self.rank]))  # pyright: ignore[reportReturnType]
 
     def to_tokens(self, x_SW: Tensor, widths: Sequence[int]) -> Tensor:
-        return _Exchanged.apply(x_SW, (self.counts[0], sum(widths)))  # pyright: ignore[reportReturnType]
+        return _Exchanged.apply(x_SW, (self.counts[self.rank], sum(widths)))  # pyright: ignore[reportReturnType]
 
 
 class _Exchanged(torch.autograd.Function):

@@ -73,6 +73,7 @@ def describe_setup(setup: Setup) -> None:
             f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about "
             "the rate in a step, and most models break at that. docs/lora.md has usual rates"
         )
+    _describe_ranks(setup)
     _describe_model(setup)
 
 
@@ -126,6 +127,17 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         console.write(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
     for reason, count, first in sample.audit.drops():
         console.write(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
+
+
+def _describe_ranks(setup: Setup) -> None:
+    """Prints the layout of several ranks."""
+    ranks, dimensions = setup.ranks, setup.ranks.dimensions
+    if ranks.world_size == 1:
+        return
+    copies = "one copy" if dimensions.replicate == 1 else f"{dimensions.replicate} copies"
+    sharing = f"; {dimensions.context} ranks share each pack" if dimensions.context > 1 else ""
+    each = f"of the model, each on {dimensions.num_shards} ranks{sharing}"
+    console.write(f"ranks      {ranks.world_size}: {copies} {each}")
 
 
 def _describe_model(setup: Setup) -> None:
@@ -253,9 +265,11 @@ def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
         console.write(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     found = predictions[own]
     if not isinstance(found, str) and found.peak * reserve > memory:
-        num_sharing = fewest_sharing_ranks(setup, own, memory / reserve)
-        shared = f"fits with parallelism.context: {num_sharing}" if num_sharing else "fits with no parallelism.context"
-        console.write(f"             {own:<16} {shared}, where ranks share packs and a copy of the model")
+        sharing = fewest_sharing_ranks(setup, own, memory / reserve)
+        fits = "fits with no parallelism.context"
+        if sharing is not None:
+            fits = "fits with parallelism.context: {} on {} ranks".format(*sharing)
+        console.write(f"             {own:<16} {fits}, where ranks share packs and a copy of the model")
     return own, predictions
 
 
