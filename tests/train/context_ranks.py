@@ -115,7 +115,7 @@ def measure(
     return {
         "counts": {name: value for name, value in counts.items() if name != "weight_sum"},
         "packs": sorted(fetched.packs),
-        "flops": fetched.flops.model * ranks.world_size,
+        "flops": [each * ranks.world_size for each in (fetched.flops.model, fetched.flops.hardware)],
         "numbers": {
             "loss": result.loss,
             "norm": result.grad_norm,

@@ -1,6 +1,7 @@
 """Ranks that share their packs make the step, the run, the checkpoints and the exports of those that do not."""
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,26 @@ def test_a_step_that_changes_nothing_leaves_the_same_bits_on_any_ranks(tmp_path:
         found[context] = [path.read_bytes() for path in shards]
     assert len(found[1]) == 2
     assert found[1] == found[2]
+
+
+def test_a_run_that_diverges_names_each_row_once_and_states_its_layout(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 60)
+    options = {"tokens__train_steps": 8, "optimizer__learning_rate": 1e38}
+    said = {}
+    for num_ranks, context in ((1, 1), (2, 2)):
+        name = f"context-{context}"
+        ended = launch_run(tmp_path, model_folder, name, num_ranks, context, **options)
+        assert [each.exit_code for each in ended] == [3] * num_ranks
+        said[context] = (tmp_path / "runs" / name / "console.log").read_text()
+    alone, shared = (
+        [re.findall(r"rows\.jsonl:\d+", line) for line in text.splitlines() if "no update was made" in line]
+        for text in said.values()
+    )
+    assert shared == alone
+    assert [bool(rows) for rows in alone] == [True] * 3
+    assert "ranks      2: one copy of the model, each on 2 ranks; 2 ranks share each pack" in said[2]
+    projections = [re.findall(r"about ([\d,]+) tokens a step", text) for text in said.values()]
+    assert projections[0] == projections[1] != []
 
 
 def test_more_ranks_than_heads_or_tokens_are_refused_with_the_key(tmp_path: Path, model_folder: Path) -> None:
