@@ -25,6 +25,7 @@ from sftron.train import resume as resume_module
 from sftron.train.step import StepResult
 from sftron.verify import model_checks, rank_checks, run_checks
 from sftron.verify import subject as subject_module
+from sftron.verify import verify_run as verify_module
 from sftron.verify.report import Check, Finding, NotMeasuredError, Report, Rule, carry_out
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import RULES, select
@@ -400,3 +401,19 @@ def test_a_bad_row_an_unknown_check_and_a_typo_are_status_2_and_a_message(
     }.items():
         assert verify_run.main(["--config", str(config_file(home, tmp_path)), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_configured_context_is_checked_without_being_asked_for(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, bool]] = []
+
+    def record(only: object, **options: bool) -> tuple[Rule, ...]:
+        asked.append(options)
+        return ()
+
+    monkeypatch.setattr(verify_module, "select", record)
+    for num_sharing in (1, 2):
+        config = load_config(config_file(home, tmp_path, parallelism__context=num_sharing))
+        verify_module.verify_run(config, num_rows=24)
+    assert [options["with_context"] for options in asked] == [False, True]

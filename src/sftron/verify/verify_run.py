@@ -84,7 +84,8 @@ def verify_run(
         num_layers: Number of the model's layers to compute; None for all.
         num_tokens: Number of tokens in one computation of the model; None to go by the device.
         num_ranks: Number of processes of the check `ranks`, which is made if this is given.
-        num_sharing: The same of the check `context`, whose processes share each pack.
+        num_sharing: The same of the check `context`, whose processes share each pack; by default, the configured
+            parallelism.context, if it is above 1.
         on_check: Called with each row as soon as it is measured.
 
     Raises:
@@ -109,6 +110,8 @@ def checked_run(
 ) -> Iterator[tuple[Report, Subject]]:
     """Makes the checks of `verify_run`, and yields their report and their subject, whose temporary files are removed
     afterwards. `on_start` is called with the title and the facts before the first check."""
+    if num_sharing is None and config.parallelism.context > 1:
+        num_sharing = config.parallelism.context
     wanted = {"with_ranks": num_ranks is not None, "with_context": num_sharing is not None}
     rules = select(only, **wanted, with_lora=config.lora is not None)
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
