@@ -95,7 +95,7 @@ def run_all(waiting: Sequence[PlannedRun]) -> int:
                 )
             if is_stopping:  # it was asked to while this process was made
                 process.terminate()
-            exit_status = process.wait()
+            exit_status = _wait_for(process)
             ending = "completed" if exit_status == 0 and run.state() == "completed" else "failed"
             ending = "stopped" if ending == "failed" and is_stopping else ending
             has_failed |= ending == "failed"
@@ -107,6 +107,14 @@ def run_all(waiting: Sequence[PlannedRun]) -> int:
     if is_stopping:
         show("stopped    repeat the command to continue")
     return 1 if has_failed else 0
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit status. Handlers of signals run in between, also if the system gives a signal to another thread,
+    as it does while the main one takes a SIGCHLD; that would not wake a wait without a limit."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=1)
 
 
 def report(sweep: SweepFile, runs: Sequence[PlannedRun]) -> None:
