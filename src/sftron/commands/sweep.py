@@ -68,12 +68,13 @@ def run_all(waiting: Sequence[PlannedRun]) -> int:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         nonlocal is_stopping
+        # Set first: a second signal can be handled in the middle of this function.
+        is_second, is_stopping = is_stopping, True
         if process is not None and process.poll() is None:
             with suppress(ProcessLookupError):
-                if number == signal.SIGINT and is_stopping:
+                if number == signal.SIGINT and is_second:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.terminate()
-        is_stopping = True
 
     before = {number: signal.signal(number, stop) for number in heard_signals()}
     try:
