@@ -14,7 +14,7 @@ from torch import Tensor
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_json
-from sftron.models.families import FAMILIES as MODEL_TYPES
+from sftron.models.families.table import FAMILIES as MODEL_TYPES
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys
 from tests.checkpoint.test_wrappers import WRAPPERS, make_wrapper
 from tests.models.reference import FAMILIES, FIRST_OF_TYPE, make_reference, pack

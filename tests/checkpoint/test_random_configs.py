@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.hf_weights import load_model
-from sftron.models.families import FAMILIES as MODEL_TYPES
+from sftron.models.families.table import FAMILIES as MODEL_TYPES
 from tests.checkpoint.test_exported_logits import quiet as quiet
 from tests.models.reference import TINY, make_reference, pack
 

@@ -304,7 +304,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": None}, "model_type is None, implemented are llama, mistral, ministral3, qwen2"),
+        ({"model_type": None}, "model_type is None, implemented are llama, mistral"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number from 1"),
         ({"model_type": "olmoe", "num_experts_per_tok": 65}, "num_experts_per_tok: 65 exceeds the 64 experts"),

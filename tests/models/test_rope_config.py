@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.table import RopeSpec, RopeTables, document_lengths
-from sftron.models.families import FAMILIES
+from sftron.models.families.table import FAMILIES
 from sftron.models.generation import greedy_generate
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys, complete_rope_keys, read_ropes
 from tests.conftest import rest_nightly

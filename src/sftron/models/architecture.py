@@ -11,8 +11,8 @@ from typing import Any
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
-from sftron.models.families import FAMILIES, family_of
-from sftron.models.family import MODEL, Family
+from sftron.models.families.family import MODEL, Family
+from sftron.models.families.table import FAMILIES, family_of
 from sftron.models.mixtures import Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sftron.models.architecture import LlamaConfig
-from sftron.models.families import FAMILIES
+from sftron.models.families.table import FAMILIES
 from sftron.models.llama import blocks_without_weights
 from sftron.models.mixtures import FUSED, is_expert, mixture_names
 

@@ -1,4 +1,4 @@
-"""How a model family differs from Llama: the fields of a row in families.py, and what several rows share."""
+"""How a model family differs from Llama: the fields of a row in table.py, and what several rows share."""
 
 from __future__ import annotations
 
@@ -79,6 +79,14 @@ COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
 }
+MIXTURE: dict[str, Any] = {
+    "num_experts": None,
+    "num_local_experts": None,
+    "num_experts_per_tok": None,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+"""The keys of all mixtures. The number of experts has two names, of which transformers 4 and 5 write either."""
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
