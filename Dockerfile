@@ -29,7 +29,7 @@ COPY pyproject.toml README.md LICENSE /build/
 COPY src /build/src
 COPY configs /build/configs
 COPY examples /build/examples
-RUN pip install --no-cache-dir -c /build/constraints.txt "/build[lora,wandb,trackio,tensorboard,mlflow,quant,quickstart]" && sftron --version
+RUN pip install --no-cache-dir -c /build/constraints.txt "/build[train,lora,wandb,trackio,tensorboard,mlflow,quant,quickstart]" && sftron --version
 
 WORKDIR /workspace
 ENTRYPOINT ["sftron"]

@@ -26,6 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # the packages of the extras: loggers, wandb, peft and bitsandbytes.
 VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests/checkpoint/test_hf_export.py \
     tests/checkpoint/test_adapter.py tests/models/test_generation.py tests/models/test_quantization.py tests/report \
+    tests/verify/test_verify_trainer.py tests/verify/test_isolation.py tests/test_install.py \
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
@@ -82,7 +83,22 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "build/site/your-data.html"
 
-versions: versions-lowest-direct versions-highest
+versions: versions-lowest-direct versions-highest versions-beside
+
+# The releases of other trainers beside which sftron is installed without a change to any of their packages.
+BESIDE := trl==1.9.0 trl==1.16.0 axolotl==0.19.0 axolotl==0.21.0 llamafactory==0.9.5 ms-swift==4.6.0 verl==0.9.1 \
+    unsloth==2026.10.1
+COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-annotate --python-version 3.12
+
+versions-beside: install
+	mkdir -p build/beside
+	set -e; for release in $(BESIDE); do \
+	    echo $$release > build/beside/release.in; \
+	    $(COMPILE) build/beside/release.in > build/beside/release.txt; \
+	    $(COMPILE) --constraint build/beside/release.txt pyproject.toml > build/beside/sftron.txt; \
+	    if grep -vxFf build/beside/release.txt build/beside/sftron.txt; then exit 1; fi; \
+	    echo "$$release: no package changes"; \
+	done
 
 versions-%: install
 	rm -rf build/$* && mkdir -p build/$*

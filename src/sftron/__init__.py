@@ -64,7 +64,14 @@ __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_MODULES)}")
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        module = import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "sftron":
+            raise
+        message = f"sftron.{name} needs the package {error.name}: pip install 'sftron[train]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

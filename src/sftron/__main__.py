@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import NoReturn
 
 from sftron import __version__
@@ -23,6 +23,32 @@ COMMANDS = {
     "audit": "prove that a run trained every row, and name the rows of a step",
 }
 """What each command does. Its module in sftron.commands has the same name."""
+
+
+WITHOUT_TRAINING = ("verify-trainer",)
+"""The commands that need no package of the extra `train`."""
+
+
+def packages_for_training() -> list[str]:
+    """Returns what the extra `train` of the installed sftron needs and this environment lacks, with the versions."""
+    from packaging.requirements import Requirement  # of transformers
+
+    try:
+        stated = metadata.requires("sftron") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        return []
+    missing = []
+    for requirement in map(Requirement, stated):
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": "train"}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            missing.append(str(requirement).partition(";")[0])
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            missing.append(f"{requirement.name}{requirement.specifier} (installed is {version})")
+    return missing
 
 
 def usage() -> str:
@@ -53,6 +79,10 @@ def main(arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}", to=sys.stderr)
+        return REFUSED
+    if name not in WITHOUT_TRAINING and (missing := packages_for_training()):
+        words = f"sftron {name} needs {', '.join(missing)}: pip install 'sftron[train]'"
+        show(words, to=sys.stderr)
         return REFUSED
     # Imported here, because the imports of a command take seconds.
     return import_module(f"sftron.commands.{name.replace('-', '_')}").main(rest)

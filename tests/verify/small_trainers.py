@@ -1,5 +1,6 @@
 """Small trainers of TRL and transformers, of which the tests of verify_trainer change one thing each."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ QUIET: dict[str, Any] = {
     "disable_tqdm": True,
     "save_strategy": "no",
 }
+
+ALWAYS_FAILED = [] if "[..., 1:]" in inspect.getsource(Trainer.get_batch_samples) else ["loss"]
+"""The rows that fail for every trainer whose first tokens are labeled. Before 5.12, transformers' Trainer counts them in
+num_items_in_batch, although no label is predicted for them."""
 
 
 def tiny(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> LlamaForCausalLM:

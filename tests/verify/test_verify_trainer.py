@@ -18,7 +18,7 @@ from sftron import verify_trainer
 from sftron.commands.verify_trainer import main, read_conversations
 from sftron.verify.verify_trainer import RULES, page_of
 from tests.conftest import ROOT, rest_nightly
-from tests.verify.small_trainers import ANSWERS, ROWS, failed, plain, row_of, sft, tiny
+from tests.verify.small_trainers import ALWAYS_FAILED, ANSWERS, ROWS, failed, plain, row_of, sft, tiny
 
 NAMES = (
     "ids, trained tokens, stop tokens, isolation, positions, truncation, loss, padding, forgery, adapters, generation"
@@ -164,7 +164,7 @@ def test_text_without_roles_is_not_passed_unless_everything_is_meant(own: Any, t
         own, tmp_path, [{"text": f"Once there were {number} birds." * (1 + number % 3)} for number in range(24)]
     )
     report = verify_trainer(trainer)
-    assert not failed(report)
+    assert failed(report) == ALWAYS_FAILED
     assert not report.passed
     assert row_of(report, "trained tokens").status == "SKIP"
     assert row_of(verify_trainer(trainer, trained_roles="all"), "trained tokens").status == "PASS"
@@ -196,10 +196,13 @@ def test_the_command_exits_with_0_1_or_2_and_writes_its_report(
     assert main([f"{script}:broken", "--json", str(report), "--html", str(page)]) == 1
     assert "FAIL  trained tokens" in capsys.readouterr().out
     read = json.loads(report.read_text(encoding="utf-8"))
-    assert [check["status"] for check in read["checks"]].count("fail") == 1
+    assert [check["name"] for check in read["checks"] if check["status"] == "fail"] == [
+        "trained tokens",
+        *ALWAYS_FAILED,
+    ]
     assert not read["passed"]
     assert "assistant_only_loss=True" in page.read_text(encoding="utf-8")
-    assert main([f"{script}:broken", "--trained-roles", "all"]) == 0
+    assert main([f"{script}:broken", "--trained-roles", "all"]) == len(ALWAYS_FAILED)
     assert main([f"{script}:missing"]) == 2
     assert "has no function missing" in capsys.readouterr().err
     (tmp_path / "faq.csv").write_text("question,answer\n")

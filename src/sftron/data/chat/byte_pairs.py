@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tiktoken
 import tokenizers
+
+if TYPE_CHECKING:
+    import tiktoken
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The regular expression of the ByteLevel pre-tokenizer, as fixed in the tokenizers library."""
@@ -83,11 +85,16 @@ class BytePairs:
         id_of_name: Mapping[str, int],
         separator: str,
     ) -> BytePairs | None:
-        """Returns the tokenizer in tiktoken, or None if it is of another kind or tiktoken's ids may differ.
+        """Returns the tokenizer in tiktoken, or None if it is of another kind, if tiktoken's ids may differ, or if
+        tiktoken is not installed, as it need not be for checks of other trainers.
 
         `specification` is the backend as JSON, `id_of_name` has the ids of the control tokens, and `separator` is a
         character that is in none of the texts to encode. A tokenizer with other added tokens gives None.
         """
+        try:
+            import tiktoken
+        except ImportError:
+            return None
         pattern = _pattern(specification["pre_tokenizer"] or {})
         model, added = specification["model"], specification["added_tokens"]
         is_normalized = specification["normalizer"] in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})

@@ -194,12 +194,15 @@ def generation(subject: TrainerSubject) -> Finding:
 
 def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str]]:
     """Returns the tokens at which the saved folder ends generation, its tokenizer, and what was not saved."""
-    from transformers import AutoTokenizer, GenerationConfig
-    from transformers.trainer_utils import align_special_tokens
+    from transformers import AutoTokenizer, GenerationConfig, trainer_utils
 
     trainer, tokenizer, detail = subject.trainer, subject.training.tokenizer, list[str]()
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as name, untouched(trainer):
-        align_special_tokens(trainer.model, tokenizer)
+        # As train() does before its first step. In the first releases of transformers 5 it is a method of its Trainer.
+        if hasattr(trainer_utils, "align_special_tokens"):
+            trainer_utils.align_special_tokens(trainer.model, tokenizer)
+        else:
+            trainer._align_special_tokens()
         size = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
         if hasattr(trainer.model, "peft_config") or size <= _MOST_BYTES:
             trainer.args.push_to_hub = False
