@@ -17,7 +17,7 @@ def main() -> None:
         num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
         show(f"{folder:<6} {num_lines:>7,} lines in {len(files)} files")
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    show(f"{len(linter['contracts'])} import contracts, which admit no circle (lint-imports)")
+    show(f"{len(linter['contracts'])} import contracts, which admit no circle in any package (lint-imports)")
 
 
 if __name__ == "__main__":

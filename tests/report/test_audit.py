@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -217,17 +216,14 @@ def test_the_table_is_safe_and_holds_every_fact() -> None:
     assert json.loads(json.dumps(audit.as_dict())) == audit.as_dict()
 
 
-def test_an_inspection_counts_all_packs_shows_the_first_and_reports_its_cap_and_the_rows_held_out(
-    tmp_path: Path,
-) -> None:
+def test_an_inspection_counts_all_packs_shows_the_first_and_reports_its_cap_and_the_rows_held_out() -> None:
     rows = iter([conversation(CHATS[0], row=row) for row in range(10)])
     packs = [awkward_pack() for _ in range(5)]
     capped = inspect_packs(packs, rows, decode, audit=Audit(num_held_out=7), max_rows=4, num_shown=2)
     assert (len(capped.packs), capped.audit.packing.num_packs, capped.problems) == (2, 5, [])
     assert (capped.audit.num_rows, capped.audit.is_partial, len(list(rows))) == (4, True, 5)
-    capped.write_html(tmp_path / "page.html")
     assert json.loads(json.dumps(capped.audit.as_dict()))["rows"]["num_held_out"] == 7
-    for text in (capped.as_text(color=False), (tmp_path / "page.html").read_text(encoding="utf-8")):
+    for text in (capped.as_text(color=False), capped.as_html()):
         assert "the first ones only" in text
         assert "7, which are not audited" in text
     packs[0].loss_weights[:] = 0

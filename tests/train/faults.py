@@ -76,7 +76,7 @@ def _prepare(fault: Fault, came: Path) -> None:
     elif fault.at == "answers":
         before(evaluation.Evaluator, "_answer")
     elif fault.at == "export":
-        before(outputs, "all_or_raise")  # of the export alone
+        before(outputs, "gather_or_raise")  # of the export alone
     elif fault.at in ("worker", "data"):
         give = PackedDataset._pack
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.hf_weights import load_model
 from sftron.config.load import load_config
 from sftron.models.generation import greedy_generate
-from sftron.train.preflight import build_run
+from sftron.train.build_run import build_run
 from sftron.train.ranks import start_ranks
 from tests.conftest import ASSETS
 from tests.models.packed_experts import pack_experts

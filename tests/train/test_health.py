@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.checkpoint import read_state
 from sftron.commands.train import run as main
 from sftron.train import loop, objective
-from sftron.train.preflight import Health
+from sftron.train.health import Health
 from tests.train.runs import bits, chat_line, make_config, run
 
 CONSTANT = {"optimizer__schedule": "constant", "tokens__batch_accumulation_per_replica": 1, "logging__interval": 1}

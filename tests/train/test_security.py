@@ -24,8 +24,8 @@ from sftron.config import ConfigError, load_config
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
+from sftron.train.build_run import open_run
 from sftron.train.logs import console
-from sftron.train.preflight import open_run
 from sftron.train.ranks import start_ranks
 from sftron.verify.parity import read_prompts
 from tests.conftest import ROOT

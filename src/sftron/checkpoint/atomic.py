@@ -147,7 +147,7 @@ class SingleProcess:
 ALONE = SingleProcess()
 
 
-def all_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
+def gather_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
     """Calls `make` on every rank and returns the results (JSON) of all ranks, on every rank.
 
     Raises:
@@ -170,4 +170,4 @@ def all_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
 
 def main_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> Any:
     """Calls `make` on the main rank and returns its result on every rank; an OSError is raised on every rank."""
-    return all_or_raise(group, make if group.rank == 0 else lambda: None)[0]
+    return gather_or_raise(group, make if group.rank == 0 else lambda: None)[0]

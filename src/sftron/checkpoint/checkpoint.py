@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from sftron.checkpoint.atomic import (
     ALONE,
     ProcessGroup,
-    all_or_raise,
+    gather_or_raise,
     main_or_raise,
     publish,
     remove,
@@ -89,7 +89,7 @@ def write_checkpoint(
             names = {kind: file_name(kind, ranks.rank, ranks.world_size) for kind in shards}
             return {names[kind]: write_shards(unfinished / names[kind], named) for kind, named in shards.items()}
 
-        files = {name: entry for own in all_or_raise(ranks, write_own) for name, entry in own.items()}
+        files = {name: entry for own in gather_or_raise(ranks, write_own) for name, entry in own.items()}
 
         def complete() -> None:
             files[STATE] = write_file(unfinished / STATE, [state])
@@ -163,7 +163,7 @@ def verify_checkpoint(folder: Path, ranks: ProcessGroup = ALONE) -> str | None:
 
     Every rank has to call this; each hashes a share of the files.
     """
-    problems = all_or_raise(ranks, lambda: _problem(folder, ranks.rank, ranks.world_size))
+    problems = gather_or_raise(ranks, lambda: _problem(folder, ranks.rank, ranks.world_size))
     return next((problem for problem in problems if problem), None)
 
 

@@ -153,7 +153,7 @@ class Wandb(Section):
     notes: Text | None = None
     """A description of the run."""
     sample: bool = True
-    """Also send the first pack, as a table and as the page samples.html: text of your data."""
+    """Also send the first pack, as the page samples.html: text of your data."""
 
 
 class Logging(Section):

@@ -23,7 +23,7 @@ __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The structure of one block. Three fields are keys of tables of classes; see block.py."""
+    """The structure of one block. Three fields are keys of tables of classes, which llama.py names."""
 
     block: str = "norm_before"
     """The key of BLOCKS; it determines the positions of norms and residual connections."""

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -73,9 +72,6 @@ class Inspection:
         """Returns a self-contained HTML page that needs neither other files nor a network."""
         shown = shown_packs(self.packs, self.decode, self.audit.locate)
         return render("samples.html.jinja", title=self.title, audit=self.audit, shown=shown)
-
-    def write_html(self, path: Path) -> None:
-        path.write_text(self.as_html(), encoding="utf-8")
 
     def __repr__(self) -> str:
         counts = f"{len(self.packs)} packs shown, {len(self.problems)} problems"

@@ -33,7 +33,7 @@ from sftron.train.ranks import Ranks
 from sftron.train.revisions import model_folder
 from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
 
-_RANK, _ALPHA_OF_RANK = 16, 2
+DEFAULT_RANK, ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
 _MOST_SHOWN = 8
 _NUM_COMPARED_ROWS = 256
@@ -178,10 +178,10 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
         start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
         return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
     names = match_targets(options.targets, projections, has_experts=has_experts)
-    rank = options.rank or _RANK
+    rank = options.rank or DEFAULT_RANK
     spec = LoraSpec(
         ranks=dict.fromkeys(names, rank),
-        alphas=dict.fromkeys(names, float(options.alpha or _ALPHA_OF_RANK * rank)),
+        alphas=dict.fromkeys(names, float(options.alpha or ALPHA_OF_RANK * rank)),
         rslora=options.rslora,
         dora=options.dora,
         modules_to_save=options.modules_to_save,

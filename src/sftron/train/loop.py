@@ -18,12 +18,12 @@ from sftron.models.loss import loss_function
 from sftron.train.build_data import require_unchanged
 from sftron.train.evaluation import Best, Evaluator
 from sftron.train.flops import step_flops
+from sftron.train.health import Health
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs
 from sftron.train.objective import TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunExports
-from sftron.train.preflight import Health
 from sftron.train.progress import Progress
 from sftron.train.resume import run_state
 from sftron.train.run import Settings, Setup, data_fingerprint

@@ -29,11 +29,11 @@ from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.sdpa_attention import LONGEST_IN_FP32
 from sftron.train.build_data import longest_document
+from sftron.train.build_model import ALPHA_OF_RANK, DEFAULT_RANK
 from sftron.train.measured_memory import LiveMemory
 from sftron.train.optimizer import state_bytes
 from sftron.train.run import Setup, frozen_dtype
 
-DEFAULT_RANK = 16
 WAYS = ("full", "LoRA", "QLoRA (nf4)")
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 GROWTH_OF_TENSORS = 1.13
@@ -77,9 +77,11 @@ def make_unloaded(
 
 
 def default_spec(config: LlamaConfig) -> LoraSpec:
-    """Returns adapters of rank 16 on all linear layers of the blocks."""
+    """Returns adapters of the default rank on all linear layers of the blocks."""
     names = model_projections(config)
-    return LoraSpec(ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, 2.0 * DEFAULT_RANK))
+    return LoraSpec(
+        ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, float(ALPHA_OF_RANK * DEFAULT_RANK))
+    )
 
 
 def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sftron.checkpoint.atomic import all_or_raise, main_or_raise
+from sftron.checkpoint.atomic import gather_or_raise, main_or_raise
 from sftron.checkpoint.export import read_trained_adapter
 from sftron.checkpoint.merge import logits_of
 from sftron.data.types import Dropped
@@ -107,7 +107,7 @@ class RunExports:
             finally:
                 gather_the_rest()
 
-        all_or_raise(self.setup.ranks, write if self.setup.ranks.is_main else gather_the_rest)
+        gather_or_raise(self.setup.ranks, write if self.setup.ranks.is_main else gather_the_rest)
 
     def _write_adapters(
         self, exporter: Exporter, step: int, tensors: Mapping[str, Tensor], logits: Sequence[Tensor]

@@ -1,77 +1,21 @@
-"""A run from its configuration, with its checks: before weights are read, between the ranks, and of the weights.
-
-Each check raises ValueError with both values and the remedy.
-"""
+"""The checks of a run before its weights are read. Each raises ValueError with both values and the remedy."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from sftron.config import Config, dump_config
-from sftron.data.sources import find_files
-from sftron.data.types import Batch
-from sftron.models.llama import LlamaForSFT
-from sftron.models.loss import LossSum
+from sftron.config import Config
 from sftron.models.quantization import import_bitsandbytes
-from sftron.models.sharding import local_shard
-from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
-from sftron.train.build_model import base_digest, build_model
+from sftron.train.build_data import longest_document
 from sftron.train.evaluation import require_metric, watched_metric
-from sftron.train.objective import TokenLoss
 from sftron.train.ranks import Ranks
-from sftron.train.revisions import model_folder, tokenizer_folder
-from sftron.train.run import RunData, RunModel, Setup
-from sftron.train.step import StepResult, train_step
+from sftron.train.run import RunData, RunModel
 
 _PATIENCE_S = 60
 """The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""
-
-
-def build_run(config: Config, ranks: Ranks) -> Setup:
-    """Opens and checks everything in a run except its weights. Every rank calls this.
-
-    Raises:
-        ValueError: On all ranks, with a message for the user; DataError is a subclass.
-    """
-    ranks.all_or_raise(lambda: download(config, ranks))
-    setup = ranks.all_or_raise(lambda: open_run(config, ranks))
-    if setup.model.adapters is not None:
-        digest = base_digest(setup.model.folder, ranks)
-        setup = replace(setup, model=replace(setup.model, base_digest=digest))
-    require_alike(setup)
-    plan_packs(setup)
-    return setup
-
-
-def open_run(config: Config, ranks: Ranks) -> Setup:
-    """Does the work of `build_run` on one rank, after `download`."""
-    data = build_data(config, ranks)
-    model = build_model(config, ranks, data)
-    preflight(config, data, model)
-    return Setup(config, ranks, data, model)
-
-
-def download(config: Config, ranks: Ranks) -> None:
-    """Downloads missing models, tokenizers and data sets on the first rank of each node. Raises ValueError."""
-    if ranks.local_rank != 0:
-        return
-    model_folder(config)
-    tokenizer_folder(config)
-    in_files = [options for options in config.data.datasets if not options.streaming]
-    for each in (*in_files, *config.evaluation.datasets):
-        if find_files(each.path, each.split, each.config) is None:
-            open_rows(config, each)
-
-
-# --- Before the weights are read ---
 
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
@@ -115,32 +59,6 @@ def _require_positions(config: Config, model: RunModel) -> None:
         )
 
 
-# --- Ranks and nodes ---
-
-
-def require_alike(setup: Setup) -> None:
-    """Requires that all ranks have the configuration, data and weights of the main one. Every rank calls this.
-
-    A node with an older copy of a file would otherwise train on different packs or weights without an error.
-    """
-    weights = [f"{path.name} {path.stat().st_size}" for path in sorted(setup.model.folder.glob("*.safetensors"))]
-    facts = {
-        "the configuration": hashlib.sha256(dump_config(setup.config).encode()).hexdigest()[:12],
-        "the model's files": ", ".join(weights),
-        **{f"evaluation set {each.name}": each.fingerprint for each in setup.data.evaluation_sets},
-        **setup.fingerprint,
-    }
-    first, *others = setup.ranks.gather(facts)
-    for rank, other in enumerate(others, start=1):
-        differing = [name for name in first if first[name] != other.get(name)]
-        if differing:
-            raise ValueError(
-                f"rank {rank} has another configuration, data or model than rank 0; give every node the same files "
-                "and arguments:\n  "
-                + "\n  ".join(f"{name}: {first[name]}, there {other.get(name)}" for name in differing)
-            )
-
-
 def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE_S) -> None:
     """Requires that all nodes share `folder`, to which each rank writes its shard of a checkpoint.
 
@@ -167,68 +85,3 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
     finally:
         if ranks.is_main:
             seen.unlink()
-
-
-# --- Weights ---
-
-
-def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
-    """Raises ValueError on all ranks if a weight is not finite. The message names `origin`, the weights' source."""
-    if bad := non_finite_tensors(model, ranks):
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(
-            f"{origin} holds weights that are not finite (NaN or infinity), in {', '.join(bad[:5])}{more}; nothing can "
-            "be trained from them: use another copy of the model, or an earlier checkpoint"
-        )
-
-
-def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
-    """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once."""
-    named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
-    is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
-    return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
-
-
-class Health:
-    """Checks weights by a forward and a backward pass before they are saved or exported. A collective.
-
-    Finite weights are not enough: weights of 8e37 are finite, but their loss is not. So the loss and the gradients are
-    computed for a batch of the last step that was finite, because a bad batch proves nothing about the weights.
-    """
-
-    def __init__(self, model: LlamaForSFT, ranks: Ranks, loss_function: LossSum) -> None:
-        self._model, self._ranks, self._loss_function = model, ranks, loss_function
-        self._batch: Batch | None = None
-        self._was_skipped = False
-        self._judged: tuple[int, bool] | None = None
-
-    def note(self, result: StepResult, batches: Sequence[Batch]) -> None:
-        """Records a batch of this rank from a finite step, for later checks.
-
-        It is the last batch with a target, because the loss of a batch without one is zero for any weights.
-        """
-        self._was_skipped = not result.is_finite
-        if result.is_finite and result.loss is not None:
-            trained = [batch for batch in batches if batch.weight_sum > 0]
-            if trained or self._batch is None:
-                self._batch = (trained or batches)[-1]
-
-    def is_proven(self, step: int) -> bool:
-        """Returns whether the weights after `step` give a finite loss and finite gradients; computed once per step."""
-        if self._judged is None or self._judged[0] != step:
-            self._judged = (step, self._measure())
-        return self._judged[1]
-
-    def _measure(self) -> bool:
-        if self._batch is None:  # no step has changed the weights since they were loaded
-            return not self._was_skipped
-        result = train_step(
-            self._model,
-            None,
-            [self._batch],
-            TokenLoss(loss_function=self._loss_function),
-            max_grad_norm=None,
-            denominator=max(1.0, self._batch.weight_sum),
-            sum_over_ranks=self._ranks.sum,
-        )
-        return result.is_finite and not non_finite_tensors(self._model, self._ranks)

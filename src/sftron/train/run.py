@@ -1,6 +1,6 @@
 """What a run is, before its weights are loaded: its configuration, ranks, data and model, and their fingerprints.
 
-`preflight.build_run` makes a Setup; everything else in `train` takes one.
+`build_run.build_run` makes a Setup; everything else in `train` takes one.
 """
 
 from __future__ import annotations

@@ -17,9 +17,11 @@ from sftron.data.types import DataError
 from sftron.models.llama import LlamaForSFT
 from sftron.train.build_data import make_loader
 from sftron.train.build_model import load_model, make_optimizer
+from sftron.train.build_run import build_run
 from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import HubPusher, require_hub
+from sftron.train.health import require_finite
 from sftron.train.logs import console
 from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.logs.make_loggers import make_loggers, require_loggers
@@ -27,7 +29,7 @@ from sftron.train.logs.run_logs import RunLogs
 from sftron.train.loop import TrainingLoop
 from sftron.train.measured_memory import measure_step_memory
 from sftron.train.outputs import RunExports
-from sftron.train.preflight import build_run, require_finite, require_one_folder
+from sftron.train.preflight import require_one_folder
 from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, find_finished, find_start, load_start

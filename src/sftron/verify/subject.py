@@ -51,7 +51,7 @@ from sftron.models.quantization import from_stored
 from sftron.models.wrappers import text_config, with_text_config
 from sftron.train import build_data
 from sftron.train.build_model import load_model
-from sftron.train.preflight import open_run
+from sftron.train.build_run import open_run
 from sftron.train.ranks import Ranks
 from sftron.train.revisions import model_folder
 from sftron.train.run import Setup

@@ -1,4 +1,4 @@
-"""How a model family differs from Llama: the fields of a row in table.py, and what several rows share."""
+"""How a model family differs from Llama: the fields of a row, and what several rows share."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _lock = threading.RLock()
 
 
 def start(prints: bool) -> None:
-    """Starts the console of a run. Only the main rank prints: `wanted` is false on the others."""
+    """Starts the console of a run. Only the main rank prints: `prints` is false on the others."""
     global _prints, _append, _early_lines
     _prints, _append, _early_lines = prints, None, []
 
