@@ -44,7 +44,7 @@ def test_every_layout_has_the_packs_counts_losses_and_gradients_of_one_rank(tmp_
             scale = gradient.abs().max().item()
             assert scale > 0
             difference = (ours["gradients"][name] - gradient).abs().max().item()
-            assert difference <= 1e-5 * scale, (kind, layout, name, difference / scale)
+            assert difference <= 5e-6 * scale, (kind, layout, name, difference / scale)
     roles = found[kinds[0], (1, 1)]["numbers"]["tokens"]["roles"]
     assert len(roles) == 4
     assert len({mean["tokens"] for mean in roles.values()}) > 1
