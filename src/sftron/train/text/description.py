@@ -131,13 +131,13 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
 
 def _describe_ranks(setup: Setup) -> None:
     """Prints the layout of several ranks."""
-    ranks, dimensions = setup.ranks, setup.ranks.dimensions
-    if ranks.world_size == 1:
+    dimensions = setup.ranks.dimensions
+    if dimensions.size == 1:
         return
     copies = "one copy" if dimensions.replicate == 1 else f"{dimensions.replicate} copies"
     sharing = f"; {dimensions.context} ranks share each pack" if dimensions.context > 1 else ""
     each = f"of the model, each on {dimensions.num_shards} ranks{sharing}"
-    console.write(f"ranks      {ranks.world_size}: {copies} {each}")
+    console.write(f"ranks      {dimensions.size}: {copies} {each}")
 
 
 def _describe_model(setup: Setup) -> None:
@@ -273,9 +273,16 @@ def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     return own, predictions
 
 
-def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run; None if
+    one process stands for several ranks."""
     own, predictions = describe_memory(setup)
+    if measured is None:
+        start = f"torchrun --nproc_per_node={setup.ranks.dimensions.size} -m sftron train --config FILE --dry-run"
+        console.write(
+            f"dry run    all checks but those of weights passed; nothing was written. {start} measures a step"
+        )
+        return
     predicted = predictions[own]
     assert not isinstance(predicted, str)
     for what, found, expected in (
