@@ -10,7 +10,8 @@
 # make docs         the documentation as a site in build/site, with the reference of the Python API
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
-#                   but a PYTHON with torch, triton and transformers
+#                   but a PYTHON with torch, triton and transformers; where there are several GPUs, also steps whose
+#                   ranks share a conversation
 
 PYTHON ?= python3
 VENV := .venv
@@ -117,6 +118,7 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models
 	$(PYTHON) tools/bench_kernels.py --out $(OUT)/kernels-$(shell date +%F).md
 	$(PYTHON) tools/bench_step.py --gpu --memory --out $(OUT)/step-$(shell date +%F).md
+	$(PYTHON) tools/bench_context.py --out $(OUT)/context-$(shell date +%F).md
 
 clean:
 	rm -rf $(VENV) runs models build *.egg-info

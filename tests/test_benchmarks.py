@@ -10,8 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import tests.train.ranks  # noqa: F401  # its server forks processes that have imported torch
 from tests.conftest import ASSETS
-from tools import bench_kernels, bench_step, bench_ways
+from tools import bench_context, bench_kernels, bench_step, bench_ways
 
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
     from tools import bench_data
@@ -63,6 +64,30 @@ def test_a_way_to_train_that_computes_something_else_is_not_timed(
     monkeypatch.setattr(bench_ways, "lay_out", leaking)
     assert bench_step.main(["--quick"]) == 1
     assert "sftron, minibatch does not compute what transformers, padded does" in capsys.readouterr().err
+
+
+def test_a_conversation_on_two_ranks_is_timed_beside_the_same_on_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert bench_context.main(["--device=cpu", "--turns=1", "--rounds=2", f"--json={path}"]) == 0
+    alone, shared = json.loads(path.read_text(encoding="utf-8"))
+    assert (alone["ranks"], shared["ranks"]) == (1, 2)
+    assert all(0 < each["best s a step"] <= each["median s a step"] for each in (alone, shared))
+    sent = [each["MB sent by a rank in a step"] for each in (alone, shared)]
+    assert sent == [alone["MB by formula"], shared["MB by formula"]] == [0, pytest.approx(0.049152)]
+    assert alone["loss differs"] == 0 <= shared["loss differs"] < 1e-6
+    assert alone["peak GB of the busiest rank"] > 0
+
+
+def test_ranks_that_compute_something_else_together_are_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {"ranks": 1, "loss": 6.5, "norm": 1.0}
+    bench_context.require_same([dict(alone), alone | {"ranks": 2, "norm": 1.000001}], torch.float32)
+    for name in ("loss", "norm"):
+        wrong = alone | {"ranks": 2, name: alone[name] * 1.001}
+        with pytest.raises(bench_context.WrongResultError, match=f"the {name} is .* on 2 ranks and .* on 1"):
+            bench_context.require_same([dict(alone), wrong], torch.float32)
+    if torch.cuda.device_count() < 2:
+        assert bench_context.main([]) == 0
+        assert "skipped, because torch finds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

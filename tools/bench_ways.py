@@ -45,13 +45,13 @@ def rows_of_file(path: Path, tokenizer_folder: Path) -> list[LabeledConversation
     return [row for row in rows if isinstance(row, LabeledConversation)]
 
 
-def random_rows(lengths: Sequence[int], vocab_size: int) -> list[LabeledConversation]:
-    """Returns conversations of random ids, of which the second half is trained."""
+def random_rows(lengths: Sequence[int], vocab_size: int, *, trained_share: float = 0.5) -> list[LabeledConversation]:
+    """Returns conversations of random ids, of which the last `trained_share` is trained."""
     chance, rows = np.random.default_rng(0), []
     for length in lengths:
         ids = chance.integers(vocab_size, size=length).astype(np.int32)
         labels = np.append(ids[1:], np.int32(IGNORE_INDEX))
-        labels[: length // 2 - 1] = IGNORE_INDEX
+        labels[: max(0, int(length * (1 - trained_share)) - 1)] = IGNORE_INDEX
         weights = (labels != IGNORE_INDEX).astype(np.float32)
         rows.append(LabeledConversation(ids, labels, weights, np.zeros(length, np.uint8), ConversationKey(0, 0)))
     return rows

@@ -87,6 +87,7 @@ def measure(model: LlamaForSFT, row: Row, own: slice, counts: tuple[int, ...] = 
     targets_T = torch.cat([F.pad(ids[1:], (0, 1), value=-100) for ids in input_ids.split(list(row.lengths))])
     for rank in row.unlabeled:
         targets_T[row.own(rank)] = -100
+    weights_T = weights_T.to(model.compute_dtype)
     denominator = weights_T[targets_T >= 0].sum().clamp(min=1)
     model.zero_grad(set_to_none=True)
     hidden_TH = model(input_ids[own], position_ids, cu_seqlens, max_seqlen, counts)
@@ -107,7 +108,7 @@ def differences(model: LlamaForSFT, row: Row, mutant: str = "") -> dict[str, flo
         ours = measure(model, row, row.own(dist.get_rank()), row.counts)
     for tensor in (ours.loss, *ours.gradients.values()):
         dist.all_reduce(tensor)
-    parts = [torch.empty(count, ours.hidden_TH.shape[1]) for count in row.counts]
+    parts = [alone.hidden_TH.new_empty(count, ours.hidden_TH.shape[1]) for count in row.counts]
     for rank, part in enumerate(parts):
         part.copy_(ours.hidden_TH) if rank == dist.get_rank() else None
         dist.broadcast(part, rank)
@@ -123,6 +124,15 @@ def differences(model: LlamaForSFT, row: Row, mutant: str = "") -> dict[str, flo
 
 def _share(ours: Tensor, alone: Tensor, least: float = 1e-30) -> float:
     return ((ours - alone).abs().max() / alone.abs().max().clamp(min=least)).item()
+
+
+@contextmanager
+def in_float64(model: LlamaForSFT) -> Iterator[None]:
+    """The model computes in float64, and so does what names float32 itself: norms, softmax of routers, losses."""
+    model.double()
+    model.compute_dtype = torch.float64
+    with patch.object(torch, "float32", torch.float64), patch.object(Tensor, "float", Tensor.double):
+        yield
 
 
 @contextmanager
@@ -199,9 +209,14 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 
 
 def save_differences(cases: list[Case], path: Path) -> None:
-    """Writes the differences of each case."""
-    ranks = start_ranks()
-    found = [differences(case.make(), case.row, case.mutant) for case in cases]
+    """Writes the differences of each case, in float32 and, where blocks are not compiled, in float64."""
+    ranks, found = start_ranks(), list[dict[str, dict[str, float]]]()
+    for case in cases:
+        model = case.make()
+        found.append({"float32": differences(model, case.row, case.mutant)})
+        if not case.compiled:
+            with in_float64(model):
+                found[-1]["float64"] = differences(model, case.row, case.mutant)
     if ranks.is_main:
         path.write_text(json.dumps(found))
     end_ranks()

@@ -12,9 +12,26 @@ from tests.models.context_ranks import RAGGED, ROWS, Case, Row, save_costs, save
 from tests.models.reference import FAMILIES
 from tests.train.ranks import launch
 
-LIMITS = {"hidden": 2e-6, "loss": 2e-6, "gradient": 1e-5}
-"""The hidden states of two ranks are mostly equal to the bit. Products of few rows are rounded otherwise: on 4 ranks,
-the hidden states of Qwen 3.5 differ by 1.9e-6 and its gradients by 7.6e-6, of others by at most 1.1e-6 and 4.9e-6."""
+LIMITS = {
+    "float32": {"hidden": 1e-6, "loss": 2e-6, "gradient": 5e-6},
+    "float64": {"hidden": 1e-12, "loss": 1e-12, "gradient": 1e-12},
+}
+"""As shares of the largest value. In float64, hidden states differ by 7e-15 at most, losses by 4e-16 and gradients by
+6e-14, so what differs in float32 is rounding."""
+ROUNDED_OTHERWISE = {
+    ("Mistral Nemo", 3): 1.5,
+    ("Gemma 1", 3): 1.5,
+    ("Qwen 2 MoE", 3): 1.5,
+    ("Qwen 3.5", 3): 2,
+    ("Qwen 3.5, tied, as many key heads", 3): 2,
+    ("OLMoE with normalized scores", 3): 1.5,
+    ("Phi 4 mini", 1): 1.5,
+    ("Qwen 3.5", 1): 6,
+}
+"""The families, with the fewest tokens of a part, that need so many times the limits of float32: products of few rows
+are rounded otherwise than those of a whole row. On 2 ranks, most hidden states are equal to the bit."""
+MARGINS = {"hidden": 1e5, "loss": 200, "gradient": 1e5}
+"""How many times the limits of float32 a mistake has to exceed: half of what the least visible one does."""
 # Grouped and single key-value heads, heads that ranks do not divide, longrope, query scaling, soft caps and windows,
 # parallel blocks, experts, sinks, and states.
 KINDS = ["Llama 3", "SmolLM2", "TinyLlama, Yi", "Ministral 3", "Phi 4 mini", "Gemma 2", "Cohere 2", "Qwen 3 MoE"]
@@ -22,7 +39,7 @@ KINDS += ["gpt-oss", "Qwen 3.5"]
 REST = [family for family in FAMILIES if family not in KINDS]
 
 
-def differences(tmp_path: Path, num_ranks: int, cases: list[Case]) -> list[dict[str, float]]:
+def differences(tmp_path: Path, num_ranks: int, cases: list[Case]) -> list[dict[str, dict[str, float]]]:
     run(num_ranks, save_differences, cases, tmp_path / "found", folder=tmp_path)
     return json.loads((tmp_path / "found").read_text())
 
@@ -32,10 +49,13 @@ def run(num_ranks: int, *work: Any, folder: Path) -> None:
         assert ended.exit_code == 0, f"rank {rank}: {ended.err[-3000:]}"
 
 
-def require_equal(cases: list[Case], found: list[dict[str, float]], tolerance: float = 1) -> None:
-    for case, measured in zip(cases, found, strict=True):
-        for name, limit in LIMITS.items():
-            assert measured[name] <= tolerance * limit, (case, measured)
+def require_equal(cases: list[Case], found: list[dict[str, dict[str, float]]]) -> None:
+    for case, by_type in zip(cases, found, strict=True):
+        assert list(by_type) == list(LIMITS)[: 1 if case.compiled else 2]
+        for dtype, measured in by_type.items():
+            factor = ROUNDED_OTHERWISE.get((case.family, min(case.row.counts)), 1) if dtype == "float32" else 1
+            for name, limit in LIMITS[dtype].items():
+                assert measured[name] <= factor * limit, (case, dtype, measured)
 
 
 @pytest.mark.parametrize("families", rest_nightly(["one of each kind", "the rest"], ["one of each kind"]))
@@ -49,8 +69,7 @@ def test_hidden_states_loss_and_gradients_are_those_of_one_rank(tmp_path: Path, 
 def test_parts_of_any_size_cut_documents_anywhere(tmp_path: Path, num_ranks: int) -> None:
     families = ("Phi 4 mini", "Qwen 3.5")
     cases = [Case(family, row) for family in families for row in RAGGED[num_ranks]]
-    # The gradients of Qwen 3.5 with parts of one token differ by 2.4e-5; in fp64, with norms in fp32, by 1.8e-6.
-    require_equal(cases, differences(tmp_path, num_ranks, cases), tolerance=4)
+    require_equal(cases, differences(tmp_path, num_ranks, cases))
 
 
 def test_windows_about_the_length_of_a_part_cross_its_border(tmp_path: Path) -> None:
@@ -73,9 +92,9 @@ def test_mistakes_of_others_are_seen(tmp_path: Path, num_ranks: int) -> None:
         Case("gpt-oss", ROWS[num_ranks], "sinks not cut"),
         Case("Gemma 2", ROWS[num_ranks], "window dropped"),
     ]
-    for case, measured in zip(cases, differences(tmp_path, num_ranks, cases), strict=True):
-        for name, limit in LIMITS.items():
-            assert measured[name] > 100 * limit, (case, measured)
+    for case, by_type in zip(cases, differences(tmp_path, num_ranks, cases), strict=True):
+        for name, limit in LIMITS["float32"].items():
+            assert by_type["float32"][name] > MARGINS[name] * limit, (case, by_type)
 
 
 @pytest.mark.parametrize("num_ranks", rest_nightly([2, 4], [2]))

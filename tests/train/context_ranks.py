@@ -99,7 +99,9 @@ def measure(
             self.gradients = {n: whole(p.grad).clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
     own = [batch_of(pack, ranks.context) for pack in packs(isolated=isolated)[ranks.dp_rank :: ranks.dp_world_size]]
-    fetched, recording = fetch(ranks, own, model), WholeRecording(model)
+    with patch("sftron.train.step.peak_memory_bytes", return_value=ranks.rank):
+        fetched = fetch(ranks, own, model)
+    recording = WholeRecording(model)
     result = train_step(
         model,
         recording,
@@ -116,6 +118,7 @@ def measure(
         "counts": {name: value for name, value in counts.items() if name != "weight_sum"},
         "packs": sorted(fetched.packs),
         "flops": [each * ranks.world_size for each in (fetched.flops.model, fetched.flops.hardware)],
+        "peak_memory": fetched.peak_memory_bytes,
         "numbers": {
             "loss": result.loss,
             "norm": result.grad_norm,

@@ -152,11 +152,11 @@ def _be_rank(
     os._exit(status or 0)
 
 
-def train(config: Path) -> int:
+def train(config: Path, *arguments: str) -> int:
     """What `python run_train.py --config CONFIG` does."""
     from sftron.commands.train import run as main
 
-    return main(["--config", str(config)])
+    return main(["--config", str(config), *arguments])
 
 
 def save_gradients(folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import rest_nightly
 from tests.train.context_ranks import KINDS, save_mutants, save_steps
@@ -38,13 +39,14 @@ def test_every_layout_has_the_packs_counts_losses_and_gradients_of_one_rank(tmp_
         ours, alone = found[kind, layout], found[kind, (1, 1)]
         for name in ("counts", "packs", "flops"):
             assert ours[name] == alone[name], (kind, layout, name)
+        assert ours["peak_memory"] == 3, "that of the busiest rank, which is here the last one"
         assert flat(ours["numbers"]) == pytest.approx(flat(alone["numbers"]), rel=2e-6), (kind, layout)
         assert ours["gradients"].keys() == alone["gradients"].keys()
         for name, gradient in alone["gradients"].items():
             scale = gradient.abs().max().item()
             assert scale > 0
             difference = (ours["gradients"][name] - gradient).abs().max().item()
-            assert difference <= 1e-5 * scale, (kind, layout, name, difference / scale)
+            assert difference <= 5e-6 * scale, (kind, layout, name, difference / scale)
     roles = found[kinds[0], (1, 1)]["numbers"]["tokens"]["roles"]
     assert len(roles) == 4
     assert len({mean["tokens"] for mean in roles.values()}) > 1
@@ -161,6 +163,32 @@ def test_a_run_that_diverges_names_each_row_once_and_states_its_layout(tmp_path:
     assert "ranks      2: one copy of the model, each on 2 ranks; 2 ranks share each pack" in said[2]
     projections = [re.findall(r"about ([\d,]+) tokens a step", text) for text in said.values()]
     assert projections[0] == projections[1] != []
+
+
+def test_packs_without_a_conversation_count_once_for_the_ranks_that_share_them(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    """Two of four lanes drain first. If each rank counted their packs, the data would seem to have ended."""
+    write_rows(tmp_path / "rows.jsonl", 10)
+    epoch = {"tokens__train_steps": None, "tokens__train_epochs": 1, "tokens__batch_accumulation_per_replica": 1}
+    options = epoch | {"tokens__sequence_length": 64, "data__max_dropped_share": 1.0, "checkpoints__export_hf": False}
+    require_ended(launch_run(tmp_path, model_folder, "run", 2, 2, **options))
+    packs = [each["rows"]["packs"] for each in metrics(tmp_path / "runs" / "run")]
+    assert packs == [*([n, n + 1] for n in range(7)), [7, 10]]
+
+
+def test_a_dry_run_judges_the_loss_of_all_ranks_that_share_a_pack(tmp_path: Path, model_folder: Path) -> None:
+    """The second of two ranks has the last of three tokens, without a label: its part of any loss is 0."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:] = 8e37  # finite, as its loss is not
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}) + "\n")
+    options = {"tokens__sequence_length": 3, "parallelism__context": 2, "parallelism__timeout_seconds": 60}
+    config = write_config(tmp_path / "config.yaml", settings(tmp_path, folder, **options))
+    ended = launch(2, train, config, "--dry-run", folder=tmp_path)
+    assert [each.exit_code for each in ended] == [2, 2], ended[1].err[-3000:]
+    assert "holds broken weights" in ended[0].err
 
 
 def test_more_ranks_than_heads_or_tokens_are_refused_with_the_key(tmp_path: Path, model_folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The predicted memory of a training step, against the tensors that are alive in one."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_config
+from sftron.commands.train import run as main
 from sftron.models.adapters import AdapterStart
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4
@@ -249,6 +251,27 @@ def test_a_dry_run_states_the_fewest_ranks_that_make_a_step_fit(
     monkeypatch.setattr(description, "total_memory", lambda _: peaks[1] * memory.RESERVE_OF["cpu"])
     description.describe_memory(setup)
     assert "parallelism.context" not in capsys.readouterr().out
+
+
+def test_a_dry_run_without_torchrun_predicts_a_rank_of_those_that_are_configured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    options = {"tokens__sequence_length": 192, "parallelism__timeout_seconds": 60}
+    alone = Trainer(make_config(tmp_path, folder, **options)).setup
+    layout = {"parallelism__dp_replicate": 2, "parallelism__context": 4}
+    for number, further in ((8, {}), (16, {"parallelism__dp_shard": 2})):
+        config = make_config(tmp_path, folder, **options, **layout, **further)
+        assert main(["--config", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert f"{number}: 2 copies of the model, each on {number // 2} ranks; 4 ranks share each pack" in said
+        peak = memory._predicted(alone, "full", 4, num_shards=number // 2).peak
+        assert re.search(rf"full +{peak / 1e9:.2f} GB ", said)
+        assert f"torchrun --nproc_per_node={number} -m sftron train --config FILE --dry-run measures a step" in said
+        tokens = Trainer(config, plans=True).setup.data.projection.tokens_per_step
+        assert tokens == pytest.approx(alone.data.projection.tokens_per_step * number // 4, abs=number)
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 2
+    assert "the number of ranks that were started" in capsys.readouterr().err
 
 
 def test_the_advice_for_ranks_that_share_packs_is_that_for_the_ranks_there_are(tmp_path: Path) -> None:

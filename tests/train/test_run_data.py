@@ -80,6 +80,11 @@ def test_fewer_workers_are_taken_and_reported_where_their_number_does_not_divide
     assert "in 12 lanes, loader workers: 3 (5 do not divide the lanes)" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"5 ranks do not divide data\.num_lanes: 12; .* set data\.num_lanes: 60"):
         make_dataset(config, preparation, dp_world_size=5)
+    sharing = make_config(tmp_path, model_folder, data__num_lanes=12, parallelism__context=2)
+    with pytest.raises(
+        DataError, match=r"10 ranks, which count as 5 ranks because 2 share each pack \(context\), do not"
+    ):
+        make_dataset(sharing, preparation, dp_world_size=5)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

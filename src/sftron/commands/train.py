@@ -69,7 +69,7 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
     from sftron.train.trainer import Trainer
 
     try:
-        trainer = Trainer(config, stop_request)
+        trainer = Trainer(config, stop_request, plans=dry_run)
         if dry_run:
             return trainer.dry_run()
         trainer.build()

@@ -45,6 +45,7 @@ class PackedDataset(IterableDataset[Pack]):
         options: How conversations become packs.
         dp_rank: The data-parallel rank of this process.
         dp_world_size: The number of data-parallel ranks.
+        num_sharing: The number of ranks that share each pack, for messages.
         ends: Ends the iteration once all lanes have reached num_epochs, for a user's own training loop on one rank.
             Unless there are several loader workers, which take turns, packs without a conversation are omitted.
         row_lengths: The result of `measure_rows` for all rows, if it is known; otherwise `measure` is called when it is
@@ -61,6 +62,7 @@ class PackedDataset(IterableDataset[Pack]):
         *,
         dp_rank: int = 0,
         dp_world_size: int = 1,
+        num_sharing: int = 1,
         ends: bool = False,
         row_lengths: Sequence[int | str] | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class PackedDataset(IterableDataset[Pack]):
             self.is_planned, self.num_lanes = False, options.num_lanes
         self._remove_cross_attention = options.remove_cross_attention
         self._dp_rank, self._dp_world_size, self._ends = dp_rank, dp_world_size, ends
+        self._num_sharing = num_sharing
         self._require_divided_lanes(0)
         self.pool_delay = PoolDelay()
         """How long the conversations of this process's packs stayed in the pool."""
@@ -214,9 +217,14 @@ class PackedDataset(IterableDataset[Pack]):
             return
         wanted = self._dp_world_size * max(1, num_workers)
         fitting = [str(number) for number in range(1, self.num_lanes + 1) if self.num_lanes % number == 0]
+        ranks = f"{self._dp_world_size} ranks"
+        if (size := self._num_sharing) > 1:
+            ranks = (
+                f"{self._dp_world_size * size} ranks, which count as {ranks} because {size} share each pack (context),"
+            )
         raise DataError(
-            f"{self._dp_world_size} ranks{f' x {num_workers} workers' if num_workers else ''} do not divide "
-            f"data.num_lanes: {self.num_lanes}; ranks x workers may be one of {', '.join(fitting)}; or, in a new run, "
+            f"{ranks}{f' x {num_workers} workers' if num_workers else ''} do not divide data.num_lanes: "
+            f"{self.num_lanes}; ranks x workers may be one of {', '.join(fitting)}; or, in a new run, "
             f"set data.num_lanes: {math.lcm(self.num_lanes, wanted)}"
         )
 

@@ -238,8 +238,14 @@ def make_dataset(
     Args:
         row_lengths: The lengths of all rows, if they are known.
     """
-    options = data_options(config)
-    return PackedDataset(preparation, options, dp_rank=dp_rank, dp_world_size=dp_world_size, row_lengths=row_lengths)
+    return PackedDataset(
+        preparation,
+        data_options(config),
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        num_sharing=config.parallelism.context,
+        row_lengths=row_lengths,
+    )
 
 
 def make_loader(

@@ -168,6 +168,11 @@ class Ranks:
     """The process group of `gather`; None for that of the run."""
 
     @property
+    def is_planned(self) -> bool:
+        """Whether this process stands for the first of several ranks, none of which exists; see `start_ranks`."""
+        return self.world_size < self.dimensions.size
+
+    @property
     def is_main(self) -> bool:
         """Whether this process prints, logs and writes."""
         return self.rank == 0
@@ -275,7 +280,9 @@ class Ranks:
         return replace(self, phases=None, group=group)
 
 
-def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600, context: int = 1) -> Ranks:
+def start_ranks(
+    dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600, context: int = 1, *, plans: bool = False
+) -> Ranks:
     """Joins the process group of a run under torchrun; without torchrun, returns a single process.
 
     Args:
@@ -283,25 +290,27 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
         dp_shard: The number of ranks with different packs that share a copy; None divides all ranks among the copies.
         timeout_s: How long a rank waits for the others, in seconds, before it considers them dead.
         context: The number of ranks that share each pack.
+        plans: Whether a process without torchrun may stand for the first of several ranks, to predict what they do.
 
     Raises:
         ValueError: If dp_replicate x dp_shard x context is not the number of ranks.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    num_shards = dp_shard or world_size // (dp_replicate * context)
+    num_shards = dp_shard or max(1, world_size // (dp_replicate * context))
     dimensions = Dimensions(replicate=dp_replicate, shard=num_shards, context=context)
-    if dimensions.size != world_size:
+    plans = plans and "WORLD_SIZE" not in os.environ
+    if dimensions.size != world_size and not plans:
         raise ValueError(
-            f"parallelism.dp_replicate x dp_shard x context is {dp_replicate} x {dp_shard or 'auto'} x {context}, but "
-            f"{world_size} ranks were started. Give numbers whose product is that, leave dp_shard on auto, or start "
-            "other ranks (torchrun --nproc_per_node)"
+            f"parallelism has dp_replicate: {dp_replicate} x dp_shard: {dp_shard or 'auto'} x context: {context}, "
+            f"which cannot be {world_size}, the number of ranks that were started. Give numbers whose product is that, "
+            f"leave dp_shard on auto, or start {dimensions.size} ranks (torchrun --nproc_per_node={dimensions.size})"
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size == 1:
-        return Ranks(device=device)
+        return Ranks(device=device, dp_world_size=dimensions.size // context, dimensions=dimensions)
     # Small values are exchanged between the CPUs, without waiting for a GPU; gradients and weights between the GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack

@@ -49,6 +49,9 @@ class Trainer:
     The constructor checks everything that can be checked without weights. Then call `build()` and `train()`, or
     `dry_run()`. The constructor and `build()` raise ValueError with a message for the user; `train()` raises DataError
     for a bad row. All ranks call the same methods.
+
+    Args:
+        plans: Whether only `dry_run()` is called, for which one process may stand for all ranks; see `start_ranks`.
     """
 
     model: LlamaForSFT
@@ -56,11 +59,12 @@ class Trainer:
     loader: PackLoader
     """These three are there after `build()`, if there is anything left to train."""
 
-    def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
+    def __init__(self, config: Config, stop_request: StopRequest | None = None, *, plans: bool = False) -> None:
         self._started = time.perf_counter()
         parallelism = config.parallelism
         dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
-        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds, parallelism.context)
+        timeout_s = parallelism.timeout_seconds
+        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, timeout_s, parallelism.context, plans=plans)
         console.start(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
 
@@ -174,10 +178,12 @@ class Trainer:
     def dry_run(self) -> int:
         """Prints the description of the run, and the peak memory of a training step on maximal batches.
 
-        No weight changes, and no run directory is written. Raises ValueError if the weights give no finite loss.
+        No weight changes, and no run directory is written. One process that stands for several ranks reads no weights
+        and measures nothing. Raises ValueError if the weights give no finite loss.
         """
         description.describe_run(self.setup, None)
-        description.describe_dry_run(self.setup, measure_step_memory(self.setup))
+        measured = None if self.ranks.is_planned else measure_step_memory(self.setup)
+        description.describe_dry_run(self.setup, measured)
         return EXIT_COMPLETED
 
     # -- the whole run -----------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ from sftron.train.run_directory import RunDirectory
 from sftron.train.sample import Sample
 from sftron.visible_text import visible_text
 
-_WIDEST, _SHOWN_TOKENS = 120, 400
+_WIDEST, _SHOWN_TOKENS, _SHOWN_LINES = 120, 400, 120
+"""The columns, tokens and lines of the first pack on a console; its first conversation may have more tokens."""
 _BUSY = 1.5
 """A first step that takes so many times its processor time has waited for cores."""
 _HIGHEST_RATE = 1e-2
@@ -55,7 +56,7 @@ def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
         audit=Audit(data.preparation.source_names, data.preparation.targets, locate=data.preparation.location),
         title=f"{config.general.run_name}: what is trained",
     )
-    _show_pack(inspection)
+    _show_pack(inspection, str(directory.samples) if directory else "sftron inspect")
     if directory is not None:
         directory.write(directory.samples.name, inspection.as_html())
         console.write(f"samples    {directory.samples} shows this pack, and the audit of the sampled rows")
@@ -131,13 +132,13 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
 
 def _describe_ranks(setup: Setup) -> None:
     """Prints the layout of several ranks."""
-    ranks, dimensions = setup.ranks, setup.ranks.dimensions
-    if ranks.world_size == 1:
+    dimensions = setup.ranks.dimensions
+    if dimensions.size == 1:
         return
     copies = "one copy" if dimensions.replicate == 1 else f"{dimensions.replicate} copies"
     sharing = f"; {dimensions.context} ranks share each pack" if dimensions.context > 1 else ""
     each = f"of the model, each on {dimensions.num_shards} ranks{sharing}"
-    console.write(f"ranks      {ranks.world_size}: {copies} {each}")
+    console.write(f"ranks      {dimensions.size}: {copies} {each}")
 
 
 def _describe_model(setup: Setup) -> None:
@@ -207,10 +208,16 @@ def _describe_adapters(setup: Setup) -> None:
     )
 
 
-def _show_pack(inspection: Inspection) -> None:
-    """Prints the first pack, in color on a terminal."""
+def _show_pack(inspection: Inspection, whole_in: str) -> None:
+    """Prints the first pack, in color on a terminal; if it is long, without its middle, which `whole_in` has."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
-    options = {"width": width, "max_tokens": _SHOWN_TOKENS, "locate": inspection.audit.locate}
+    options = {
+        "width": width,
+        "max_tokens": _SHOWN_TOKENS,
+        "max_lines": _SHOWN_LINES,
+        "whole_in": whole_in,
+        "locate": inspection.audit.locate,
+    }
     console.write("")
     plain, colored = (
         pack_as_text(inspection.packs[0], inspection.decode, color=color, **options)
@@ -273,9 +280,16 @@ def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     return own, predictions
 
 
-def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run; None if
+    one process stands for several ranks."""
     own, predictions = describe_memory(setup)
+    if measured is None:
+        start = f"torchrun --nproc_per_node={setup.ranks.dimensions.size} -m sftron train --config FILE --dry-run"
+        console.write(
+            f"dry run    all checks but those of weights passed; nothing was written. {start} measures a step"
+        )
+        return
     predicted = predictions[own]
     assert not isinstance(predicted, str)
     for what, found, expected in (
