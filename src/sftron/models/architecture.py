@@ -16,7 +16,7 @@ from sftron.models.families.table import FAMILIES, family_of
 from sftron.models.mixtures import Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
-from sftron.models.wrappers import text_config
+from sftron.models.wrappers import text_config, wrapper_ties, wrong_head
 
 __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
 
@@ -154,7 +154,7 @@ class LlamaConfig:
             ValueError: At least one key is missing, unknown, or has an unsupported value. The message lists all of
                 them, with the value found and the value expected.
         """
-        config, others = text_config(config)
+        whole, (config, others) = config, text_config(config)
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
         defaults = _DEFAULTS | dict(family.defaults)
@@ -174,18 +174,20 @@ class LlamaConfig:
         )
         mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
         problems += wrong_ropes + wrong_sizes + wrong_experts
-        if problems:
+        fields = {} if problems else _resolve(MODEL | dict(family.model), values)
+        if problems := problems or wrong_head(whole, fields):
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
+        values["tie_word_embeddings"] = wrapper_ties(whole, values["tie_word_embeddings"])
         is_dense = [mixture is not None and not each for each in is_sparse]
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
-            **_resolve(MODEL | dict(family.model), values),
+            **fields,
             ropes=ropes,
             layers=_layers(values, family, windows, rope_of_layer, is_dense=is_dense),
             mixture=mixture,

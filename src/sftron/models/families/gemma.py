@@ -45,8 +45,10 @@ GEMMA_FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
+        # The released wrappers state only those sizes that differ from the class's defaults.
         defaults=_GEMMA_2
-        | {"max_position_embeddings": 131072}
+        | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+        | {"num_attention_heads": 8, "max_position_embeddings": 131072}
         | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
         fixed=_CAUSAL | {"attn_logit_softcapping": None},
         irrelevant=frozenset({"hidden_act", "_sliding_window_pattern"}),
