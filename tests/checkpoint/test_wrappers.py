@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -20,13 +19,14 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import LlamaConfig
 from sftron.verify.reference import load_reference
 from tests.conftest import rest_nightly
-from tests.models.reference import QWEN_3_5, TINY, pack
+from tests.models.reference import FAMILIES, QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PATCHES = _VISION | {"image_size": 28, "patch_size": 14}
 _SIGLIP = {"model_type": "siglip_vision_model", **_PATCHES}
 _CLIP = {"model_type": "clip_vision_model", **_PATCHES, "projection_dim": 16}
 _TEXT = {key: value for key, value in TINY.items() if key != "initializer_range"}
+_FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8},
@@ -42,6 +42,16 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
         "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
         | {"out_hidden_size": 32, "num_position_embeddings": 16},
+    },
+    "gemma4": {
+        "text_config": {**_TEXT, **FAMILIES["Gemma 4 E4B"], **_FOUR_LAYERS},
+        "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+        | {"subsampling_conv_channels": [4, 2]},
+    },
+    "gemma4_unified": {
+        "text_config": {**_TEXT, **FAMILIES["Gemma 4 12B"], **_FOUR_LAYERS},
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16},
     },
     "internvl": {
         "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 12},
@@ -67,12 +77,14 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 def make_wrapper(model_type: str, vocab_size: int = TINY["vocab_size"]) -> Any:
     torch.manual_seed(0)
     given = WRAPPERS[model_type]
-    config = transformers.AutoConfig.for_model(
-        model_type, **given | {"text_config": given["text_config"] | {"vocab_size": vocab_size}}
-    )
+    sizes = {key: vocab_size for key in ("vocab_size", "vocab_size_per_layer_input") if key in given["text_config"]}
+    config = transformers.AutoConfig.for_model(model_type, **given | {"text_config": given["text_config"] | sizes})
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model
 
 
@@ -89,7 +101,7 @@ def export(folder: Path, source: Path | ExportSource, weights: Any, dtype: torch
     export_hf(weights, folder, source_folder=source, dtype=dtype, stop_token_ids=[3])
 
 
-@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "gemma3", "qwen3_5", "internvl"]))
+@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "gemma3", "gemma4", "qwen3_5", "internvl"]))
 def test_the_text_model_is_read_and_all_else_is_exported_as_it_was(model_type: str, tmp_path: Path) -> None:
     reference = make_wrapper(model_type)
     save(reference, tmp_path / "source")
@@ -98,7 +110,7 @@ def test_the_text_model_is_read_and_all_else_is_exported_as_it_was(model_type: s
     input_ids, *rest = pack([40])
     expected = reference(input_ids[None], use_cache=False).logits[0]
     assert expected.abs().max() > 1
-    torch.testing.assert_close(F.linear(native(input_ids, *rest), native.head_weight), expected, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(native.head.logits(native(input_ids, *rest)), expected, atol=2e-4, rtol=1e-5)
 
     source = ExportSource.read(tmp_path / "source")
     assert source.carried

@@ -203,7 +203,7 @@ def _stored_head_is_equal(folder: Path, config: Mapping[str, Any]) -> bool | Non
                 file_of = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             file_of = read_json(index)["weight_map"] if index.is_file() else {}
-        stored, _ = text_names(file_of, config["model_type"])
+        stored, _ = text_names(file_of, config)
         for name in (HEAD, EMBEDDINGS):
             path = folder / file_of[stored[name]]
             require_inside(folder, path)

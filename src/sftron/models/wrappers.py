@@ -2,6 +2,8 @@
 
     model_type    the text model's weights                                     carried through an export unchanged
     qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
+    gemma4        as in qwen3_5                                                model.{vision,audio}_tower.*, and
+                                                                               model.embed_{vision,audio}.*
     all others    language_model.model.*, language_model.lm_head; newer files  vision_tower.*, multi_modal_projector.*,
                   as in qwen3_5                                                image_newline, with and without model.
 
@@ -10,6 +12,7 @@ Text alone is trained, and of text alone the wrapper's forward pass is that of i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +43,7 @@ _VISION = tuple(
     for prefix in ("", "model.")
     for name in ("vision_tower.", "multi_modal_projector.", "image_newline")
 )
+_SOUNDS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 # Heads that predict further tokens; transformers does not load them.
 _MTP = ("mtp.",)
 
@@ -47,6 +51,13 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration", True, ties=False),
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
+    "gemma4": Wrapper(_SOUNDS, "gemma4_text", "Gemma4ForConditionalGeneration", bounds_logits=True),
+    "gemma4_unified": Wrapper(
+        (*_SOUNDS, "model.vision_embedder."),
+        "gemma4_unified_text",
+        "Gemma4UnifiedForConditionalGeneration",
+        bounds_logits=True,
+    ),
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),
     "internvl": Wrapper(_VISION, "qwen2", "InternVLForConditionalGeneration"),
     "llava": Wrapper(_VISION, "llama", "LlavaForConditionalGeneration", ties=False, ties_if_text_does=True),
@@ -69,6 +80,7 @@ _TIED = "tie_word_embeddings"
 
 _IMAGES = frozenset(
     {
+        *("audio_config", "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
         *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         *("image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "spatial_merge_size"),
         *("multimodal_projector_bias", "projector_hidden_act", "vision_feature_layer", "initializer_range"),
@@ -167,23 +179,38 @@ def with_text_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> d
     return {**config, "text_config": {**config["text_config"], **changes}}
 
 
-def text_names(stored: Iterable[str], model_type: Any) -> tuple[dict[str, str], list[str]]:
+_OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+
+
+def _is_unread(usual: str, text: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor belongs to keys or values of its own in a layer that reads those of another layer.
+
+    Published files of Gemma 4 may hold such tensors, and transformers does not load them.
+    """
+    num_layers, num_shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
+    found = _OF_KEYS.match(usual)
+    return bool(num_layers and num_shared and found and int(found[1]) >= num_layers - num_shared)
+
+
+def text_names(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Returns the stored name of each tensor of the text model by its usual name, and the names of carried tensors.
+
+    Args:
+        stored: The names in the files.
+        config: The content of config.json; empty for other files than a model's.
 
     Raises:
         ValueError: Two stored names have the same usual name.
     """
-    wrapper = WRAPPERS.get(str(model_type))
-    if wrapper is None:
-        return {name: name for name in stored}, []
+    wrapper, text = WRAPPERS.get(str(config.get("model_type"))), text_config(config)[0]
     names: dict[str, str] = {}
     carried: list[str] = []
     for name in stored:
-        if name.startswith(wrapper.carried):
+        prefix = next((prefix for prefix in _TEXT_PREFIXES if wrapper and name.startswith(prefix)), "")
+        usual = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if (wrapper is not None and name.startswith(wrapper.carried)) or _is_unread(usual, text):
             carried.append(name)
             continue
-        prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
-        usual = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         if usual in names:
             raise ValueError(f"the tensors {names[usual]} and {name} are both {usual} of the text model; remove one")
         names[usual] = name

@@ -59,7 +59,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         architecture=architecture,
         compute_dtype=compute_dtype,
         attention=resolve_attention(
-            config.model.attention, ranks.device, compute_dtype, architecture.head_dim, architecture.layers
+            config.model.attention, ranks.device, compute_dtype, architecture.largest_head_dim, architecture.layers
         ),
         loss=resolve_loss(config.model.loss, ranks.device, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
@@ -216,6 +216,11 @@ def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> 
 def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec: LoraSpec) -> None:
     needed = ["embed_tokens"] if architecture.tie_word_embeddings else ["embed_tokens", "lm_head"]
     missing = [name for name in needed if name not in spec.modules_to_save]
+    if config.tokenizer.add_tokens and architecture.per_layer_input_size:
+        raise ValueError(
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but an adapter has no embeddings of new "
+            "tokens for each layer, which this model needs; train without lora, or without new tokens"
+        )
     if config.tokenizer.add_tokens and missing:
         raise ValueError(
             f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "
