@@ -75,12 +75,13 @@ GPT_OSS: dict[str, Any] = {
 
 GEMMA_4: dict[str, Any] = {
     "model_type": "gemma4_text",
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 5,
     "head_dim": 12,
     "global_head_dim": 16,
     "rms_norm_eps": 0.02,
     "sliding_window": 20,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    # With two that share, the third is the one whose keys the next reads, and not the first.
+    "layer_types": [*["sliding_attention", "full_attention"], *["sliding_attention"] * 2, "full_attention"],
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         "full_attention": {"rope_type": "proportional", "rope_theta": 3e4, "partial_rotary_factor": 0.5},
@@ -165,7 +166,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 5e3,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
-    "Gemma 4 E4B": GEMMA_4 | PER_LAYER | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "Gemma 4 E2B": GEMMA_4 | PER_LAYER | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "Gemma 4 31B": GEMMA_4
     | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
     | {"tie_word_embeddings": False},
@@ -196,7 +197,10 @@ FIRST_OF_TYPE = {options.get("model_type", "llama"): family for family, options 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.AutoConfig.for_model(model_type, **(TINY | {"pad_token_id": None} | overrides), **eager)
+    options = TINY | {"pad_token_id": None} | overrides
+    if "vocab_size_per_layer_input" in options:
+        options["vocab_size_per_layer_input"] = options["vocab_size"]
+    config = transformers.AutoConfig.for_model(model_type, **options, **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:

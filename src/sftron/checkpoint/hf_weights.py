@@ -16,7 +16,7 @@ from sftron.checkpoint.model_folder import EMBEDDINGS, HEAD, INDEX, read_config,
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
 from sftron.models.architecture import LlamaConfig
-from sftron.models.fusion import expected_shapes, read_fused, source_names
+from sftron.models.fusion import expected_shapes, read_fused
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.mxfp4 import PackedWeight, names_of_parts, packed_weights
@@ -24,8 +24,8 @@ from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_sto
 from sftron.models.sharding import local_shard
 from sftron.models.wrappers import text_names
 
-_PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias", "model.per_layer.embed_tokens.weight")
-"""The native names of tensors with one row per token."""
+_PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias", "model.embed_tokens_per_layer.weight")
+"""The tensors with one row per token."""
 
 _ROWS_AT_A_TIME = 4096
 """34 MB for rows of 4096 numbers in bf16; a whole matrix of 128,256 rows takes 1 GB."""
@@ -270,8 +270,7 @@ def load_model(
             if name in _PER_TOKEN:
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:
-                    (stored_name,) = source_names(name, stored)
-                    rows[new] = _mean_row(source, stored_name, initialize_ids)[columns].to(rows)
+                    rows[new] = _mean_row(source, name, initialize_ids)[columns].to(rows)
     return model
 
 

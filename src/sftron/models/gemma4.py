@@ -15,7 +15,6 @@ no keys and values of their own: they read those of the last layer before them t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,47 +29,45 @@ from sftron.models.projections import make_norm
 KeysAndValues = tuple[Tensor, Tensor]
 
 
-@dataclass(slots=True)
 class LayerInput:
     """What the block of one layer reads besides x.
 
-    It is no tuple or dict, which FSDP would take apart and hand on as a copy.
+    It is no tuple, dict or dataclass, which FSDP would take apart and hand on as a copy.
     """
 
-    per_layer_TP: tuple[Tensor, ...] = ()
-    """The layer's own input; empty in models without."""
-    last: dict[int | None, KeysAndValues] = field(default_factory=dict)
-    """By the window, the keys and values of the last layer so far that has its own. All layers have this same dict.
+    def __init__(self, last: dict[int | None, KeysAndValues], *per_layer_TP: Tensor) -> None:
+        self.per_layer_TP = per_layer_TP
+        """The layer's own input; empty in models without."""
+        self.last = last
+        """By the window, the keys and values of the last layer so far that has its own. All layers have this same dict.
 
-    In the backward pass of `full` activation checkpointing, layers that read it are computed again before those that
-    write it, so they find what they found in the forward pass.
-    """
+        In the backward pass of `full` activation checkpointing, layers that read it are computed again before those
+        that write it, so they find what they found in the forward pass.
+        """
 
 
-class LayerInputs(nn.Module):
-    """The embeddings and the projection from which the inputs of all layers are computed."""
+def add_layer_inputs(model: nn.Module, config: LlamaConfig) -> None:
+    """Adds the modules from which the inputs of all layers are computed, if the model has some."""
+    if not config.per_layer_input_size:
+        return
+    width, std = config.num_hidden_layers * config.per_layer_input_size, config.initializer_range
+    model.embed_tokens_per_layer = nn.Embedding(config.vocab_size, width)
+    nn.init.normal_(model.embed_tokens_per_layer.weight, std=std)
+    model.per_layer_model_projection = Linear(config.hidden_size, width, bias=False, initializer_range=std)
+    model.per_layer_projection_norm = make_norm(config, config.per_layer_input_size)
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.num_layers, size = config.num_hidden_layers, config.per_layer_input_size
-        assert size is not None
-        self.size, self.scale = size, config.hidden_size**-0.5
-        if size:
-            width = self.num_layers * size
-            self.embed_tokens = nn.Embedding(config.vocab_size, width)
-            nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
-            self.projection = Linear(config.hidden_size, width, bias=False, initializer_range=config.initializer_range)
-            self.norm = make_norm(config, size)
 
-    def forward(self, input_ids: Tensor, x_TH: Tensor) -> list[LayerInput]:
-        """Returns the input of each layer, given the scaled embeddings of the tokens."""
-        last: dict[int | None, KeysAndValues] = {}
-        if not self.size:
-            return [LayerInput(last=last) for _ in range(self.num_layers)]
-        embedded = self.embed_tokens(input_ids).to(x_TH.dtype) * self.size**0.5
-        projected_TLP = (self.projection(x_TH) * self.scale).unflatten(1, (self.num_layers, self.size))
-        inputs_TLP = (self.norm(projected_TLP) + embedded.view_as(projected_TLP)) * 2**-0.5
-        return [LayerInput((each_TP,), last) for each_TP in inputs_TLP.unbind(1)]
+def layer_inputs(model: Any, config: LlamaConfig, input_ids: Tensor, x_TH: Tensor) -> list[LayerInput]:
+    """Returns the input of each layer, given the scaled embeddings of the tokens."""
+    last: dict[int | None, KeysAndValues] = {}
+    num_layers, size = config.num_hidden_layers, config.per_layer_input_size
+    if not size:
+        return [LayerInput(last) for _ in range(num_layers)]
+    embedded = model.embed_tokens_per_layer(input_ids).to(x_TH.dtype) * size**0.5
+    projected = model.per_layer_model_projection(x_TH) * config.hidden_size**-0.5
+    projected_TLP = model.per_layer_projection_norm(projected.unflatten(1, (num_layers, size)))
+    inputs_TLP = (projected_TLP + embedded.view_as(projected_TLP)) * 2**-0.5
+    return [LayerInput(last, each_TP) for each_TP in inputs_TLP.unbind(1)]
 
 
 class Gemma4Block(NormAroundBlock):
@@ -87,7 +84,7 @@ class Gemma4Block(NormAroundBlock):
             self.per_layer_input_gate = Linear(config.hidden_size, size, **options)
             self.per_layer_projection = GatedLinear(size, config.hidden_size, activation=config.activation, **options)
             self.post_per_layer_input_norm = make_norm(config, config.hidden_size)
-            # Its part of the projection in LayerInputs.
+            # Its part of per_layer_model_projection.
             self.weights_per_token = config.hidden_size * size
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

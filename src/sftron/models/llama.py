@@ -25,7 +25,7 @@ from sftron.models.attention import BACKENDS
 from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, ParallelBlock
 from sftron.models.context import Context
 from sftron.models.delta_layer import DeltaBlock
-from sftron.models.gemma4 import Gemma4Block, LayerInputs
+from sftron.models.gemma4 import Gemma4Block, add_layer_inputs, layer_inputs
 from sftron.models.head import Head
 from sftron.models.layers import Linear
 from sftron.models.projections import make_norm
@@ -72,15 +72,16 @@ class LlamaModel(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
         self.rope_of_layer = [layer.rope for layer in config.layers]
         self.multipliers = config.embedding_multiplier, config.logit_scale
-        self.per_layer = None if config.per_layer_input_size is None else LayerInputs(config)
+        self.config = config
+        add_layer_inputs(self, config)
 
     def forward(self, input_ids: Tensor, rotations: Rotations, mixes: Iterable[Any], dtype: torch.dtype) -> Tensor:
         embedding_multiplier, logit_scale = self.multipliers
         x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
         mixes = islice(mixes, len(self.layers))
         inputs = [()] * len(self.layers)
-        if self.per_layer is not None:
-            inputs = [(each,) for each in self.per_layer(input_ids, x_TH)]
+        if self.config.per_layer_input_size is not None:
+            inputs = [(each,) for each in layer_inputs(self, self.config, input_ids, x_TH)]
         for block, rope, mix, given in zip(self.layers, self.rope_of_layer, mixes, inputs, strict=True):
             x_TH = block(x_TH, *rotations[rope], mix, *given)
         return _times(self.norm(x_TH), logit_scale)

@@ -17,7 +17,15 @@ from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
+from sftron.models.adapters import (
+    AdapterStart,
+    LoraSpec,
+    add_adapters,
+    is_adapter,
+    match_targets,
+    peft_name,
+    projections_of,
+)
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
@@ -157,9 +165,9 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
     _require_trained_new_tokens(config, architecture, start.spec)
     trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
     saved = start.spec.modules_to_save
-    in_blocks = sum(size for name, size in trained.items() if ".layers." in name)
+    in_adapters = sum(size for name, size in trained.items() if is_adapter(name))
     head = "lm_head" in saved or ("embed_tokens" in saved and architecture.tie_word_embeddings)
-    matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_blocks)
+    matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_adapters)
     return RunAdapters(start, matrices, sum(trained.values()), frozen_dtype(config) == NF4, origin)
 
 

@@ -149,11 +149,6 @@ _GEMMA_4 = Family(
         types=("default", PROPORTIONAL),
         only_parameters=True,
     ),
-    names={
-        "per_layer.embed_tokens": ("embed_tokens_per_layer",),
-        "per_layer.projection": ("per_layer_model_projection",),
-        "per_layer.norm": ("per_layer_projection_norm",),
-    },
 )
 
 GEMMA_FAMILIES: dict[str, Family] = {
