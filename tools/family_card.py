@@ -61,6 +61,8 @@ BOUNDS = {"logits": FP32_TOLERANCE.logits, "loss": 1e-5, "gradients": 1e-4}
 its largest value."""
 
 _WINDOW = {"sliding_window": 64, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+_GEMMA_4 = _WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 128}
+_GEMMA_4 |= {"final_logit_softcapping": 30.0}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _ROPE_3_5 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 _ROPE_GPT_OSS = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
@@ -74,6 +76,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 64},
     "gemma2": _WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3_text": _WINDOW,
+    "gemma4_text": _GEMMA_4
+    | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 8192}
+    | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_unified_text": _GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "cohere2": _WINDOW,
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 256},
@@ -104,7 +110,12 @@ def make_reference(model_type: str, settings: dict[str, Any]) -> Any:
     """Returns transformers' model with random weights, in which a constant or a layer that is left out shows."""
     torch.manual_seed(0)
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "pad_token_id": None}
+    if "vocab_size_per_layer_input" in settings:
+        settings = settings | {"vocab_size_per_layer_input": settings["vocab_size"]}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings, **options))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
@@ -127,7 +138,7 @@ def make_fast_reference(reference: Any) -> Any:
 
 def load_native(folder: Path) -> LlamaForSFT:
     config = load_model(folder, compute_dtype=torch.float32).config
-    attention = resolve_attention("auto", torch.device("cpu"), torch.float32, config.head_dim, config.layers)
+    attention = resolve_attention("auto", torch.device("cpu"), torch.float32, config.largest_head_dim, config.layers)
     return load_model(folder, attention=attention, compute_dtype=torch.float32)
 
 

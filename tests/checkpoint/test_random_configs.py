@@ -50,6 +50,11 @@ VALUES: dict[str, list[Any]] = {
     "linear_value_head_dim": [8, 10],
     "linear_conv_kernel_dim": [2, 4],
     "logit_scale": [0.5, 1.7],
+    "hidden_size_per_layer_input": [0, 10],
+    "vocab_size_per_layer_input": [97],
+    "num_kv_shared_layers": [0, 1],
+    "top_k_experts": [1, 3],
+    "use_bidirectional_attention": [None, "vision", "all"],
     "pretraining_tp": [1, 2],
 }
 LARGE = ("size", "dim", "heads", "experts", "layers", "tok", "num_", "pad_token_id")

@@ -1,12 +1,12 @@
 """Checkpoints of multimodal models: the text model is read, and all else is carried through an export bit for bit."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -16,27 +16,59 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.models.architecture import LlamaConfig
 from sftron.verify.reference import load_reference
 from tests.conftest import rest_nightly
-from tests.models.reference import QWEN_3_5, TINY, pack
+from tests.models.reference import FAMILIES, QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PATCHES = _VISION | {"image_size": 28, "patch_size": 14}
+_SIGLIP = {"model_type": "siglip_vision_model", **_PATCHES}
+_CLIP = {"model_type": "clip_vision_model", **_PATCHES, "projection_dim": 16}
 _TEXT = {key: value for key, value in TINY.items() if key != "initializer_range"}
+_FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8},
-        "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 28, "patch_size": 14},
+        "vision_config": {"model_type": "pixtral", **_PATCHES},
         "tie_word_embeddings": False,
     },
     "gemma3": {
         "text_config": {"model_type": "gemma3_text", **_TEXT, "head_dim": 8},
-        "vision_config": {"model_type": "siglip_vision_model", **_VISION, "image_size": 28, "patch_size": 14},
+        "vision_config": _SIGLIP,
         "mm_tokens_per_image": 4,
     },
     "qwen3_5": {
         "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
         "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
         | {"out_hidden_size": 32, "num_position_embeddings": 16},
+    },
+    "gemma4": {
+        "text_config": {**_TEXT, **FAMILIES["Gemma 4 E2B"], **_FOUR_LAYERS},
+        "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+        | {"subsampling_conv_channels": [4, 2]},
+    },
+    "gemma4_unified": {
+        "text_config": {**_TEXT, **FAMILIES["Gemma 4 12B"], **_FOUR_LAYERS},
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16},
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 12},
+        "vision_config": {"model_type": "internvl_vision", **_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        "downsample_ratio": 0.25,
+        "tie_word_embeddings": False,
+    },
+    "llava": {
+        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8},
+        "vision_config": _CLIP,
+        "vision_feature_select_strategy": "full",
+    },
+    "llava_next": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _CLIP, "image_seq_length": 9},
+    "llava_onevision": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": _SIGLIP,
+        "vision_aspect_ratio": "anyres_max_4",
     },
 }
 """The config of a tiny model of each wrapper."""
@@ -45,12 +77,14 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 def make_wrapper(model_type: str, vocab_size: int = TINY["vocab_size"]) -> Any:
     torch.manual_seed(0)
     given = WRAPPERS[model_type]
-    config = transformers.AutoConfig.for_model(
-        model_type, **given | {"text_config": given["text_config"] | {"vocab_size": vocab_size}}
-    )
+    sizes = {key: vocab_size for key in ("vocab_size", "vocab_size_per_layer_input") if key in given["text_config"]}
+    config = transformers.AutoConfig.for_model(model_type, **given | {"text_config": given["text_config"] | sizes})
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model
 
 
@@ -67,7 +101,7 @@ def export(folder: Path, source: Path | ExportSource, weights: Any, dtype: torch
     export_hf(weights, folder, source_folder=source, dtype=dtype, stop_token_ids=[3])
 
 
-@pytest.mark.parametrize("model_type", WRAPPERS)
+@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "gemma3", "gemma4", "qwen3_5", "internvl"]))
 def test_the_text_model_is_read_and_all_else_is_exported_as_it_was(model_type: str, tmp_path: Path) -> None:
     reference = make_wrapper(model_type)
     save(reference, tmp_path / "source")
@@ -76,7 +110,7 @@ def test_the_text_model_is_read_and_all_else_is_exported_as_it_was(model_type: s
     input_ids, *rest = pack([40])
     expected = reference(input_ids[None], use_cache=False).logits[0]
     assert expected.abs().max() > 1
-    torch.testing.assert_close(F.linear(native(input_ids, *rest), native.head_weight), expected, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(native.head.logits(native(input_ids, *rest)), expected, atol=2e-4, rtol=1e-5)
 
     source = ExportSource.read(tmp_path / "source")
     assert source.carried
@@ -116,7 +150,7 @@ def test_only_the_text_model_changes_and_only_its_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
-@pytest.mark.parametrize("model_type", WRAPPERS)
+@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "gemma3", "qwen3_5"]))
 def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrapper(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -216,12 +250,12 @@ def test_a_tensor_that_no_part_of_the_model_has_is_refused_by_name(tmp_path: Pat
     ("changes", "message"),
     [
         ({"text_config": None}, r"text_config is None"),
-        (
-            {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
-            r"tie_word_embeddings contradicts",
-        ),
+        ({"tie_word_embeddings": None}, r"tie_word_embeddings: None is neither true nor false"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: True, but no such key"),
         ({"sliding_window": 9}, "sliding_window: 9, but no such key"),
+        ({"text_config": {"model_type": "cohere", "head_dim": None}}, "its logits have a factor, which Mistral3For"),
+        ({"text_config": {"model_type": "gemma2"}}, "its logits have a soft cap, which Mistral3For"),
+        ({"text_config": {"model_type": "phi", "head_dim": None}}, "its logits have a bias, which Mistral3For"),
     ],
 )
 def test_wrong_keys_of_a_wrapper_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -242,3 +276,81 @@ def test_a_tensor_in_a_wider_type_than_the_others_keeps_it(tmp_path: Path) -> No
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
     assert all(after[name].equal(tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items())
+
+
+def test_sizes_that_a_released_text_config_leaves_out_are_those_of_transformers() -> None:
+    """As in google/gemma-3-4b-it."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    config = {"model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144, "text_config": text}
+    theirs = transformers.AutoConfig.for_model(**config).get_text_config()
+    ours = LlamaConfig.from_hf(config)
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    assert [getattr(ours, size) for size in sizes] == [getattr(theirs, size) for size in sizes]
+    assert ours.num_attention_heads == 8
+
+
+def _states_ties(config: dict[str, Any], top: bool | None, text: bool | None) -> dict[str, Any]:
+    """Returns a config.json with these values of tie_word_embeddings; None is an absent key."""
+    key = "tie_word_embeddings"
+    text_config = {name: value for name, value in config["text_config"].items() if name != key}
+    config = {name: value for name, value in config.items() if name != key}
+    config["text_config"] = text_config | ({} if text is None else {key: text})
+    return config | ({} if top is None else {key: top})
+
+
+@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "qwen3_5", "llava"]))
+def test_a_head_is_tied_where_every_class_of_transformers_has_that_head(model_type: str, tmp_path: Path) -> None:
+    """The wrapper's own key decides, and a stored head is tied only if it is the embeddings. Where a class of
+    transformers would start with a random head, the folder is refused."""
+    reference = make_wrapper(model_type)
+    reference.config.tie_word_embeddings = reference.config.text_config.tie_word_embeddings = False
+    embeddings = reference.get_input_embeddings().weight
+    reference.lm_head.weight = torch.nn.Parameter(torch.randn_like(embeddings) * 0.3)
+    save(reference, tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    (head,) = (name for name in tensors if name.endswith("lm_head.weight"))
+    heads = {"apart": tensors.pop(head), "equal": embeddings.detach().clone(), "absent": None}
+    kinds = [transformers.AutoModelForImageTextToText]
+    kinds += [transformers.AutoModelForCausalLM] if model_type == "qwen3_5" else []
+    input_ids, *rest = pack([40])
+    num_tied = num_refused = 0
+    for top, text, weight in itertools.product((None, True, False), (None, True, False), heads.values()):
+        (tmp_path / "config.json").write_text(json.dumps(_states_ties(config, top, text)))
+        stored = tensors if weight is None else tensors | {head: weight}
+        save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        loaded = [kind.from_pretrained(tmp_path, output_loading_info=True) for kind in kinds]
+        if any(info["missing_keys"] for _, info in loaded):
+            num_refused += 1
+            with pytest.raises(ValueError, match=r"lm_head\.weight: missing|there is no head that suits both"):
+                load_model(tmp_path)
+            continue
+        native = load_model(tmp_path, compute_dtype=torch.float32)
+        logits = native.head.logits(native(input_ids, *rest))
+        for model, _ in loaded:
+            torch.testing.assert_close(logits, model(input_ids[None], use_cache=False).logits[0], atol=2e-4, rtol=1e-5)
+        of_wrapper = loaded[0][0]
+        is_tied = of_wrapper.get_output_embeddings().weight is of_wrapper.get_input_embeddings().weight
+        assert native.config.tie_word_embeddings == is_tied
+        num_tied += is_tied
+    assert num_tied >= 4
+    assert num_refused >= 1
+
+
+def test_a_folder_of_mistral_3_as_transformers_saves_it_is_read(tmp_path: Path) -> None:
+    """The released ones have no key at the top, where the class's default is true, and a head of their own."""
+    config = transformers.AutoConfig.for_model("mistral3", **_states_ties(WRAPPERS["mistral3"], None, False))
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["tie_word_embeddings"], written["text_config"]["tie_word_embeddings"]) == (True, False)
+    native = load_model(tmp_path, compute_dtype=torch.float32)
+    assert native.head_weight.equal(model.lm_head.weight)
+    # The keys alone would tie it, so a head that differs only in later rows is no reason to.
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["language_model.model.embed_tokens.weight"].clone()
+    head[-1] += 1
+    save_file(tensors | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="differ"):
+        load_model(tmp_path)

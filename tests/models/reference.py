@@ -73,6 +73,23 @@ GPT_OSS: dict[str, Any] = {
     "rope_parameters": YARN | {"rope_theta": 3e4, "truncate": False},
 }
 
+GEMMA_4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 5,
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "rms_norm_eps": 0.02,
+    "sliding_window": 20,
+    # With two that share, the third is the one whose keys the next reads, and not the first.
+    "layer_types": [*["sliding_attention", "full_attention"], *["sliding_attention"] * 2, "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 3e4, "partial_rotary_factor": 0.5},
+    },
+    "final_logit_softcapping": 20.0,
+}
+PER_LAYER = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 97}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -149,6 +166,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 5e3,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
+    "Gemma 4 E2B": GEMMA_4 | PER_LAYER | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "Gemma 4 31B": GEMMA_4
+    | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"tie_word_embeddings": False},
+    "Gemma 4 12B": GEMMA_4
+    | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "GLM": {"model_type": "glm", "rms_norm_eps": 0.02, "head_dim": 8},
     "GLM 4": {"model_type": "glm4", "rms_norm_eps": 0.02, "head_dim": 8},
     "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
@@ -174,7 +197,10 @@ FIRST_OF_TYPE = {options.get("model_type", "llama"): family for family, options 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.AutoConfig.for_model(model_type, **(TINY | {"pad_token_id": None} | overrides), **eager)
+    options = TINY | {"pad_token_id": None} | overrides
+    if "vocab_size_per_layer_input" in options:
+        options["vocab_size_per_layer_input"] = options["vocab_size"]
+    config = transformers.AutoConfig.for_model(model_type, **options, **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
@@ -183,6 +209,9 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
         if name.endswith("A_log"):
             # Slow decays, with which a state outlasts chunks.
             torch.nn.init.normal_(parameter, mean=-3.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     for name, parameter in model.named_parameters():
         if ".experts." in name and "_proj" in name:
             # More than the initial value, so that logits depend on experts as much as on attention.
@@ -224,7 +253,8 @@ def require_same_model(native: LlamaForSFT, reference: Any, lengths: list[int]) 
     assert expected_logits.abs().max() > 1
     torch.testing.assert_close(native.head.logits(hidden), expected_logits, atol=2e-4, rtol=1e-5)
     torch.testing.assert_close(loss, expected_loss, atol=0, rtol=1e-5)
-    gradients = dict(split_state_dict(((n, p.grad) for n, p in native.named_parameters()), native.config))
+    trained = {name: each for name, each in native.named_parameters() if each.requires_grad}
+    gradients = dict(split_state_dict(((name, each.grad) for name, each in trained.items()), native.config))
     expected = {n: p.grad for n, p in reference.named_parameters()}
     assert gradients.keys() == expected.keys()
     largest = max(gradient.abs().max().item() for gradient in expected.values())

@@ -62,6 +62,8 @@ _BIASES = {"qkv_bias": "q_proj|qkv_proj", "o_bias": "o_proj|dense", "mlp_bias": 
 def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of LlamaConfig as transformers' config class and model have them."""
     reference = transformers.AutoConfig.for_model(**config)
+    # Else it has no sizes that differ by layer (Gemma 4).
+    reference.allow_global_per_layer_attribute_access = True
     with torch.device("meta"):
         reference.num_hidden_layers, layer_types = 1, getattr(reference, "layer_types", None)
         if layer_types is not None:
@@ -181,8 +183,14 @@ NULLABLE = {
     "olmoe": {"num_key_value_heads", "clip_qkv"},
     "gpt_oss": set(),
     "qwen3_5_text": set(),
+    "gemma4_text": {"final_logit_softcapping", "use_bidirectional_attention", "num_experts", "top_k_experts"},
+    "gemma4_unified_text": {"final_logit_softcapping"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
+
+
+_PER_TOKEN = {"gemma4_text": {"vocab_size_per_layer_input": TINY["vocab_size"]}}
+"""Keys that have to be the vocab_size."""
 
 
 @pytest.mark.parametrize("has_nulls", [False, True])
@@ -194,6 +202,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: st
     }
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
+    config |= _PER_TOKEN.get(model_type, {})
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
     other_nulls = {"rope_scaling": None, "rope_theta": None, "unheard_of": None} if has_nulls else {}
     assert _native(config | nulls | other_nulls) == _by_transformers(config | nulls)
@@ -241,7 +250,7 @@ def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_that_transformers_reads_is_read_or_refused_and_any_other_is_ignored(model_type: str) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 32}
-    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes}
+    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes, **_PER_TOKEN.get(model_type, {})}
     reference = transformers.AutoConfig.for_model(model_type)
     source = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[type(reference)]))
     asked = set(re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', source)) - _HAVE_NO_EFFECT
@@ -262,7 +271,11 @@ _HAVE_NO_EFFECT = {
 
 
 # Beside layer_types, and without longrope.
-_HAS_NO_EFFECT_IN = {"gemma3_text": {"_sliding_window_pattern"}, "phi3": {"original_max_position_embeddings"}}
+_HAS_NO_EFFECT_IN = {
+    "gemma3_text": {"_sliding_window_pattern"},
+    "phi3": {"original_max_position_embeddings"},
+    "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size"},  # without enable_moe_block
+}
 
 
 def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,15 +56,18 @@ def test_graphs_traced_with_their_gradients_give_the_same_bits(mode: str) -> Non
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["Mistral 0.1", "Gemma 2", "Cohere 2", "OLMo 3", "Phi 4 mini", "Qwen 3.5"])
+@pytest.mark.parametrize(
+    "family", ["Mistral 0.1", "Gemma 2", "Cohere 2", "OLMo 3", "Phi 4 mini", "Qwen 3.5", "Gemma 4 E2B"]
+)
 def test_compiled_blocks_with_windows_and_of_hybrids_give_the_same_bits(family: str) -> None:
     plain = make_native(make_reference(**FAMILIES[family]))
     compiled = _compile(plain, "aot_eager")
     for seed in (0, 1):
         assert _step(compiled, _batch(seed), seed).equal(_step(plain, _batch(seed), seed))
     for (name, found), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
-        assert found.grad.equal(expected.grad), name
+        if found.requires_grad:
+            assert found.grad is not None
+            assert found.grad.equal(expected.grad), name
 
 
 def test_generation_runs_the_blocks_as_they_are() -> None:

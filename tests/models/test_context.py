@@ -33,9 +33,9 @@ are rounded otherwise than those of a whole row. On 2 ranks, most hidden states 
 MARGINS = {"hidden": 1e5, "loss": 200, "gradient": 1e5}
 """How many times the limits of float32 a mistake has to exceed: half of what the least visible one does."""
 # Grouped and single key-value heads, heads that ranks do not divide, longrope, query scaling, soft caps and windows,
-# parallel blocks, experts, sinks, and states.
+# parallel blocks, experts, sinks, states, and keys of another layer.
 KINDS = ["Llama 3", "SmolLM2", "TinyLlama, Yi", "Ministral 3", "Phi 4 mini", "Gemma 2", "Cohere 2", "Qwen 3 MoE"]
-KINDS += ["gpt-oss", "Qwen 3.5"]
+KINDS += ["gpt-oss", "Qwen 3.5", "Gemma 4 E2B"]
 REST = [family for family in FAMILIES if family not in KINDS]
 
 
@@ -81,6 +81,7 @@ def test_windows_about_the_length_of_a_part_cross_its_border(tmp_path: Path) -> 
 @pytest.mark.parametrize("compiled", rest_nightly([False, True], [False]))
 def test_what_is_computed_again_or_compiled_is_exchanged_in_the_same_order(tmp_path: Path, compiled: bool) -> None:
     cases = [Case("Qwen 3.5", ROWS[2], mode="full", compiled=compiled), Case("Qwen 3.5", ROWS[2], mode="selective")]
+    cases += [Case("Gemma 4 E2B", ROWS[2], mode="full", compiled=compiled)]
     require_equal(cases, differences(tmp_path, 2, cases))
 
 

@@ -63,13 +63,14 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
 
 GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "SmolLM3", "OLMo 1", "OLMo 3"]
 GENERATED += ["Granite 3", "Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B", "Gemma 2", "Gemma 3", "GLM 4", "Cohere 2"]
-GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss"]
+GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss", "Gemma 4 E2B", "Gemma 4 31B"]
 SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3}
 """For families whose random model of seed 0 repeats few tokens; every one of StarCoder 2 does."""
 
 
 # No cache, window, multiplier or state is without one of these.
 FAST = ["Llama 3.2", "OLMo 3", "Granite 3", "Phi 1.5, 2", "Gemma 2", "GLM 4", "Cohere 2", "Ministral 3", "Qwen 3.5"]
+FAST += ["Gemma 4 E2B"]
 
 
 @pytest.mark.parametrize("family", rest_nightly(GENERATED, FAST))
@@ -89,6 +90,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **QWEN_WINDOW, "sliding_window": 20},
     "qwen3": {"model_type": "qwen3", "head_dim": 8, **QWEN_WINDOW, "sliding_window": 20},
     "gpt_oss": GPT_OSS,
+    "gemma4_text": FAMILIES["Gemma 4 E2B"],
 }
 
 
@@ -96,8 +98,9 @@ WINDOWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WINDOWED)
 def test_documents_longer_than_the_window_are_those_of_transformers(name: str, lengths: list[int]) -> None:
     reference = make_reference(**WINDOWED[name])
-    all_full = {"layer_types": ["full_attention"] * 2} if "layer_types" in WINDOWED[name] else {"sliding_window": None}
-    without = make_reference(**WINDOWED[name] | all_full)
+    has_types = "layer_types" in WINDOWED[name]
+    wide = {"sliding_window": 128 if has_types else None}
+    without = make_reference(**WINDOWED[name] | wide)
     for length in (20, 21):
         ids = pack([length])[0][None]
         last = [model(ids, use_cache=False).logits[0, -1] for model in (reference, without)]
@@ -118,6 +121,7 @@ def test_greedy_tokens_through_a_window_are_those_of_transformers(name: str) -> 
 
 
 KINDS = ["OLMo 2", "Gemma 2", "Gemma 3", "StarCoder 2", "Phi 1.5, 2", "StableLM 2 12B", "Cohere 2", "gpt-oss"]
+KINDS += ["Gemma 4 E2B", "Gemma 4 31B"]
 """A family of each block, norm, MLP and attention."""
 
 

@@ -43,7 +43,7 @@ def _ropes(config: dict[str, Any], reference: Any) -> dict[str, RopeSpec]:
     """The rope of each type of layers, as it is read."""
     head_dim = getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads
     given = {key: value for key, value in config.items() if value is not None}
-    sizes = {"head_dim": head_dim, "max_positions": reference.max_position_embeddings}
+    sizes = {"head_dims": dict.fromkeys(_LAYER_TYPES, head_dim), "max_positions": reference.max_position_embeddings}
     ropes, of_layer, problems = read_ropes(given, _keys(config), **sizes, layer_types=_LAYER_TYPES)
     assert problems == []
     return {layer_type: ropes[index] for layer_type, index in zip(_LAYER_TYPES, of_layer, strict=True)}

@@ -20,12 +20,12 @@ from tests.train.killed_run import run_killed
 from tests.train.ranks import launch, train
 from tests.train.runs import make_config, make_model_folder, metrics, result, run, write_rows
 
-TRAINED = ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code", "Phi 1.5, 2", "Gemma 2", "gpt-oss"]
+TRAINED = ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code", "Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B"]
 
 
 # Phi has parallel blocks, biases and a plain MLP, Gemma 2 norms on both sides, windows, soft caps and tied embeddings,
 # gpt-oss sinks and experts.
-@pytest.mark.parametrize("family", rest_nightly(TRAINED, ["Phi 1.5, 2", "Gemma 2", "gpt-oss"]))
+@pytest.mark.parametrize("family", rest_nightly(TRAINED, ["Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B"]))
 def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family: str) -> None:
     folder = make_model_folder(tmp_path / "model", **FAMILIES[family])
     trained = run(make_config(tmp_path, folder, tokens__train_steps=8, model__activation_checkpointing="full"))

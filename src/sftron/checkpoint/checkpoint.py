@@ -38,6 +38,7 @@ from sftron.checkpoint.atomic import (
     write_file,
 )
 from sftron.checkpoint.shards import CheckpointError, ShardedTensors, StoredShards, file_name, own_shards, write_shards
+from sftron.models.adapters import is_adapter
 from sftron.models.sharding import local_shard
 from sftron.regular_file import read_json_value
 
@@ -52,19 +53,26 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 def shards_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_main: bool) -> StoredShards:
     """Returns the shards that this rank writes; they share the memory of model and optimizer."""
-    trained = trained_parameters(model)
+    trained, held = trained_parameters(model), held_parameters(model)
     moments = (
         (f"{field}/{name}", value)
         for name, parameter in trained.items()
         for field, value in optimizer.state.get(parameter, {}).items()
     )
-    kinds = {MODEL: trained.items(), OPTIMIZER: moments}
+    kinds = {MODEL: held.items(), OPTIMIZER: moments}
     return {kind: dict(own_shards(named, is_main=is_main)) for kind, named in kinds.items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a checkpoint holds, by native name; a tied head appears once."""
+    """Returns the parameters that are trained, by native name; a tied head appears once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a checkpoint holds: with adapters, those that are trained, else all, so that it is a
+    whole model without its source."""
+    named = dict(model.named_parameters())
+    return trained_parameters(model) if any(map(is_adapter, named)) else named
 
 
 def state_text(step: int, state: Mapping[str, Any]) -> bytes:
@@ -253,8 +261,13 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
     Raises:
         CheckpointError: Names or shapes do not match. Nothing has been changed then.
     """
-    parameters = trained_parameters(model)
     with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
+        # Earlier versions did not write what is frozen, which the model has from its source.
+        parameters = {
+            name: parameter
+            for name, parameter in held_parameters(model).items()
+            if parameter.requires_grad or name in stored.shapes()
+        }
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         _require_same_shapes(folder, shapes, stored.shapes(), "It is of another model; resume from another checkpoint")
         state = None if optimizer is None else _read_optimizer_state(folder, optimizer, parameters, moments)

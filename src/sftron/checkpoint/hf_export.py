@@ -152,9 +152,12 @@ class ExportSource:
         name = dtype_name(dtype)
         text, _ = text_config(self.config)
         llama, family = self.architecture, family_of(text)
+        # A size of embeddings that the model does not have may be another one.
+        of_same_size = [key for key in family.vocab_keys if text.get(key, family.defaults[key]) == llama.vocab_size]
+        sizes = ["vocab_size", *of_same_size]
         of_text = {
             **complete_rope_keys(text, family.rope, llama.max_position_embeddings),
-            "vocab_size": llama.vocab_size if vocab_size is None else vocab_size,
+            **dict.fromkeys(sizes, llama.vocab_size if vocab_size is None else vocab_size),
         }
         dtypes = {"dtype": name, "torch_dtype": name}
         if wrapper := wrapper_of(self.config):
@@ -182,8 +185,10 @@ def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
     `rope_scaling` and `torch_dtype`, whose defaults are 10000, no scaling and float32. transformers 5 writes
     `rope_parameters` and `dtype`, and reads both forms.
     """
-    keys = ("architectures", "model_type", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters")
-    present = {**text_config(config)[0], **config}
+    text = text_config(config)[0]
+    old = () if family_of(text).rope.only_parameters else ("rope_theta", "rope_scaling")
+    keys = ("architectures", "model_type", "dtype", "torch_dtype", *old, "rope_parameters")
+    present = {**text, **config}
     return [key for key in keys if key not in present or (present[key] is None and key != "rope_scaling")]
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sftron.checkpoint.model_folder import read_config, read_json, require_inside
+from sftron.checkpoint.model_folder import EMBEDDINGS, HEAD, INDEX, read_config, read_json, require_inside
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
 from sftron.models.architecture import LlamaConfig
@@ -24,8 +24,7 @@ from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_sto
 from sftron.models.sharding import local_shard
 from sftron.models.wrappers import text_names
 
-HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-_PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias")
+_PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias", "model.embed_tokens_per_layer.weight")
 """The tensors with one row per token."""
 
 _ROWS_AT_A_TIME = 4096
@@ -35,9 +34,6 @@ _MAX_NAMED = 20
 
 _DERIVED = ".rotary_emb.inv_freq"
 """The suffix of the inverse frequencies in Llama 2's files, which follow from the config and are skipped."""
-
-_INDEX = "model.safetensors.index.json"
-
 
 # --- The files of weights ---
 
@@ -90,7 +86,7 @@ class SafetensorsFolder:
             has_config = self._file_name is None and (self.folder / "config.json").exists()
             config = read_json(self.folder / "config.json") if has_config else {}
             try:
-                self.stored_names, self._carried = text_names(self._files, config.get("model_type"))
+                self.stored_names, self._carried = text_names(self._files, config)
                 self._packed = packed_weights(config, self.stored_names, self._slice)
             except ValueError as error:
                 raise ValueError(f"{self.folder}: {error}") from error
@@ -148,7 +144,7 @@ class SafetensorsFolder:
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Returns the weight files and, if there is an index, the name of the file that contains each tensor."""
-    index_path = folder / _INDEX
+    index_path = folder / INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"], None
     if not index_path.is_file():
@@ -158,7 +154,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
                 f"{folder}: holds {pickles[0]}, a pickle, which runs code when it is loaded, and no safetensors. "
                 "Convert it once with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
-        raise ValueError(f"{folder}: holds neither model.safetensors nor {_INDEX}.")
+        raise ValueError(f"{folder}: holds neither model.safetensors nor {INDEX}.")
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index_path}: has no weight_map.")
@@ -167,7 +163,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     if outside := [name for name in names if Path(name).name != name]:
         raise ValueError(f"{index_path}: names files outside its folder: {', '.join(outside)}.")
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"{folder}: files of {_INDEX} are missing: {', '.join(missing)}. Download them again.")
+        raise ValueError(f"{folder}: files of {INDEX} are missing: {', '.join(missing)}. Download them again.")
     return [folder / name for name in names], weight_map
 
 
@@ -179,7 +175,7 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
     ]
     if different:
         raise ValueError(
-            f"{folder}: {_INDEX} and the files that it names do not belong together:{listed(different)}\n"
+            f"{folder}: {INDEX} and the files that it names do not belong together:{listed(different)}\n"
             "Download the model again, all its files from one revision."
         )
 

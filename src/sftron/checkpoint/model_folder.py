@@ -7,12 +7,15 @@ import contextlib
 import json
 import math
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from sftron.hub_revision import commit_of
 from sftron.models.architecture import LlamaConfig
+from sftron.models.wrappers import text_names, with_stored_head, wrapper_of
 from sftron.regular_file import read_regular
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
@@ -24,6 +27,11 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 """The files of the inputs of multimodal models."""
 TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 """Patterns of the files with the license terms of the model."""
+
+INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_NUM_ROWS_COMPARED = 64
+"""The rows by which a head is found to be trained apart from the embeddings."""
 
 MAX_JSON_BYTES = 64 * 2**20
 """The largest known file, the index of a model with 90,000 tensors, has 9 MB."""
@@ -173,7 +181,34 @@ def read_config(folder: Path) -> LlamaConfig:
             f"{folder}: is an adapter, not a whole model; merge it into its base (`sftron convert`), or "
             "train it further (lora.adapter)"
         )
+    config = read_json(folder / "config.json")
     try:
-        return LlamaConfig.from_hf(read_json(folder / "config.json"))
+        if wrapper_of(config) is not None and (is_equal := _stored_head_is_equal(folder, config)) is not None:
+            config = with_stored_head(config, is_equal)
+        return LlamaConfig.from_hf(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+
+
+def _stored_head_is_equal(folder: Path, config: Mapping[str, Any]) -> bool | None:
+    """Returns whether the stored head begins as the embeddings do; None if the folder stores none, or no such weights.
+
+    A tied head of which only later rows differ is refused when the weights are loaded, as are broken files.
+    """
+    rows = []
+    try:
+        index = folder / INDEX
+        if (folder / "model.safetensors").is_file():
+            with safe_open(folder / "model.safetensors", framework="pt") as file:
+                file_of = dict.fromkeys(file.keys(), "model.safetensors")
+        else:
+            file_of = read_json(index)["weight_map"] if index.is_file() else {}
+        stored, _ = text_names(file_of, config)
+        for name in (HEAD, EMBEDDINGS):
+            path = folder / file_of[stored[name]]
+            require_inside(folder, path)
+            with safe_open(path, framework="pt") as file:
+                rows.append(file.get_slice(stored[name])[:_NUM_ROWS_COMPARED].float())
+    except (SafetensorError, OSError, KeyError):
+        return None
+    return rows[0].equal(rows[1])

@@ -187,7 +187,8 @@ if find_spec("triton"):
         sources = [argument for x_THD in heads for argument in (x_THD, *x_THD.stride())]
         targets = [argument for x_THD in out for argument in (x_THD, *x_THD.stride()[:2])]
         arguments = [*sources, *targets, position_ids.contiguous(), table_PD.contiguous(), num_tokens, len(table_PD)]
-        sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HALF": head_dim // 2}
+        # Without key-value heads there is no program for them, but their tokens are divided by NUM_KV_HEADS.
+        sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": max(num_kv_heads, 1), "HALF": head_dim // 2}
         layout = {"ROTATED": table_PD.shape[1] // 2, "INTERLEAVED": interleaved, "INVERSE": inverse}
         tile = {"ROWS": rows, "COLUMNS": columns}
         rotate_kernel[(num_programs,)](*arguments, **sizes, **layout, **tile)

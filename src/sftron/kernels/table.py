@@ -61,7 +61,16 @@ class LongRopeScaling:
     attention_factor: float
 
 
-RopeScaling = LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionalScaling:
+    """The scaling `rope_type: proportional` (Gemma 4): all but the first `num_rotated` pairs of a head stay as they
+    are. Unlike with a smaller `rotary_dim`, pairs and frequencies are those of the whole head."""
+
+    num_rotated: int
+    factor: float = 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +128,8 @@ def _frequencies(wavelengths: Tensor, spec: RopeSpec, num_positions: int) -> lis
             factors = [spec.scaling.short_factor, spec.scaling.long_factor]
             is_long = num_positions > spec.scaling.original_max_position_embeddings
             return [1.0 / (torch.tensor(each) * wavelengths) for each in factors[: 1 + is_long]]
+        case ProportionalScaling(num_rotated=number, factor=factor):
+            return [torch.cat([1.0 / wavelengths[:number], torch.zeros(len(wavelengths) - number)]) / factor]
     return [1.0 / wavelengths]
 
 

@@ -86,10 +86,10 @@ class Projection:
 
 
 def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projection]:
-    """Returns the projections of the blocks by Hugging Face's names; the head is not one of them."""
+    """Returns the projections of the model by Hugging Face's names; the head is not one of them."""
     found: dict[str, Projection] = {}
     for linear, module in model.named_modules():
-        if not isinstance(getattr(module, "adapters", None), nn.ModuleDict) or ".layers." not in linear:
+        if not isinstance(getattr(module, "adapters", None), nn.ModuleDict) or linear == "lm_head":
             continue
         row = 0
         num_all, in_features = module.get_parameter("weight").shape

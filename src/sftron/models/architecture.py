@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -16,9 +16,14 @@ from sftron.models.families.table import FAMILIES, family_of
 from sftron.models.mixtures import Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
-from sftron.models.wrappers import text_config
+from sftron.models.wrappers import text_config, wrapper_ties, wrong_head
 
 __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
+
+
+_LATER = {"is_later": True}
+"""The metadata of fields that are no fact of a model in which they have their default. Fingerprints of checkpoints that
+were written before there was the field do not have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,17 @@ class Layer:
     """Whether each head has a trained logit that takes part in the softmax but has no value."""
     rope: int | None = 0
     """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
+    head_dim: int | None = field(default=None, metadata=_LATER)
+    """This size and the next two replace those of LlamaConfig in this layer, unless they are None."""
+    num_key_value_heads: int | None = field(default=None, metadata=_LATER)
+    intermediate_size: int | None = field(default=None, metadata=_LATER)
+    values_are_keys: bool = field(default=False, metadata=_LATER)
+    """Whether there is no v_proj, and values are the keys before their norm and rotation."""
+    shares_keys: bool = field(default=False, metadata=_LATER)
+    """Whether the layer reads the keys and values of the last layer before it that has its own and the same window."""
+
+    def __str__(self) -> str:
+        return f"Layer({', '.join(f'{name}={value!r}' for name, value in _facts(self).items())})"
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -136,6 +152,19 @@ class LlamaConfig:
     """One entry per block."""
     mixture: Mixture | None = None
     """The experts of the layers whose `mlp` has some."""
+    per_layer_input_size: int | None = field(default=None, metadata=_LATER)
+    """The size of what each layer reads of a token besides the residual stream, 0 if that is nothing; see gemma4.py.
+    None in families of other blocks."""
+
+    def of_layer(self, layer: Layer) -> LlamaConfig:
+        """Returns the parameters with the sizes of one layer."""
+        sizes = ("head_dim", "num_key_value_heads", "intermediate_size")
+        own = {size: value for size in sizes if (value := getattr(layer, size)) is not None}
+        return replace(self, **own) if own else self
+
+    @property
+    def largest_head_dim(self) -> int:
+        return max(self.head_dim, *(layer.head_dim or 0 for layer in self.layers))
 
     @property
     def head_has(self) -> str | None:
@@ -154,7 +183,7 @@ class LlamaConfig:
             ValueError: At least one key is missing, unknown, or has an unsupported value. The message lists all of
                 them, with the value found and the value expected.
         """
-        config, others = text_config(config)
+        whole, (config, others) = config, text_config(config)
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
         defaults = _DEFAULTS | dict(family.defaults)
@@ -164,30 +193,38 @@ class LlamaConfig:
         problems += _unknown(others, _IRRELEVANT, others.get("model_type"))
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
+        if not wrong_sizes and family.problems is not None:
+            wrong_sizes = family.problems(values)
         windows = [] if wrong_sizes else _windows(values, family)
+        each_layer = [] if wrong_sizes or family.each_layer is None else family.each_layer(values)
+        types = [FULL if window is None else SLIDING for window in windows]
+        head_dims = dict.fromkeys((FULL, SLIDING), values.get("head_dim"))
+        head_dims |= {name: own["head_dim"] for name, own in zip(types, each_layer, strict=False) if "head_dim" in own}
         ropes, rope_of_layer, wrong_ropes = read_ropes(
             given,
             family.rope,
-            head_dim=values.get("head_dim"),
+            head_dims=head_dims,
             max_positions=values["max_position_embeddings"],
-            layer_types=[FULL if window is None else SLIDING for window in windows],
+            layer_types=types,
         )
         mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
         problems += wrong_ropes + wrong_sizes + wrong_experts
-        if problems:
+        of_model = {} if problems else _resolve(MODEL | dict(family.model), values)
+        if problems := problems or wrong_head(whole, of_model):
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
+        values["tie_word_embeddings"] = wrapper_ties(whole, values["tie_word_embeddings"])
         is_dense = [mixture is not None and not each for each in is_sparse]
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
-            **_resolve(MODEL | dict(family.model), values),
+            **of_model,
             ropes=ropes,
-            layers=_layers(values, family, windows, rope_of_layer, is_dense=is_dense),
+            layers=_layers(values, family, windows, rope_of_layer, each_layer, is_dense=is_dense),
             mixture=mixture,
         )
 
@@ -197,18 +234,23 @@ def _layers(
     family: Family,
     windows: Sequence[int | None],
     ropes: Sequence[int],
+    each_layer: Sequence[Mapping[str, Any]],
     *,
     is_dense: Sequence[bool],
 ) -> tuple[Layer, ...]:
-    """Returns the layers, given the window and the rope of each, and whether it has no experts in a model with some."""
+    """Returns the layers, given the window and the rope of each, fields of its own, and whether it has no experts in a
+    model with some."""
     usual: dict[str, Any] = _resolve(family.layer, values)
     types = values.get("layer_types") or [FULL] * len(windows)
     rotates = [True] * len(windows) if family.rotates is None else family.rotates(values)
     layers = []
-    for layer_type, window, rope, rotated, dense in zip(types, windows, ropes, rotates, is_dense, strict=True):
-        fields: dict[str, Any] = usual | ({"mlp": "gated"} if dense else {}) | dict(family.layer_of.get(layer_type, {}))
+    each_layer = each_layer or [{}] * len(windows)
+    of_layers = zip(types, windows, ropes, rotates, is_dense, each_layer, strict=True)
+    for layer_type, window, rope, rotated, dense, own in of_layers:
+        of_layer: dict[str, Any] = usual | ({"mlp": "gated"} if dense else {}) | dict(own)
+        of_layer |= family.layer_of.get(layer_type, {})
         has_rope = rotated and layer_type not in family.layer_of
-        layers.append(Layer(**fields, window=window, rope=rope if has_rope else None))
+        layers.append(Layer(**of_layer, window=window, rope=rope if has_rope else None))
     return tuple(layers)
 
 
@@ -223,8 +265,13 @@ _FACT = "the model's "
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
     """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
-    facts = asdict(config) | {"layers": layers, "ropes": ", ".join(str(rope) for rope in config.ropes)}
+    facts = _facts(config) | {"layers": layers, "ropes": ", ".join(str(rope) for rope in config.ropes)}
     return {f"{_FACT}{name}": str(value) for name, value in facts.items()}
+
+
+def _facts(parameters: LlamaConfig | Layer) -> dict[str, Any]:
+    later = {each.name: each.default for each in fields(parameters) if each.metadata.get("is_later")}
+    return {name: value for name, value in asdict(parameters).items() if name not in later or value != later[name]}
 
 
 def is_of_the_model(name: str) -> bool:

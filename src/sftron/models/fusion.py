@@ -11,6 +11,7 @@ rows here. A family may have other names, or these tensors already concatenated;
 No rows are permuted, and each direction is bitwise the inverse of the other (law 9).
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 
@@ -25,17 +26,26 @@ from sftron.models.mixtures import FUSED, is_expert, mixture_names
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
+_BLOCK = re.compile(r"\blayers\.(\d+)\.")
+
+
+def _parts_of(native_name: str, config: LlamaConfig) -> Mapping[str, Mapping[str, int]]:
+    """Returns the parts of each fused layer in the block of a native tensor, with their numbers of rows, by the names
+    in the block. The first block is that of a name without its number."""
+    found = _BLOCK.search(native_name)
+    return _parts_of_blocks(config)[int(found[1]) if found else 0]
+
+
 @cache
-def _parts_of(config: LlamaConfig) -> dict[str, Mapping[str, int]]:
-    """Returns the parts of each fused layer, with their numbers of rows, by the names in a block."""
-    return {name: parts for block in blocks_without_weights(config) for name, parts in block.source_rows().items()}
+def _parts_of_blocks(config: LlamaConfig) -> list[Mapping[str, Mapping[str, int]]]:
+    return [block.source_rows() for block in blocks_without_weights(config)]
 
 
 def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -> tuple[str, ...]:
     """Returns the Hugging Face names that make up a native tensor, in the order of concatenation."""
     if config.mixture and (names := mixture_names(native_name, config.mixture.num_experts, spelling)):
         return names
-    fused = {native: tuple(parts) for native, parts in _parts_of(config).items()}
+    fused = {native: tuple(parts) for native, parts in _parts_of(native_name, config).items()}
     for native, parts in (fused | dict(FAMILIES[config.model_type].names)).items():
         if f".{native}." in f".{native_name}":
             num_heads = config.num_key_value_heads if "k_norm" in native else config.num_attention_heads
@@ -47,7 +57,7 @@ def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -
 def _num_rows(native_name: str, whole: int, config: LlamaConfig, spelling: str) -> list[int]:
     """Returns the number of rows of each of the `source_names`; the native tensor has `whole` rows."""
     num_parts = len(source_names(native_name, config, spelling))
-    for native, parts in _parts_of(config).items():
+    for native, parts in _parts_of(native_name, config).items():
         if f".{native}." in native_name and num_parts == len(parts):
             return list(parts.values())
     return [whole // num_parts] * num_parts

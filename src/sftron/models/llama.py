@@ -25,6 +25,7 @@ from sftron.models.attention import BACKENDS
 from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, ParallelBlock
 from sftron.models.context import Context
 from sftron.models.delta_layer import DeltaBlock
+from sftron.models.gemma4 import Gemma4Block, add_layer_inputs, layer_inputs
 from sftron.models.head import Head
 from sftron.models.layers import Linear
 from sftron.models.projections import make_norm
@@ -35,6 +36,7 @@ BLOCKS: dict[str, type[LlamaBlock | DeltaBlock]] = {
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
     "delta": DeltaBlock,
+    "gemma4": Gemma4Block,
 }
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
@@ -44,7 +46,7 @@ the proportions of an 8B model, is 17 for "none", 11.5 for "selective" and 1 for
 
 def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> LlamaBlock | DeltaBlock:
     """Returns the block of a layer; activation_checkpointing is one of ACTIVATION_CHECKPOINTING."""
-    block = BLOCKS[layer.block](config, layer, recompute=activation_checkpointing == "selective")
+    block = BLOCKS[layer.block](config.of_layer(layer), layer, recompute=activation_checkpointing == "selective")
     if activation_checkpointing == "full":
         # A block uses no random numbers, so the state of the generators need not be preserved.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -70,13 +72,18 @@ class LlamaModel(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
         self.rope_of_layer = [layer.rope for layer in config.layers]
         self.multipliers = config.embedding_multiplier, config.logit_scale
+        self.config = config
+        add_layer_inputs(self, config)
 
     def forward(self, input_ids: Tensor, rotations: Rotations, mixes: Iterable[Any], dtype: torch.dtype) -> Tensor:
         embedding_multiplier, logit_scale = self.multipliers
         x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
         mixes = islice(mixes, len(self.layers))
-        for block, rope, mix in zip(self.layers, self.rope_of_layer, mixes, strict=True):
-            x_TH = block(x_TH, *rotations[rope], mix)
+        inputs = [()] * len(self.layers)
+        if self.config.per_layer_input_size is not None:
+            inputs = [(each,) for each in layer_inputs(self, self.config, input_ids, x_TH)]
+        for block, rope, mix, given in zip(self.layers, self.rope_of_layer, mixes, inputs, strict=True):
+            x_TH = block(x_TH, *rotations[rope], mix, *given)
         return _times(self.norm(x_TH), logit_scale)
 
 

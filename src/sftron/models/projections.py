@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sftron.kernels.rms_norm import rms_norm
 from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.layers import NORMS, LayerNormOfHeads, Linear, Norm, NormedLinear
@@ -33,15 +34,19 @@ class LlamaAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
-        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        # The rows of an output gate are in those of the queries.
-        parts = {"q_proj": width * (1 + config.output_gate), "k_proj": kv_width, "v_proj": kv_width}
+        width, parts = self.num_heads * self.head_dim, self.parts(config, layer)
         options = {"initializer_range": config.initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(
             config.hidden_size, sum(parts.values()), bias=config.qkv_bias, parts=parts, **options
         )
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias, **options)
         self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
+
+    def parts(self, config: LlamaConfig, layer: Layer) -> dict[str, int]:
+        """Returns the projections that are fused in qkv_proj, with their numbers of rows."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # The rows of an output gate are in those of the queries.
+        return {"q_proj": width * (1 + config.output_gate), "k_proj": kv_width, "v_proj": kv_width}
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
@@ -134,6 +139,34 @@ class PositionScaledAttention(LlamaAttention):
         return q_TND * scale_T[:, None, None], k_TKD, v_TKD
 
 
+class NormedValuesAttention(LlamaAttention):
+    """The attention projections of Gemma 4: each head is normalized, those of values without weights.
+
+    A layer may have no v_proj, where values are the keys before their norm, or, with `shares_keys`, queries alone.
+    """
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
+        self.q_norm, self.eps = make_norm(config, config.head_dim), config.norm_eps
+        self.k_norm = None if layer.shares_keys else make_norm(config, config.head_dim)
+
+    def parts(self, config: LlamaConfig, layer: Layer) -> dict[str, int]:
+        left_out = ("k_proj", "v_proj") if layer.shares_keys else ("v_proj",) if layer.values_are_keys else ()
+        return {name: rows for name, rows in super().parts(config, layer).items() if name not in left_out}
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+        """Returns q_TND, k_TKD and v_TKD; K is 0 in a layer that shares those of another."""
+        rows = list(self.qkv_proj.parts.values())
+        q_TND, *kv = (x.unflatten(1, (-1, self.head_dim)) for x in self.qkv_proj(x_TH, norm).split(rows, dim=1))
+        heads = [self.q_norm(q_TND)]
+        if self.k_norm is not None:
+            v_TKD = rms_norm(kv[-1], kv[-1].new_ones(self.head_dim), self.eps)
+            heads += [self.k_norm(kv[0]), v_TKD]
+        qkv_TW = torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+        num_kv_heads = 0 if self.k_norm is None else self.num_kv_heads
+        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, num_kv_heads)
+
+
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
@@ -143,4 +176,5 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
     "clipped_rotary": ClippedAttention,
     "gated_rotary": GatedAttention,
     "position_scaled": PositionScaledAttention,
+    "normed_values": NormedValuesAttention,
 }

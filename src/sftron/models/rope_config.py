@@ -12,6 +12,7 @@ from sftron.kernels.table import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     QueryScaling,
     RopeScaling,
     RopeSpec,
@@ -20,6 +21,8 @@ from sftron.kernels.table import (
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`, which are also the keys of `rope_parameters` in families with a rope for each type."""
+PROPORTIONAL = "proportional"
+"""The value of `rope_type` of families whose `partial_rotary_factor` is that of such a rope (Gemma 4)."""
 _ORIGINAL, _BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -28,6 +31,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
     "longrope": ("short_factor", "long_factor", _ORIGINAL),
+    PROPORTIONAL: (),
 }
 """The keys that each rope_type needs."""
 
@@ -52,14 +56,18 @@ class RopeKeys:
     """The value of `rope_parameters` if a config.json has no such key."""
     scales_queries: bool = False
     """Whether queries are multiplied by a factor that depends on `llama_4_scaling_beta`."""
-    types: tuple[str, ...] = (*_NEEDED,)
+    types: tuple[str, ...] = tuple(each for each in _NEEDED if each != PROPORTIONAL)
     """The implemented values of `rope_type`."""
+    only_parameters: bool = False
+    """Whether `rope_parameters` is the only key, as in families that transformers 4 does not have."""
     ignored: tuple[str, ...] = ()
     """Keys of `rope_parameters` that have no effect on text."""
 
     @property
     def read(self) -> set[str]:
         """The keys of config.json that `read_ropes` reads."""
+        if self.only_parameters:
+            return {"rope_parameters"}
         keys = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
         keys |= {self.sliding_key} if self.sliding_key else set()
         return keys | ({_ORIGINAL} if self.original else set())
@@ -68,25 +76,33 @@ class RopeKeys:
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor", "factor"),
+    PROPORTIONAL: ("factor",),
 }
 _ELSEWHERE = ("rope_theta", "partial_rotary_factor")
 """The entries of `rope_parameters` that are keys of config.json itself in transformers 4."""
 
 
 def read_ropes(
-    given: Mapping[str, Any], keys: RopeKeys, *, head_dim: Any, max_positions: Any, layer_types: Sequence[str]
+    given: Mapping[str, Any],
+    keys: RopeKeys,
+    *,
+    head_dims: Mapping[str, Any],
+    max_positions: Any,
+    layer_types: Sequence[str],
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...], list[str]]:
     """Returns the distinct ropes of a model, the index of each layer's rope, and the problems of the keys.
 
     Args:
         given: The keys of config.json that are not null.
-        head_dim, max_positions: The values of the model, which may be of a wrong type; another function reports that.
+        head_dims: The size of a head for each type of layers. It and max_positions may be of a wrong type, which
+            another function reports.
         layer_types: FULL or SLIDING for each layer.
     """
     name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     problems, specs = [], dict[str, RopeSpec]()
     for layer_type, entries in _entries_by_type(given, keys, max_positions).items():
         label = name if keys.sliding_theta is None else f"{name}.{layer_type}"
+        head_dim = head_dims[layer_type]
         spec, wrong = _read_rope(entries, label, keys, head_dim if type(head_dim) is int else 0, max_positions)
         problems += wrong
         if layer_type == FULL:
@@ -111,6 +127,8 @@ def complete_rope_keys(config: Mapping[str, Any], keys: RopeKeys, max_positions:
     """Returns the rope keys of a config.json that `read_ropes` accepts, in the spellings of transformers 4 and 5."""
     given = {key: value for key, value in config.items() if value is not None}
     entries = _entries_by_type(given, keys, max_positions)
+    if keys.only_parameters:
+        return {"rope_parameters": entries}
     full = entries[FULL]
     scaling = {key: value for key, value in full.items() if key not in _ELSEWHERE}
     if keys.original is not None and scaling.keys() == {"rope_type", "short_factor", "long_factor", _ORIGINAL}:
@@ -136,7 +154,7 @@ def _entries_by_type(given: Mapping[str, Any], keys: RopeKeys, max_positions: An
     stated = given.get("rope_parameters", given.get("rope_scaling", keys.parameters))
     if keys.sliding_theta is None:
         return {FULL: _completed(stated, given.get("rope_theta", keys.theta), given, keys, max_positions)}
-    is_nested = "rope_parameters" in given and isinstance(stated, Mapping)
+    is_nested = isinstance(stated, Mapping) and ("rope_parameters" in given or stated is keys.parameters)
     full, sliding = (stated.get(FULL) or {}, stated.get(SLIDING) or {}) if is_nested else (stated, {})
     others = {key: stated[key] for key in stated.keys() - {FULL, SLIDING}} if is_nested else {}
     sliding_theta = given.get(keys.sliding_key or "", keys.sliding_theta)
@@ -195,6 +213,8 @@ def _read_rope(
 ) -> tuple[RopeSpec | None, list[str]]:
     rope_type, partial = entries["rope_type"], entries.get("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * partial) if is_finite(partial) and 0 < partial <= 1 else 0
+    if rope_type == PROPORTIONAL and rotary_dim > 1:
+        partial, rotary_dim = 1.0, head_dim
     problems = _wrong_numbers(entries, name, rotary_dim)
     # In Python, True == 1.0.
     is_whole = partial == 1.0 and type(partial) is not bool
@@ -226,7 +246,7 @@ def _read_rope(
         theta=entries["rope_theta"],
         rotary_dim=rotary_dim,
         interleaved=keys.interleaved,
-        scaling=_scaling(rope_type, max_positions, entries),
+        scaling=_scaling(rope_type, max_positions, entries, head_dim),
         query_scaling=query_scaling,
     )
     return spec, []
@@ -252,7 +272,7 @@ def _wrong_numbers(entries: Mapping[str, Any], name: str, rotary_dim: int) -> li
     return problems
 
 
-def _scaling(rope_type: str, max_positions: int, entries: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(rope_type: str, max_positions: int, entries: Mapping[str, Any], head_dim: int) -> RopeScaling | None:
     """Returns the scaling of valid entries, with the defaults of transformers."""
     stated = {key: entries[key] for key in (*_NEEDED[rope_type], *_OPTIONAL.get(rope_type, ())) if key in entries}
     match rope_type:
@@ -278,4 +298,7 @@ def _scaling(rope_type: str, max_positions: int, entries: Mapping[str, Any]) -> 
             factors = {key: tuple(stated.pop(key)) for key in ("short_factor", "long_factor")}
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
             return LongRopeScaling(**{"attention_factor": attention_factor, **stated, **factors})
+        case "proportional":
+            num_rotated = int(entries.get("partial_rotary_factor", 1.0) * head_dim // 2)
+            return ProportionalScaling(num_rotated=num_rotated, **stated)
     return None

@@ -17,7 +17,15 @@ from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
+from sftron.models.adapters import (
+    AdapterStart,
+    LoraSpec,
+    add_adapters,
+    is_adapter,
+    match_targets,
+    peft_name,
+    projections_of,
+)
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
@@ -59,7 +67,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         architecture=architecture,
         compute_dtype=compute_dtype,
         attention=resolve_attention(
-            config.model.attention, ranks.device, compute_dtype, architecture.head_dim, architecture.layers
+            config.model.attention, ranks.device, compute_dtype, architecture.largest_head_dim, architecture.layers
         ),
         loss=resolve_loss(config.model.loss, ranks.device, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
@@ -157,9 +165,9 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
     _require_trained_new_tokens(config, architecture, start.spec)
     trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
     saved = start.spec.modules_to_save
-    in_blocks = sum(size for name, size in trained.items() if ".layers." in name)
+    in_adapters = sum(size for name, size in trained.items() if is_adapter(name))
     head = "lm_head" in saved or ("embed_tokens" in saved and architecture.tie_word_embeddings)
-    matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_blocks)
+    matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_adapters)
     return RunAdapters(start, matrices, sum(trained.values()), frozen_dtype(config) == NF4, origin)
 
 
@@ -216,6 +224,11 @@ def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> 
 def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec: LoraSpec) -> None:
     needed = ["embed_tokens"] if architecture.tie_word_embeddings else ["embed_tokens", "lm_head"]
     missing = [name for name in needed if name not in spec.modules_to_save]
+    if config.tokenizer.add_tokens and architecture.per_layer_input_size:
+        raise ValueError(
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but an adapter has no embeddings of new "
+            "tokens for each layer, which this model needs; train without lora, or without new tokens"
+        )
     if config.tokenizer.add_tokens and missing:
         raise ValueError(
             f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "

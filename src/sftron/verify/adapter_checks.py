@@ -131,11 +131,12 @@ def configured_shapes(subject: Subject) -> dict[str, torch.Size]:
     assert options is not None
     with SafetensorsFolder(subject.setup.model.folder) as base:
         stored = {name.removesuffix(".weight"): base.shape(name) for name in base.names() if name.endswith(".weight")}
-    # Experts and routers have no adapters.
+    # Experts, routers, embeddings and the head have no adapters.
     matrices = {
         name: shape
         for name, shape in stored.items()
-        if ".layers." in name and len(shape) == 2 and not re.search(r"\.experts\.\d+\.|\.(gate|router)$", name)
+        if len(shape) == 2
+        and not re.search(r"\.experts\.\d+\.|\.(gate|router|embed_tokens|embed_tokens_per_layer)$|^lm_head$", name)
     }
     if options.adapter is not None:
         chosen = _adapted_in(Path(options.adapter))

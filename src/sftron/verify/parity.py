@@ -116,7 +116,7 @@ def check_parity(
     architecture = read_config(native_folder)
     found = None if adapter is None else read_adapter(adapter, architecture)
     start = None if found is None else AdapterStart(spec=found.spec, tensors=found.tensors)
-    attention = resolve_attention("auto", device, dtype, architecture.head_dim, architecture.layers)
+    attention = resolve_attention("auto", device, dtype, architecture.largest_head_dim, architecture.layers)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     options = {"add_generation_prompt": True, "return_dict": False}

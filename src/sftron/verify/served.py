@@ -103,7 +103,7 @@ def check_served(
         timeout=timeout,
     ) as served:
         answers = [served.answer(prompt, max_new_tokens) for prompt in prompts]
-    attention = resolve_attention("auto", device, torch.float32, architecture.head_dim, architecture.layers)
+    attention = resolve_attention("auto", device, torch.float32, architecture.largest_head_dim, architecture.layers)
     native = load_model(folder, attention=attention, compute_dtype=torch.float32).eval().to(device)
     native.check_positions(num_positions, is_generated=True)
     stop_ids = {*stop_ids_of(folder), *chat.stop_ids}

@@ -44,6 +44,7 @@ from sftron.data.types import (
     TokenizedConversation,
 )
 from sftron.models.adapters import ALL_LINEAR, A, B, match_targets
+from sftron.models.families.table import FAMILIES
 from sftron.models.layers import Adapter
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
@@ -104,7 +105,9 @@ class Subject:
         self.scratch, self.num_ranks, self.num_sharing = scratch, num_ranks or 2, num_sharing or 2
         self.whole_config = config
         self.model_folder = model_folder(config)
-        self.total_layers = read_config(self.model_folder).num_hidden_layers
+        architecture = read_config(self.model_folder)
+        self.total_layers = architecture.num_hidden_layers
+        num_layers = None if FAMILIES[architecture.model_type].is_whole else num_layers
         self.num_layers = min(self.total_layers, num_layers or self.total_layers)
         self.config = self.with_layers(config, self.num_layers)
         self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -118,7 +121,8 @@ class Subject:
     def with_layers(self, config: Config, num_layers: int) -> Config:
         """Returns the configuration with a model of only the first layers, at most as many as the subject has."""
         num_layers = min(num_layers, self.num_layers)
-        if num_layers == self.total_layers:
+        is_whole = FAMILIES[read_config(self.model_folder).model_type].is_whole
+        if num_layers == self.total_layers or is_whole:
             return config
         folder = self.scratch / f"first-{num_layers}-layers"
         if not folder.exists():

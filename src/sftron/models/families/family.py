@@ -41,6 +41,14 @@ class Family:
     """Whether the heads of each layer are rotated; None means that all are."""
     types: Callable[[Values], list[str]] | None = None
     """Returns the `layer_types` of a config.json without them."""
+    each_layer: Callable[[Values], list[dict[str, Any]]] | None = None
+    """Returns the fields of each Layer that differ from `layer`, in families whose layers differ by their number."""
+    problems: Callable[[Values], list[str]] | None = None
+    """Returns what is wrong with the values of the family's own keys, with each other or alone."""
+    vocab_keys: tuple[str, ...] = ()
+    """The keys of config.json for numbers of tokens besides `vocab_size`."""
+    is_whole: bool = False
+    """Whether the first layers alone are no model, so that checks compute all of them."""
     layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
     quant_method: str | None = None
@@ -69,6 +77,7 @@ MODEL: dict[str, Any] = {
     "clip_qkv": None,
     "output_gate": False,
     "delta": None,
+    "per_layer_input_size": None,
 }
 """The fields of LlamaConfig that a family may change, as in Llama."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from sftron.models.families.family import COMMON, Family, key, not_every, without
-from sftron.models.rope_config import RopeKeys
+from sftron.models.families.family import COMMON, Family, Values, key, not_every, without
+from sftron.models.rope_config import FULL, PROPORTIONAL, SLIDING, RopeKeys
+
+_LARGEST = 2**27
 
 _CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
 _GEMMA: dict[str, Any] = {"norm": "rms_offset", "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5}
@@ -20,6 +24,132 @@ _GEMMA_2 = without("hidden_act") | {
     "layer_types": None,
 }
 _GEMMA_LAYER = {"block": "norm_around", "scale": lambda values: values["query_pre_attn_scalar"] ** -0.5}
+
+# --- Gemma 4 ---
+
+
+def _every_sixth_is_full(values: Values) -> list[str]:
+    """The last layer is full as well, whatever its number."""
+    num_layers = values["num_hidden_layers"]
+    return [FULL if number % 6 == 0 or number == num_layers else SLIDING for number in range(1, num_layers + 1)]
+
+
+def _stated_sizes(values: Values) -> list[dict[str, Any]]:
+    """Returns the head_dim and num_key_value_heads of each layer that are not those of the model.
+
+    The released files have keys for all full layers, and transformers 5 writes `per_layer_config`, by the number.
+    """
+    stated = values["per_layer_config"]
+    if stated is None:
+        of_full = {"head_dim": values["global_head_dim"]}
+        if values["attention_k_eq_v"] and values["num_global_key_value_heads"] is not None:
+            of_full["num_key_value_heads"] = values["num_global_key_value_heads"]
+        return [of_full if each == FULL else {} for each in values["layer_types"]]
+    return [dict(stated.get(str(number), {})) for number in range(values["num_hidden_layers"])]
+
+
+def _first_that_shares(values: Values) -> int:
+    return values["num_hidden_layers"] - values["num_kv_shared_layers"]
+
+
+def _layers_of_gemma_4(values: Values) -> list[dict[str, Any]]:
+    layers = []
+    for number, (layer_type, sizes) in enumerate(zip(values["layer_types"], _stated_sizes(values), strict=True)):
+        shares = number >= _first_that_shares(values)
+        layer: dict[str, Any] = {**sizes, "shares_keys": shares}
+        layer["values_are_keys"] = values["attention_k_eq_v"] and layer_type == FULL and not shares
+        if shares and values["use_double_wide_mlp"]:
+            layer["intermediate_size"] = 2 * values["intermediate_size"]
+        layers.append(layer)
+    return layers
+
+
+def _problems_of_gemma_4(values: Values) -> list[str]:
+    types, num_layers, num_shared = values["layer_types"], values["num_hidden_layers"], values["num_kv_shared_layers"]
+    size, num_tokens = values["hidden_size_per_layer_input"], values["vocab_size_per_layer_input"]
+    problems = []
+    if values["enable_moe_block"]:
+        problems.append("enable_moe_block: True, a mixture of experts beside the MLP of each layer")
+    if values["use_bidirectional_attention"] not in (None, "vision"):
+        stated = values["use_bidirectional_attention"]
+        problems.append(f"use_bidirectional_attention: {stated!r}, implemented are null and 'vision'")
+    if type(size) is not int or not 0 <= size <= _LARGEST:
+        problems.append(f"hidden_size_per_layer_input: {size!r} is not a whole number from 0 to {_LARGEST}")
+    elif size and num_tokens != values["vocab_size"]:
+        problems.append(
+            f"vocab_size_per_layer_input: {num_tokens!r}, implemented is vocab_size: {values['vocab_size']}"
+        )
+    if types[-1] != FULL:
+        problems.append(f"layer_types: the last is {types[-1]!r}, which transformers replaces by {FULL!r}")
+    if type(num_shared) is not int or not 0 <= num_shared < num_layers:
+        return [*problems, f"num_kv_shared_layers: {num_shared!r} is not a whole number below {num_layers}"]
+    if num_shared and {*types} - {*types[:-num_shared]}:
+        problems.append(f"num_kv_shared_layers: {num_shared}, but no layer before has keys of each of the layer_types")
+    return problems + _wrong_sizes_of_gemma_4(values)
+
+
+def _wrong_sizes_of_gemma_4(values: Values) -> list[str]:
+    stated, num_heads = values["per_layer_config"], values["num_attention_heads"]
+    name = "global_head_dim, num_global_key_value_heads" if stated is None else "per_layer_config"
+    if stated is not None:
+        is_table = isinstance(stated, Mapping) and all(isinstance(sizes, Mapping) for sizes in stated.values())
+        numbers = {str(number) for number in range(values["num_hidden_layers"])}
+        if not is_table or not stated.keys() <= numbers:
+            return [f"per_layer_config: {stated!r} is not an object with the sizes of some layers by their number"]
+        if other := {key for sizes in stated.values() for key in sizes} - {"head_dim", "num_key_value_heads"}:
+            return [f"per_layer_config: {', '.join(sorted(other))}, implemented are head_dim and num_key_value_heads"]
+    usual = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
+    of_type: dict[str, dict[str, Any]] = {}
+    for layer_type, sizes in zip(values["layer_types"], _stated_sizes(values), strict=True):
+        whole = usual | sizes
+        head_dim, num_kv_heads = whole["head_dim"], whole["num_key_value_heads"]
+        if type(head_dim) is not int or not 0 < head_dim <= _LARGEST or head_dim % 2:
+            return [f"{name}: a head_dim of {head_dim!r} is not a positive even number"]
+        if type(num_kv_heads) is not int or num_kv_heads < 1 or num_heads % num_kv_heads:
+            return [f"{name}: {num_kv_heads!r} key-value heads do not divide num_attention_heads: {num_heads}"]
+        if of_type.setdefault(layer_type, whole) != whole:
+            return [f"{name}: {whole} and {of_type[layer_type]} in layers of one type, implemented is one size"]
+    return []
+
+
+_GEMMA_4_ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_GEMMA_4 = Family(
+    architecture="Gemma4ForCausalLM",
+    defaults=without("hidden_act")
+    | {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072}
+    | {"attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+    | {"sliding_window": 512, "layer_types": None, "final_logit_softcapping": None}
+    | {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
+    | {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+    | {"use_bidirectional_attention": None, "enable_moe_block": False},
+    fixed={"mlp_bias": False},
+    # Sizes of the experts, without which they have no effect.
+    irrelevant=frozenset({"hidden_act", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+    model={
+        "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5,
+        "activation": key("hidden_activation"),
+        "logit_softcap": key("final_logit_softcapping"),
+        "per_layer_input_size": key("hidden_size_per_layer_input"),
+    },
+    layer={"block": "gemma4", "attention": "normed_values", "scale": 1.0},
+    types=_every_sixth_is_full,
+    each_layer=_layers_of_gemma_4,
+    problems=_problems_of_gemma_4,
+    vocab_keys=("vocab_size_per_layer_input",),
+    is_whole=True,
+    rope=RopeKeys(
+        theta=1e6,
+        sliding_theta=1e4,
+        parameters=_GEMMA_4_ROPE,
+        types=("default", PROPORTIONAL),
+        only_parameters=True,
+    ),
+)
 
 GEMMA_FAMILIES: dict[str, Family] = {
     "gemma": Family(
@@ -45,8 +175,10 @@ GEMMA_FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
+        # The released wrappers state only those sizes that differ from the class's defaults.
         defaults=_GEMMA_2
-        | {"max_position_embeddings": 131072}
+        | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+        | {"num_attention_heads": 8, "max_position_embeddings": 131072}
         | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
         fixed=_CAUSAL | {"attn_logit_softcapping": None},
         irrelevant=frozenset({"hidden_act", "_sliding_window_pattern"}),
@@ -54,5 +186,12 @@ GEMMA_FAMILIES: dict[str, Family] = {
         layer=_GEMMA_LAYER | {"attention": "normed_rotary"},
         slides=lambda values: not_every(values["sliding_window_pattern"])(values),
         rope=RopeKeys(theta=1e6, sliding_theta=1e4, sliding_key="rope_local_base_freq"),
+    ),
+    "gemma4_text": _GEMMA_4,
+    "gemma4_unified_text": replace(
+        _GEMMA_4,
+        architecture="Gemma4UnifiedForCausalLM",
+        defaults={**_GEMMA_4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024}
+        | {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
     ),
 }
