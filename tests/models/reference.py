@@ -73,6 +73,9 @@ GPT_OSS: dict[str, Any] = {
     "rope_parameters": YARN | {"rope_theta": 3e4, "truncate": False},
 }
 
+# transformers' class has dropout, and a reference is in training mode.
+SEED_OSS = {"model_type": "seed_oss", "head_dim": 12, "residual_dropout": 0.0, "attention_dropout": 0.0}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -161,6 +164,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
     "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
+    "Seed OSS": SEED_OSS | {"rms_norm_eps": 0.02},
+    "Seed OSS with other biases": SEED_OSS | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "ERNIE 4.5": {"model_type": "ernie4_5", "head_dim": 12, "rms_norm_eps": 0.02, "use_bias": True},
+    "Arcee": {
+        "model_type": "arcee",
+        "rms_norm_eps": 0.02,
+        "mlp_bias": True,
+        "rope_parameters": YARN | {"rope_theta": 3e4},
+    },
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},

@@ -179,6 +179,9 @@ NULLABLE = {
     "qwen2_moe": {"mlp_only_layers"},
     "qwen3_moe": {"sliding_window", "mlp_only_layers"},
     "olmoe": {"num_key_value_heads", "clip_qkv"},
+    "seed_oss": {"num_key_value_heads"},
+    "ernie4_5": {"num_key_value_heads"},
+    "arcee": {"num_key_value_heads", "head_dim"},
     "gpt_oss": set(),
     "qwen3_5_text": set(),
 }
