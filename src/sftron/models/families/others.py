@@ -135,6 +135,19 @@ OTHER_FAMILIES: dict[str, Family] = {
         rope=RopeKeys(interleaved=True),
         rotates=_rotates_what_slides,
     ),
+    "hunyuan_v1_dense": Family(
+        architecture="HunYuanDenseV1ForCausalLM",
+        defaults=COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"mlp_bias": False, "use_qk_norm": True},
+        irrelevant=frozenset({"eod_token_id"}),
+        layer={"attention": "rotary_normed"},
+        # The published configurations state the entries of "yarn" in "dynamic", where they have no effect.
+        rope=RopeKeys(reads_alpha=True, ignored=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+        names={
+            "self_attn.q_norm": ("self_attn.query_layernorm",),
+            "self_attn.k_norm": ("self_attn.key_layernorm",),
+        },
+    ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
         defaults=without("hidden_act")
