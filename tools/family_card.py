@@ -69,6 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
     "mistral": {"sliding_window": 64},
     "olmo3": _WINDOW,
+    "exaone4": _WINDOW,
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
     | {"logits_scaling": 8.0},
     "phi3": {"sliding_window": 64},

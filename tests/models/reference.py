@@ -181,6 +181,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0, "beta_fast": 32, "mscale": 1.0},
     },
     "Hunyuan without alpha": {"model_type": "hunyuan_v1_dense", "head_dim": 12, "tie_word_embeddings": True},
+    "EXAONE 4 32B": {"model_type": "exaone4", **SLIDING, "rope_parameters": LLAMA3_ROPE},
+    "EXAONE 4 1.2B": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    | {"head_dim": 12, "rms_norm_eps": 0.02, "tie_word_embeddings": True},
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},

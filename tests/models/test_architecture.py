@@ -183,6 +183,7 @@ NULLABLE = {
     "ernie4_5": {"num_key_value_heads"},
     "arcee": {"num_key_value_heads", "head_dim"},
     "hunyuan_v1_dense": {"num_key_value_heads"},
+    "exaone4": set(),
     "gpt_oss": set(),
     "qwen3_5_text": set(),
 }

@@ -13,6 +13,18 @@ def _rotates_what_slides(values: Values) -> list[bool]:
     return not_every(values["sliding_window_pattern"])(values)
 
 
+def _slides_by_pattern(values: Values) -> list[bool]:
+    pattern = not_every(values["sliding_window_pattern"])(values)
+    return [values["sliding_window"] is not None and slides for slides in pattern]
+
+
+def _rotates_what_slides_if_any_may(values: Values) -> list[bool]:
+    """EXAONE 4's layers: in a model with a window, those without it are not rotated."""
+    if values["sliding_window"] is None:
+        return [True] * values["num_hidden_layers"]
+    return _rotates_what_slides(values)
+
+
 _LAYER_NORM = {"norm": "layer", "norm_eps": key("layer_norm_eps")}
 _COHERE = without("rms_norm_eps", "head_dim") | {
     "layer_norm_eps": 1e-5,
@@ -63,6 +75,16 @@ OTHER_FAMILIES: dict[str, Family] = {
         | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
         fixed={"mlp_bias": False, "clip_qkv": None},
         layer={"attention": "wide_normed_rotary", "mlp": "experts"},
+    ),
+    "exaone4": Family(
+        architecture="Exaone4ForCausalLM",
+        defaults=COMMON
+        | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5}
+        | {"sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        fixed=BIASES,
+        layer={"block": "norm_after", "attention": "normed_rotary"},
+        slides=_slides_by_pattern,
+        rotates=_rotates_what_slides_if_any_may,
     ),
     "phi": Family(
         architecture="PhiForCausalLM",
