@@ -184,6 +184,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "EXAONE 4 32B": {"model_type": "exaone4", **SLIDING, "rope_parameters": LLAMA3_ROPE},
     "EXAONE 4 1.2B": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2}
     | {"head_dim": 12, "rms_norm_eps": 0.02, "tie_word_embeddings": True},
+    "Apertus": {"model_type": "apertus", "rms_norm_eps": 0.02, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 3e4}},
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
@@ -200,8 +201,8 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
     config = transformers.AutoConfig.for_model(model_type, **(TINY | {"pad_token_id": None} | overrides), **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            # transformers starts them at one and zero, where a norm or a bias left out would not show.
+        if "norm" in name or "bias" in name or "act_fn." in name:
+            # transformers starts them at constants, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
         if name.endswith("A_log"):
             # Slow decays, with which a state outlasts chunks.

@@ -74,7 +74,10 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     names = dict(layer.named_parameters())
     biased = {key: bool(re.findall(rf"\.({kinds})\.bias", " ".join(names))) for key, kinds in _BIASES.items()}
     found = {
-        getattr(each, name) for each in layer.modules() for name in ("eps", "variance_epsilon") if hasattr(each, name)
+        value
+        for each in layer.modules()
+        for name in ("eps", "variance_epsilon")
+        if isinstance(value := getattr(each, name, None), float)
     }
     (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
     return {key: getattr(reference, key) for key in _SAME} | {
@@ -184,6 +187,7 @@ NULLABLE = {
     "arcee": {"num_key_value_heads", "head_dim"},
     "hunyuan_v1_dense": {"num_key_value_heads"},
     "exaone4": set(),
+    "apertus": {"num_key_value_heads"},
     "gpt_oss": set(),
     "qwen3_5_text": set(),
 }

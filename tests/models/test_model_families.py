@@ -63,8 +63,8 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
 
 GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "SmolLM3", "OLMo 1", "OLMo 3"]
 GENERATED += ["Granite 3", "Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B", "Gemma 2", "Gemma 3", "GLM 4", "Cohere 2"]
-GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss", "ERNIE 4.5", "Hunyuan", "EXAONE 4 32B"]
-SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3}
+GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss", "ERNIE 4.5", "Hunyuan", "EXAONE 4 32B", "Apertus"]
+SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3, "Apertus": 2}
 """For families whose random model of seed 0 repeats few tokens; every one of StarCoder 2 does."""
 
 
@@ -117,7 +117,17 @@ def test_greedy_tokens_through_a_window_are_those_of_transformers(name: str) -> 
         assert list(greedy_generate(native, inputs[0].tolist(), 12, ()).token_ids) == expected[0, num_prompt:].tolist()
 
 
-KINDS = ["OLMo 2", "Gemma 2", "Gemma 3", "StarCoder 2", "Phi 1.5, 2", "StableLM 2 12B", "Cohere 2", "gpt-oss"]
+KINDS = [
+    "OLMo 2",
+    "Gemma 2",
+    "Gemma 3",
+    "StarCoder 2",
+    "Phi 1.5, 2",
+    "StableLM 2 12B",
+    "Cohere 2",
+    "gpt-oss",
+    "Apertus",
+]
 """A family of each block, norm, MLP and attention."""
 
 

@@ -110,7 +110,7 @@ class LlamaConfig:
     """The key of NORMS in layers.py."""
     norm_eps: float
     activation: str
-    """The key of ACTIVATIONS in kernels/activation.py."""
+    """The key of ACTIVATIONS in kernels/activation.py, or the activation of an MLP that has no other."""
     max_position_embeddings: int
     qkv_bias: bool
     o_bias: bool

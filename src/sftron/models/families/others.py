@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sftron.kernels.xielu import BETA, EPS
 from sftron.models.families.family import BIASES, COMMON, MIXTURE, Family, Values, key, not_every, without
 from sftron.models.mxfp4 import MXFP4
 from sftron.models.rope_config import SLIDING, RopeKeys
@@ -34,6 +35,15 @@ _COHERE = without("rms_norm_eps", "head_dim") | {
     "max_position_embeddings": 8192,
 }
 _COHERE_MODEL = _LAYER_NORM | {"norm": "layer_without_bias", "logit_scale": key("logit_scale")}
+
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -169,6 +179,17 @@ OTHER_FAMILIES: dict[str, Family] = {
             "self_attn.q_norm": ("self_attn.query_layernorm",),
             "self_attn.k_norm": ("self_attn.key_layernorm",),
         },
+    ),
+    "apertus": Family(
+        architecture="ApertusForCausalLM",
+        defaults=without("hidden_act")
+        | {"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"hidden_act": "xielu", "mlp_bias": False},
+        model={"activation": "xielu"},
+        layer={"attention": "normed_rotary", "mlp": "xielu"},
+        rope=RopeKeys(theta=12000000.0, parameters=_APERTUS_ROPE),
+        constants={".mlp.act_fn.beta": BETA, ".mlp.act_fn.eps": EPS},
+        names={"input_layernorm": ("attention_layernorm",), "post_attention_layernorm": ("feedforward_layernorm",)},
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
