@@ -68,8 +68,10 @@ _ROPE_3_5 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor":
 _ROPE_GPT_OSS = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
 _ROPE_GPT_OSS |= {"original_max_position_embeddings": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
     "mistral": {"sliding_window": 64},
     "olmo3": _WINDOW,
+    "exaone4": _WINDOW,
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
     | {"logits_scaling": 8.0},
     "phi3": {"sliding_window": 64},

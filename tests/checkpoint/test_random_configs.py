@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "original_max_position_embeddings": [24, 4096],
     "pad_token_id": [1],
     "sliding_window": [None, 7, 20, 4096],
+    "sliding_window_pattern": [2, 3, "LLG"],
     "max_window_layers": [0, 1, 2, 9],
     "mlp_only_layers": [None, [], [0], [1]],
     "no_rope_layers": [None, [0, 1, 1], [1, 0, 0]],

@@ -19,7 +19,7 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import LlamaConfig
 from sftron.verify.reference import load_reference
 from tests.conftest import rest_nightly
-from tests.models.reference import FAMILIES, QWEN_3_5, TINY, pack
+from tests.models.reference import FAMILIES, QWEN_3_5, TINY, make_reference, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PATCHES = _VISION | {"image_size": 28, "patch_size": 14}
@@ -354,3 +354,23 @@ def test_a_folder_of_mistral_3_as_transformers_saves_it_is_read(tmp_path: Path) 
     save_file(tensors | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="differ"):
         load_model(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_constant_among_the_weights_is_carried_and_another_value_of_it_is_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The beta and the eps of xIELU, which transformers stores as buffers."""
+    reference = make_reference(**FAMILIES["Apertus"]).to(dtype)
+    reference.save_pretrained(tmp_path / "source")
+    native = load_model(tmp_path / "source")
+    assert not any(name.endswith(("beta", "eps")) for name, _ in native.named_parameters())
+    options: dict[str, Any] = {"source_folder": tmp_path / "source", "dtype": dtype, "stop_token_ids": [3]}
+    export_hf(native.named_parameters(), tmp_path / "out", **options)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
+    constants = [name for name in before if name.endswith((".act_fn.beta", ".act_fn.eps"))]
+    assert len(constants) == 4
+    assert all(after[name].equal(before[name]) for name in constants)
+
+    reference.model.layers[1].mlp.act_fn.beta.fill_(0.25)
+    reference.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn\.beta: 0\.25, implemented is 0\.5"):
+        load_model(tmp_path / "source")

@@ -89,6 +89,8 @@ GEMMA_4: dict[str, Any] = {
     "final_logit_softcapping": 20.0,
 }
 PER_LAYER = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 97}
+# transformers' class has dropout, and a reference is in training mode.
+SEED_OSS = {"model_type": "seed_oss", "head_dim": 12, "residual_dropout": 0.0, "attention_dropout": 0.0}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
@@ -184,6 +186,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
     "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
+    "Seed OSS": SEED_OSS | {"rms_norm_eps": 0.02},
+    "Seed OSS with other biases": SEED_OSS | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "ERNIE 4.5": {"model_type": "ernie4_5", "head_dim": 12, "rms_norm_eps": 0.02, "use_bias": True},
+    "Arcee": {
+        "model_type": "arcee",
+        "rms_norm_eps": 0.02,
+        "mlp_bias": True,
+        "rope_parameters": YARN | {"rope_theta": 3e4},
+    },
+    "Hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 12,
+        "rms_norm_eps": 0.02,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0, "beta_fast": 32, "mscale": 1.0},
+    },
+    "Hunyuan without alpha": {"model_type": "hunyuan_v1_dense", "head_dim": 12, "tie_word_embeddings": True},
+    "EXAONE 4 32B": {"model_type": "exaone4", **SLIDING, "rope_parameters": LLAMA3_ROPE},
+    "EXAONE 4 1.2B": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    | {"head_dim": 12, "rms_norm_eps": 0.02, "tie_word_embeddings": True},
+    "Apertus": {"model_type": "apertus", "rms_norm_eps": 0.02, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 3e4}},
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
@@ -203,8 +226,8 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
     config = transformers.AutoConfig.for_model(model_type, **options, **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            # transformers starts them at one and zero, where a norm or a bias left out would not show.
+        if "norm" in name or "bias" in name or "act_fn." in name:
+            # transformers starts them at constants, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
         if name.endswith("A_log"):
             # Slow decays, with which a state outlasts chunks.

@@ -76,7 +76,10 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     names = dict(layer.named_parameters())
     biased = {key: bool(re.findall(rf"\.({kinds})\.bias", " ".join(names))) for key, kinds in _BIASES.items()}
     found = {
-        getattr(each, name) for each in layer.modules() for name in ("eps", "variance_epsilon") if hasattr(each, name)
+        value
+        for each in layer.modules()
+        for name in ("eps", "variance_epsilon")
+        if isinstance(value := getattr(each, name, None), float)
     }
     (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
     return {key: getattr(reference, key) for key in _SAME} | {
@@ -181,6 +184,12 @@ NULLABLE = {
     "qwen2_moe": {"mlp_only_layers"},
     "qwen3_moe": {"sliding_window", "mlp_only_layers"},
     "olmoe": {"num_key_value_heads", "clip_qkv"},
+    "seed_oss": {"num_key_value_heads"},
+    "ernie4_5": {"num_key_value_heads"},
+    "arcee": {"num_key_value_heads", "head_dim"},
+    "hunyuan_v1_dense": {"num_key_value_heads"},
+    "exaone4": set(),
+    "apertus": {"num_key_value_heads"},
     "gpt_oss": set(),
     "qwen3_5_text": set(),
     "gemma4_text": {"final_logit_softcapping", "use_bidirectional_attention", "num_experts", "top_k_experts"},
@@ -203,6 +212,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: st
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
     config |= _PER_TOKEN.get(model_type, {})
+    config |= {"head_dim": 8} if model_type == "hunyuan_v1_dense" else {}  # without it, transformers fails
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
     other_nulls = {"rope_scaling": None, "rope_theta": None, "unheard_of": None} if has_nulls else {}
     assert _native(config | nulls | other_nulls) == _by_transformers(config | nulls)
@@ -275,6 +285,7 @@ _HAS_NO_EFFECT_IN = {
     "gemma3_text": {"_sliding_window_pattern"},
     "phi3": {"original_max_position_embeddings"},
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size"},  # without enable_moe_block
+    "hunyuan_v1_dense": {"eod_token_id"},
 }
 
 
@@ -361,6 +372,14 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         (
             {"model_type": "olmo3", "rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_scaling.type: 'linear', which transformers 5 ignores in this family; name it rope_type",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
+            "rope_scaling.alpha: 1000.0, unknown to rope_type 'dynamic'",
+        ),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 0.0}},
+            "rope_scaling.alpha: 0.0 is not a finite number above 0",
         ),
         ({"model_type": "phi", "partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of head_dim 8"),
         ({"model_type": "phi", "partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4 of head_dim 8"),

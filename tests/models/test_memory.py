@@ -42,9 +42,10 @@ def test_a_block_keeps_what_its_mode_states(mode: str, units: float) -> None:
     assert kept == pytest.approx(units, abs=0.05)
 
 
-def test_selective_keeps_no_output_of_a_layer_norm() -> None:
-    """As of an RMSNorm: two of them, and the product of gate and up."""
-    config, kept = LlamaConfig.from_hf({"model_type": "stablelm", **SIZES}), dict[str, float]()
+@pytest.mark.parametrize("model_type", ["stablelm", "apertus"])
+def test_selective_keeps_no_output_of_a_layer_norm_and_of_a_trained_activation(model_type: str) -> None:
+    """As of an RMSNorm: two of them, and the input of down_proj."""
+    config, kept = LlamaConfig.from_hf({"model_type": model_type, **SIZES}), dict[str, float]()
     for mode in ("none", "selective"):
         block, position_ids = make_block(config, config.layers[0], mode).bfloat16(), torch.arange(T)
         with StorageMemory() as memory:

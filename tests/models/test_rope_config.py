@@ -69,7 +69,11 @@ def _heads_of_transformers(reference: Any, layer_type: str, qk: Tensor) -> Tenso
 FAST = ["meta-llama/Llama-3.1-8B", "01-ai/Yi-6B-200K with dynamic scaling", "Qwen/Qwen3-8B with YaRN"]
 FAST += ["microsoft/Phi-3.5-mini-instruct", "microsoft/Phi-4-mini-instruct", "microsoft/phi-1_5", "openai/gpt-oss-20b"]
 FAST += ["THUDM/GLM-4-9B-0414", "CohereLabs/c4ai-command-r-v01", "google/gemma-3-4b-it (text_config)"]
-FAST += ["mistralai/Ministral-3-8B-Instruct-2512 (text_config)", "Qwen/Qwen3.5-4B (text_config)"]
+FAST += [
+    "tencent/Hunyuan-7B-Instruct",
+    "mistralai/Ministral-3-8B-Instruct-2512 (text_config)",
+    "Qwen/Qwen3.5-4B (text_config)",
+]
 
 
 @pytest.mark.parametrize("name", rest_nightly(PUBLISHED, FAST))

@@ -22,7 +22,7 @@ from sftron.models.mixtures import spelling_of
 from sftron.models.mxfp4 import PackedWeight, names_of_parts, packed_weights
 from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
-from sftron.models.wrappers import text_names
+from sftron.models.wrappers import text_names, wrong_constants
 
 _PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias", "model.embed_tokens_per_layer.weight")
 """The tensors with one row per token."""
@@ -331,7 +331,7 @@ def check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], confi
     stores_tied_head = config.tie_word_embeddings and HEAD in found
     if stores_tied_head:
         expected = expected | {HEAD: expected[EMBEDDINGS]}
-    if problems := wrong_tensors(found, expected):
+    if problems := wrong_tensors(found, expected) + wrong_constants(source.carried(), config.model_type):
         raise ValueError(
             f"{source.folder}: the weights are not those that config.json describes:\n  "
             + "\n  ".join(problems)

@@ -126,7 +126,7 @@ class LlamaConfig:
     """The key of NORMS in layers.py."""
     norm_eps: float
     activation: str
-    """The key of ACTIVATIONS in kernels/activation.py."""
+    """The key of ACTIVATIONS in kernels/activation.py, or the activation of an MLP that has no other."""
     max_position_embeddings: int
     qkv_bias: bool
     o_bias: bool
@@ -347,7 +347,9 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     """Returns the problems of the sizes. Adds sizes that follow from others to `values`, if those others are valid."""
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    own = [key for key in _OWN_SIZES if key in values]
+    # Beside layer_types, a pattern has no effect; EXAONE 4 states one in letters.
+    without = {"sliding_window_pattern"} if values.get("layer_types") is not None else set()
+    own = [key for key in _OWN_SIZES if key in values and key not in without]
     largest = dict.fromkeys((*_SIZES, *own, "num_key_value_heads", "max_position_embeddings"), _LARGEST_SIZE) | _LARGEST
     problems = [
         f"{key}: {values[key]!r} is not a whole number from 1 to {bound}"

@@ -1,6 +1,6 @@
 """The feed-forward networks of blocks, one of which is a mixture of experts.
 
-shape suffixes: T tokens of the packed row, H hidden_size
+shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size
 """
 
 from dataclasses import replace
@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from sftron.kernels.xielu import BETA, xielu
 from sftron.models.architecture import LlamaConfig
 from sftron.models.experts import BiasedExperts, Experts
-from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear, made_again
 from sftron.models.routing import Router
 
 
@@ -41,6 +42,41 @@ class PlainMLP(nn.Module):
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
         return self.down_proj(self.up_proj(x_TH, norm))
+
+
+class Xielu(nn.Module):
+    """The activation xIELU of a layer, whose two numbers are trained (arXiv 2411.13010)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.tensor([0.8]).expm1().log())
+        self.alpha_n = nn.Parameter(torch.tensor([0.8 - BETA]).expm1().log())
+
+    def forward(self, x_TF: Tensor) -> Tensor:
+        return xielu(x_TF, self.alpha_p, self.alpha_n)
+
+
+class XieluMLP(nn.Module):
+    """The feed-forward network without a gate, with an activation that is trained (Apertus, arXiv 2509.14233).
+
+    With `recompute`, the output of the activation is computed again, bit for bit, other than under torch.compile.
+    """
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
+        self.up_proj = NormedLinear(config.hidden_size, config.intermediate_size, **options)
+        self.act_fn = Xielu()
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        up_TF = self.up_proj(x_TH, norm)
+        active_TF = self.act_fn(up_TF)
+        if not self.recompute or torch.compiler.is_compiling():
+            return self.down_proj(active_TF)
+        with made_again(active_TF, lambda: self.act_fn(up_TF)):
+            return self.down_proj(active_TF)
 
 
 class ExpertsMLP(nn.Module):
@@ -89,9 +125,10 @@ class SharedExpertMLP(ExpertsMLP):
         return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
 
 
-MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
+MLPS: dict[str, type[LlamaMLP | PlainMLP | XieluMLP | ExpertsMLP]] = {
     "gated": LlamaMLP,
     "plain": PlainMLP,
+    "xielu": XieluMLP,
     "experts": ExpertsMLP,
     "shared_experts": SharedExpertMLP,
     "biased_experts": BiasedExpertsMLP,

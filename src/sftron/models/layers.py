@@ -4,6 +4,7 @@ shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -165,6 +166,20 @@ NORMS: dict[str, Callable[[int, float], Norm]] = {
 }
 
 
+def made_again(made: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
+    """Within this context, no function saves `made` for its backward pass, which calls `make` in its place."""
+    storage = made.untyped_storage()._cdata  # not the tensor, which would stay
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if saved.untyped_storage()._cdata == storage else saved
+
+    def unpack(saved: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return make() if saved is None else saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 class NormedLinear(Linear):
     """A norm, if any, followed by a linear layer. An RMSNorm and the layer are computed as one function.
 
@@ -178,16 +193,7 @@ class NormedLinear(Linear):
             return super().forward(x_TH if norm is None else norm(x_TH))
         wide_TH = x_TH.float()  # what a LayerNorm keeps
         dtype, normed_TH = x_TH.dtype, norm(wide_TH).to(x_TH.dtype)
-        storage = normed_TH.untyped_storage()._cdata  # not the tensor, which would stay
-
-        def is_normed(x: Tensor) -> bool:
-            return x.untyped_storage()._cdata == storage
-
-        def unpack(saved: Tensor | None) -> Tensor:
-            with torch.no_grad():
-                return norm(wide_TH).to(dtype) if saved is None else saved
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: None if is_normed(x) else x, unpack):
+        with made_again(normed_TH, lambda: norm(wide_TH).to(dtype)):
             return super().forward(normed_TH)
 
 

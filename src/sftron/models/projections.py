@@ -74,6 +74,17 @@ class NormedHeadsAttention(LlamaAttention):
         return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
 
 
+class NormedAfterRotationAttention(NormedHeadsAttention):
+    """The attention projections of Hunyuan: each query and key head is normalized after rotation."""
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+        q_TND, k_TKD, v_TKD = super().heads(x_TH, norm, position_ids, table_PD)
+        return self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD
+
+    def prepare(self, qkv_TW: Tensor) -> Tensor:
+        return qkv_TW
+
+
 class GatedAttention(NormedHeadsAttention):
     """The attention projections of Qwen 3.5: q_proj also gives a gate of each head's output (arXiv 2505.06708)."""
 
@@ -170,6 +181,7 @@ class NormedValuesAttention(LlamaAttention):
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
+    "rotary_normed": NormedAfterRotationAttention,
     "each_normed_rotary": NormedEachHeadAttention,
     "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,

@@ -23,7 +23,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`, which are also the keys of `rope_parameters` in families with a rope for each type."""
 PROPORTIONAL = "proportional"
 """The value of `rope_type` of families whose `partial_rotary_factor` is that of such a rope (Gemma 4)."""
-_ORIGINAL, _BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
+_ORIGINAL, _BETA, _ALPHA = "original_max_position_embeddings", "llama_4_scaling_beta", "alpha"
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -56,6 +56,8 @@ class RopeKeys:
     """The value of `rope_parameters` if a config.json has no such key."""
     scales_queries: bool = False
     """Whether queries are multiplied by a factor that depends on `llama_4_scaling_beta`."""
+    reads_alpha: bool = False
+    """Whether `alpha` in rope_type 'dynamic' makes theta a larger constant, whatever the length (Hunyuan)."""
     types: tuple[str, ...] = tuple(each for each in _NEEDED if each != PROPORTIONAL)
     """The implemented values of `rope_type`."""
     only_parameters: bool = False
@@ -227,6 +229,8 @@ def _read_rope(
     needed, optional = _NEEDED[rope_type], _OPTIONAL.get(rope_type, ())
     if keys.scales_queries:
         needed = tuple(dict.fromkeys((*needed, _BETA, _ORIGINAL)))
+    has_alpha = keys.reads_alpha and rope_type == "dynamic" and _ALPHA in entries
+    optional += (_ALPHA,) if has_alpha else ()
     unknown = entries.keys() - {"rope_type", *_ELSEWHERE, *needed, *optional, *keys.ignored}
     problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if key not in entries]
     problems += [f"{name}.{key}: {entries[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(unknown)]
@@ -242,8 +246,11 @@ def _read_rope(
     query_scaling = None
     if keys.scales_queries:
         query_scaling = QueryScaling(beta=entries[_BETA], original_max_position_embeddings=entries[_ORIGINAL])
+    theta = entries["rope_theta"]
+    if has_alpha:
+        theta, rope_type = theta * entries[_ALPHA] ** (rotary_dim / (rotary_dim - 2)), "default"
     spec = RopeSpec(
-        theta=entries["rope_theta"],
+        theta=theta,
         rotary_dim=rotary_dim,
         interleaved=keys.interleaved,
         scaling=_scaling(rope_type, max_positions, entries, head_dim),
@@ -265,7 +272,7 @@ def _wrong_numbers(entries: Mapping[str, Any], name: str, rotary_dim: int) -> li
         elif key == _ORIGINAL:
             is_number = type(value) is int and value > 1
             problems += [] if is_number else [f"{name}.{key}: {value!r} is not a whole number above 1"]
-        elif any(key in (*_NEEDED[each], *_OPTIONAL.get(each, ()), "rope_theta", _BETA) for each in _NEEDED):
+        elif any(key in (*_NEEDED[each], *_OPTIONAL.get(each, ()), "rope_theta", _BETA, _ALPHA) for each in _NEEDED):
             is_number = is_finite(value) and (value > 0 or (value == 0 and key in ("mscale", "mscale_all_dim", _BETA)))
             label = key if key in _ELSEWHERE else f"{name}.{key}"
             problems += [] if is_number else [f"{label}: {value!r} is not a finite number above 0"]

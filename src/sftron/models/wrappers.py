@@ -1,4 +1,4 @@
-"""Checkpoints of multimodal models, of which the text model is trained: its part of config.json, and of the weights.
+"""Checkpoints that hold more than the weights of a text model: other tensors, constants, and keys of config.json.
 
     model_type    the text model's weights                                     carried through an export unchanged
     qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
@@ -7,15 +7,22 @@
     all others    language_model.model.*, language_model.lm_head; newer files  vision_tower.*, multi_modal_projector.*,
                   as in qwen3_5                                                image_newline, with and without model.
 
+The constants of a family (`Family.constants`) are carried as well, and have to have their values.
+
 Text alone is trained, and of text alone the wrapper's forward pass is that of its text model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from sftron.models.families.table import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +210,37 @@ def text_names(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[dict[s
         ValueError: Two stored names have the same usual name.
     """
     wrapper, text = WRAPPERS.get(str(config.get("model_type"))), text_config(config)[0]
+    constants = tuple(_constants(text.get("model_type")))
     names: dict[str, str] = {}
     carried: list[str] = []
     for name in stored:
         prefix = next((prefix for prefix in _TEXT_PREFIXES if wrapper and name.startswith(prefix)), "")
         usual = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-        if (wrapper is not None and name.startswith(wrapper.carried)) or _is_unread(usual, text):
+        is_of_wrapper = wrapper is not None and name.startswith(wrapper.carried)
+        if is_of_wrapper or name.endswith(constants) or _is_unread(usual, text):
             carried.append(name)
             continue
         if usual in names:
             raise ValueError(f"the tensors {names[usual]} and {name} are both {usual} of the text model; remove one")
         names[usual] = name
     return names, carried
+
+
+def wrong_constants(carried: Mapping[str, Callable[[], Tensor]], model_type: Any) -> list[str]:
+    """Returns a problem for each constant that is not the family's, to within the rounding of bf16.
+
+    Args:
+        carried: Functions that read the carried tensors, by their stored names.
+    """
+    problems = []
+    for name, read in carried.items():
+        for constant in (value for end, value in _constants(model_type).items() if name.endswith(end)):
+            stored = read().double()
+            if not torch.allclose(stored, torch.full_like(stored, constant), atol=0, rtol=2**-8):
+                problems.append(f"{name}: {stored.tolist()}, implemented is {constant}")
+    return problems
+
+
+def _constants(model_type: Any) -> Mapping[str, float]:
+    family = FAMILIES.get(str(model_type))
+    return {} if family is None else family.constants

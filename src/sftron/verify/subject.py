@@ -381,5 +381,8 @@ def _cut_model(source: Path, folder: Path, num_layers: int) -> None:
     with SafetensorsFolder(source) as weights:
         names = weights.stored_names
         kept = {names[name]: weights.read(name) for name in weights.names() if _layer_of(name) < num_layers}
-        kept |= {name: read() for name, read in weights.carried().items()}
+        for name, read in weights.carried().items():
+            # Layers elsewhere, such as those of a vision tower, stay.
+            if not (name.startswith("model.layers.") and _layer_of(name) >= num_layers):
+                kept[name] = read()
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

@@ -53,6 +53,8 @@ class Family:
     """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
     quant_method: str | None = None
     """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """The ends of the names of stored tensors that are constants of the computation, each with its value."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For parts of native names, the parts of Hugging Face's names that replace them; see fusion.py."""
 

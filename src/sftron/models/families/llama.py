@@ -87,4 +87,27 @@ LLAMA_FAMILIES: dict[str, Family] = {
         },
         layer={"scale": key("attention_multiplier")},
     ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        defaults=COMMON
+        | BIASES
+        | {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128}
+        | {"attention_bias": True, "attention_out_bias": False},
+        model={"o_bias": key("attention_out_bias")},
+    ),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM",
+        defaults=COMMON
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"use_bias": False, "tie_word_embeddings": True},
+        # The code in the folders of the first releases is what became transformers' class.
+        irrelevant=frozenset({"auto_map"}),
+        model=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), key("use_bias")),
+        rope=RopeKeys(theta=5e5, interleaved=True),
+    ),
+    "arcee": Family(
+        architecture="ArceeForCausalLM",
+        defaults=COMMON | BIASES | {"max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        layer={"mlp": "plain"},
+    ),
 }

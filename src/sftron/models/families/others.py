@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sftron.kernels.xielu import BETA, EPS
 from sftron.models.families.family import BIASES, COMMON, MIXTURE, Family, Values, key, not_every, without
 from sftron.models.mxfp4 import MXFP4
 from sftron.models.rope_config import SLIDING, RopeKeys
@@ -13,6 +14,18 @@ def _rotates_what_slides(values: Values) -> list[bool]:
     return not_every(values["sliding_window_pattern"])(values)
 
 
+def _slides_by_pattern(values: Values) -> list[bool]:
+    pattern = not_every(values["sliding_window_pattern"])(values)
+    return [values["sliding_window"] is not None and slides for slides in pattern]
+
+
+def _rotates_what_slides_if_any_may(values: Values) -> list[bool]:
+    """EXAONE 4's layers: in a model with a window, those without it are not rotated."""
+    if values["sliding_window"] is None:
+        return [True] * values["num_hidden_layers"]
+    return _rotates_what_slides(values)
+
+
 _LAYER_NORM = {"norm": "layer", "norm_eps": key("layer_norm_eps")}
 _COHERE = without("rms_norm_eps", "head_dim") | {
     "layer_norm_eps": 1e-5,
@@ -22,6 +35,15 @@ _COHERE = without("rms_norm_eps", "head_dim") | {
     "max_position_embeddings": 8192,
 }
 _COHERE_MODEL = _LAYER_NORM | {"norm": "layer_without_bias", "logit_scale": key("logit_scale")}
+
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -63,6 +85,16 @@ OTHER_FAMILIES: dict[str, Family] = {
         | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
         fixed={"mlp_bias": False, "clip_qkv": None},
         layer={"attention": "wide_normed_rotary", "mlp": "experts"},
+    ),
+    "exaone4": Family(
+        architecture="Exaone4ForCausalLM",
+        defaults=COMMON
+        | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5}
+        | {"sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        fixed=BIASES,
+        layer={"block": "norm_after", "attention": "normed_rotary"},
+        slides=_slides_by_pattern,
+        rotates=_rotates_what_slides_if_any_may,
     ),
     "phi": Family(
         architecture="PhiForCausalLM",
@@ -134,6 +166,30 @@ OTHER_FAMILIES: dict[str, Family] = {
         slides=lambda values: not_every(values["sliding_window_pattern"])(values),
         rope=RopeKeys(interleaved=True),
         rotates=_rotates_what_slides,
+    ),
+    "hunyuan_v1_dense": Family(
+        architecture="HunYuanDenseV1ForCausalLM",
+        defaults=COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"mlp_bias": False, "use_qk_norm": True},
+        irrelevant=frozenset({"eod_token_id"}),
+        layer={"attention": "rotary_normed"},
+        # The published configurations state the entries of "yarn" in "dynamic", where they have no effect.
+        rope=RopeKeys(reads_alpha=True, ignored=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+        names={
+            "self_attn.q_norm": ("self_attn.query_layernorm",),
+            "self_attn.k_norm": ("self_attn.key_layernorm",),
+        },
+    ),
+    "apertus": Family(
+        architecture="ApertusForCausalLM",
+        defaults=without("hidden_act")
+        | {"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"hidden_act": "xielu", "mlp_bias": False},
+        model={"activation": "xielu"},
+        layer={"attention": "normed_rotary", "mlp": "xielu"},
+        rope=RopeKeys(theta=12000000.0, parameters=_APERTUS_ROPE),
+        constants={".mlp.act_fn.beta": BETA, ".mlp.act_fn.eps": EPS},
+        names={"input_layernorm": ("attention_layernorm",), "post_attention_layernorm": ("feedforward_layernorm",)},
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
