@@ -1,7 +1,8 @@
 """Checkpoints of a run. They are atomic (law 12), use no pickle, and can be loaded with any number of ranks.
 
     checkpoints/step-20/
-        model.safetensors       trained parameters, under their native (fused) names
+        model.safetensors       trained parameters, under their native (fused) names; of a whole model, also those that
+                                are never trained
         optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>", and with moments
                                 in 8 bits the scales of their blocks
         state.json              everything else: step, data position, counters
@@ -38,6 +39,8 @@ from sftron.checkpoint.atomic import (
     write_file,
 )
 from sftron.checkpoint.shards import CheckpointError, ShardedTensors, StoredShards, file_name, own_shards, write_shards
+from sftron.models.adapters import is_adapter
+from sftron.models.routing import is_correction
 from sftron.models.sharding import local_shard
 from sftron.regular_file import read_json_value
 
@@ -52,7 +55,7 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 def shards_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_main: bool) -> StoredShards:
     """Returns the shards that this rank writes; they share the memory of model and optimizer."""
-    trained = trained_parameters(model)
+    trained = stored_parameters(model)
     moments = (
         (f"{field}/{name}", value)
         for name, parameter in trained.items()
@@ -63,8 +66,20 @@ def shards_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_ma
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a checkpoint holds, by native name; a tied head appears once."""
+    """Returns the parameters that are trained, by native name; a tied head appears once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a checkpoint holds: those that are trained and, without adapters, the corrections of
+    routers, so that its folder can be exported."""
+    named = dict(model.named_parameters())
+    is_whole = not any(map(is_adapter, named))
+    return {
+        name: parameter
+        for name, parameter in named.items()
+        if parameter.requires_grad or (is_whole and is_correction(name))
+    }
 
 
 def state_text(step: int, state: Mapping[str, Any]) -> bytes:
@@ -253,7 +268,7 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
     Raises:
         CheckpointError: Names or shapes do not match. Nothing has been changed then.
     """
-    parameters = trained_parameters(model)
+    parameters = stored_parameters(model)
     with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         _require_same_shapes(folder, shapes, stored.shapes(), "It is of another model; resume from another checkpoint")

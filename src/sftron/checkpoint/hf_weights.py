@@ -90,7 +90,7 @@ class SafetensorsFolder:
             has_config = self._file_name is None and (self.folder / "config.json").exists()
             config = read_json(self.folder / "config.json") if has_config else {}
             try:
-                self.stored_names, self._carried = text_names(self._files, config.get("model_type"))
+                self.stored_names, self._carried = text_names(self._files, config)
                 self._packed = packed_weights(config, self.stored_names, self._slice)
             except ValueError as error:
                 raise ValueError(f"{self.folder}: {error}") from error

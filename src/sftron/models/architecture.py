@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -13,7 +13,7 @@ from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
 from sftron.models.families.family import MODEL, Family
 from sftron.models.families.table import FAMILIES, family_of
-from sftron.models.mixtures import Mixture, read_mixture
+from sftron.models.mixtures import ADDED_LATER, Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 from sftron.models.wrappers import text_config
@@ -172,7 +172,9 @@ class LlamaConfig:
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
-        mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
+        mixture, is_sparse, wrong_experts = (
+            (None, [], []) if wrong_sizes else read_mixture(values, given, family.router)
+        )
         problems += wrong_ropes + wrong_sizes + wrong_experts
         if problems:
             raise ValueError(
@@ -223,8 +225,20 @@ _FACT = "the model's "
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
     """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
-    facts = asdict(config) | {"layers": layers, "ropes": ", ".join(str(rope) for rope in config.ropes)}
+    mixture = None if config.mixture is None else _facts_of(config.mixture)
+    ropes = ", ".join(str(rope) for rope in config.ropes)
+    facts = _facts_of(config) | {"layers": layers, "ropes": ropes, "mixture": mixture}
     return {f"{_FACT}{name}": str(value) for name, value in facts.items()}
+
+
+def _facts_of(described: LlamaConfig | Mixture) -> dict[str, Any]:
+    """Returns the fields as plain values, without those of ADDED_LATER that have their default."""
+    absent = {
+        each.name
+        for each in fields(described)
+        if each.metadata == ADDED_LATER and getattr(described, each.name) == each.default
+    }
+    return {name: value for name, value in asdict(described).items() if name not in absent}
 
 
 def is_of_the_model(name: str) -> bool:

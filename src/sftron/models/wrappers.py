@@ -4,12 +4,15 @@
     qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
     gemma3        language_model.model.*, language_model.lm_head; newer files  vision_tower.*, multi_modal_projector.*,
     mistral3      as in qwen3_5                                                with and without model.
+    glm4_moe      model.*, lm_head                                             model.layers.N.*, where N is a layer
+                                                                               beyond num_hidden_layers
 
 Text alone is trained, and of text alone the wrapper's forward pass is that of its text model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +30,29 @@ class Wrapper:
     """The wrapper's class in transformers; None as for text_type."""
     has_text_class: bool = False
     """Whether transformers' AutoModelForCausalLM loads the text model alone."""
+    further_layers: bool = False
+    """Whether layers beyond num_hidden_layers, as many as num_nextn_predict_layers, are carried. They predict further
+    tokens, and transformers does not load them."""
 
 
 _VISION = tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in ("vision_tower", "multi_modal_projector"))
 # Heads that predict further tokens; transformers does not load them.
 _MTP = ("mtp.",)
 
+_FURTHER_LAYERS = Wrapper((), None, further_layers=True)
+
 WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration", True),
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),
+    "glm4_moe": _FURTHER_LAYERS,
 }
 
 TEXT_MODEL, WRAPPED = "model.", "model.language_model."
 """The prefix of the names of all modules of a text model except the head, alone and inside a wrapper."""
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 _TEXT_PREFIXES = {
     WRAPPED: TEXT_MODEL,
@@ -100,19 +111,24 @@ def with_text_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> d
     return {**config, "text_config": {**config["text_config"], **changes}}
 
 
-def text_names(stored: Iterable[str], model_type: Any) -> tuple[dict[str, str], list[str]]:
+def text_names(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Returns the stored name of each tensor of the text model by its usual name, and the names of carried tensors.
+
+    Args:
+        config: The content of config.json.
 
     Raises:
         ValueError: Two stored names have the same usual name.
     """
-    wrapper = WRAPPERS.get(str(model_type))
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
         return {name: name for name in stored}, []
+    further = _further_layers(config) if wrapper.further_layers else range(0)
     names: dict[str, str] = {}
     carried: list[str] = []
     for name in stored:
-        if name.startswith(wrapper.carried):
+        layer = _LAYER.match(name)
+        if name.startswith(wrapper.carried) or (layer is not None and int(layer[1]) in further):
             carried.append(name)
             continue
         prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
@@ -121,3 +137,10 @@ def text_names(stored: Iterable[str], model_type: Any) -> tuple[dict[str, str], 
             raise ValueError(f"the tensors {names[usual]} and {name} are both {usual} of the text model; remove one")
         names[usual] = name
     return names, carried
+
+
+def _further_layers(config: Mapping[str, Any]) -> range:
+    """Returns the numbers of the layers that predict further tokens; a config.json with wrong numbers has none."""
+    first, stated = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    number = config.get("num_mtp_layers") if stated is None else stated
+    return range(first, first + number) if type(first) is int and type(number) is int else range(0)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from sftron.models.families.family import COMMON, Family
+from sftron.models.families.family import (
+    COMMON,
+    CORRECTED_FIXED,
+    CORRECTED_IRRELEVANT,
+    CORRECTED_MIXTURE,
+    Family,
+)
 from sftron.models.rope_config import RopeKeys
 
 _GLM = COMMON | {
@@ -33,5 +39,20 @@ GLM_FAMILIES: dict[str, Family] = {
             "pre_feedforward_layernorm": ("post_attention_layernorm",),
             "post_feedforward_layernorm": ("post_mlp_layernorm",),
         },
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        defaults=COMMON
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": False}
+        | {"use_qk_norm": False}
+        | CORRECTED_MIXTURE
+        | {"n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+        fixed=CORRECTED_FIXED | {"mlp_bias": False},
+        irrelevant=CORRECTED_IRRELEVANT,
+        model={"o_bias": False},
+        layer={"mlp": "added_experts"}
+        | {"attention": lambda values: "normed_rotary" if values["use_qk_norm"] else "rotary"},
+        router="corrected",
+        rope=RopeKeys(partial=0.5),
     ),
 }
