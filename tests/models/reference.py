@@ -64,6 +64,9 @@ MANY = {"num_experts": 12, "num_experts_per_tok": 5}
 GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GROUPS |= {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
 
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+LATENT |= {"num_key_value_heads": 4}
+
 GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",
     "head_dim": 12,
@@ -153,10 +156,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "GLM": {"model_type": "glm", "rms_norm_eps": 0.02, "head_dim": 8},
     "GLM 4": {"model_type": "glm4", "rms_norm_eps": 0.02, "head_dim": 8},
-    "GLM 4.5": {"model_type": "glm4_moe", "rms_norm_eps": 0.02, "head_dim": 12, **GROUPS, "use_qk_norm": True}
+    "GLM 4.5": {"model_type": "glm4_moe", "rms_norm_eps": 0.02, "head_dim": 16, **GROUPS, "use_qk_norm": True}
     | {"attention_bias": True},
     "GLM 4.5 Air": {"model_type": "glm4_moe", **GROUPS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
     | {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25},
+    "GLM 4.7 Flash": {"model_type": "glm4_moe_lite", "rms_norm_eps": 0.02, **LATENT, **GROUPS, "v_head_dim": 20}
+    | {"mlp_layer_types": ["sparse", "dense"]},
+    "DeepSeek V3": {"model_type": "deepseek_v3", "rms_norm_eps": 0.02, **LATENT, **GROUPS, "attention_bias": True}
+    | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "Moonlight": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "q_lora_rank": None, "rope_interleave": False},
     "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
     "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}
     | {"layer_types": ["sliding_attention", "full_attention"]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,7 @@ from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
 from sftron.models.families.family import MODEL, Family
 from sftron.models.families.table import FAMILIES, family_of
+from sftron.models.latent_sizes import LatentSizes, complete_latent_sizes
 from sftron.models.mixtures import ADDED_LATER, Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
@@ -58,8 +59,9 @@ _DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 
 """The defaults of the keys that every family reads."""
 
 _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapping")
-_NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLABLE_NUMBERS)
-"""Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
+_NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", *_NULLABLE_NUMBERS)
+"""Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window, latent or
+bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
@@ -136,6 +138,8 @@ class LlamaConfig:
     """One entry per block."""
     mixture: Mixture | None = None
     """The experts of the layers whose `mlp` has some."""
+    latent: LatentSizes | None = field(default=None, metadata=ADDED_LATER)
+    """The sizes of latent attention, if the layers have it; `head_dim` is that of padded heads then."""
 
     @property
     def head_has(self) -> str | None:
@@ -167,8 +171,8 @@ class LlamaConfig:
         windows = [] if wrong_sizes else _windows(values, family)
         ropes, rope_of_layer, wrong_ropes = read_ropes(
             given,
-            family.rope,
-            head_dim=values.get("head_dim"),
+            replace(family.rope, interleaved=values.get("rope_interleave", family.rope.interleaved)),
+            head_dim=values.get(family.rope.size),
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
@@ -323,6 +327,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     ]
     if problems:
         return problems
+    if "kv_lora_rank" in family.defaults:
+        return complete_latent_sizes(values, _LARGEST_SIZE)
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     derived, head_dim = values["hidden_size"] // num_heads, values.get("head_dim")
     if head_dim is None and family.defaults.get("head_dim") is None:

@@ -86,13 +86,12 @@ def read_mixture(
     dense = values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(each) is not int for each in dense):
         problems.append(f"mlp_only_layers: {dense!r} is not a list of the numbers of layers")
-    first = values.get("first_k_dense_replace", 0)
+    # A family that reads mlp_layer_types does not read it.
+    first = 0 if "mlp_layer_types" in values else values.get("first_k_dense_replace", 0)
     if type(first) is not int or first < 0:
         problems.append(f"first_k_dense_replace: {first!r} is not a whole number of at least 0")
-    kinds = values.get("mlp_layer_types")
-    if kinds is not None and (
-        not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_DENSE, _SPARSE) for kind in kinds)
-    ):
+    kinds = values.get("mlp_layer_types", [_SPARSE] * num_layers) or [_DENSE] + [_SPARSE] * (num_layers - 1)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_DENSE, _SPARSE) for kind in kinds):
         problems.append(f"mlp_layer_types: {kinds!r} has not {_DENSE} or {_SPARSE} for each of {num_layers} layers")
     if problems:
         return None, [], problems
@@ -114,10 +113,11 @@ def read_mixture(
         score_scale=values.get("routed_scaling_factor", 1.0),
         **{key: values[key] for key in ("swiglu_alpha", "swiglu_limit") if key in values},
     )
-    if kinds is not None:
-        return mixture, [kind == _SPARSE for kind in kinds], []
-    numbers = range(num_layers)
-    return mixture, [(number + 1) % step == 0 and number not in dense and number >= first for number in numbers], []
+    is_sparse = [
+        (number + 1) % step == 0 and number not in dense and number >= first and kind == _SPARSE
+        for number, kind in enumerate(kinds)
+    ]
+    return mixture, is_sparse, []
 
 
 def _wrong_groups(num_experts: int, num_selected: int, num_groups: int, num_selected_groups: int) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.models.architecture import Layer, LlamaConfig
+from sftron.models.latent_attention import LatentAttention
 from sftron.models.layers import NORMS, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -42,6 +43,11 @@ class LlamaAttention(nn.Module):
         )
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias, **options)
         self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
+
+    @property
+    def flops_of_pair(self) -> int:
+        """The FLOPs of a query and a key that it reads, in all heads: 2 D for the score and 2 D for the value."""
+        return 4 * self.num_heads * self.head_dim
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
@@ -143,4 +149,5 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
     "clipped_rotary": ClippedAttention,
     "gated_rotary": GatedAttention,
     "position_scaled": PositionScaledAttention,
+    "latent": LatentAttention,
 }

@@ -54,6 +54,8 @@ class RopeKeys:
     """Whether queries are multiplied by a factor that depends on `llama_4_scaling_beta`."""
     types: tuple[str, ...] = (*_NEEDED,)
     """The implemented values of `rope_type`."""
+    size: str = "head_dim"
+    """The key of the number of dimensions of a head that a rope is for."""
     ignored: tuple[str, ...] = ()
     """Keys of `rope_parameters` that have no effect on text."""
 

@@ -4,7 +4,7 @@
     qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
     gemma3        language_model.model.*, language_model.lm_head; newer files  vision_tower.*, multi_modal_projector.*,
     mistral3      as in qwen3_5                                                with and without model.
-    glm4_moe      model.*, lm_head                                             model.layers.N.*, where N is a layer
+    deepseek_v3   model.*, lm_head                                             model.layers.N.*, where N is a layer
                                                                                beyond num_hidden_layers
 
 Text alone is trained, and of text alone the wrapper's forward pass is that of its text model.
@@ -46,7 +46,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),
-    "glm4_moe": _FURTHER_LAYERS,
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _FURTHER_LAYERS),
 }
 
 TEXT_MODEL, WRAPPED = "model.", "model.language_model."

@@ -71,6 +71,7 @@ MODEL: dict[str, Any] = {
     "clip_qkv": None,
     "output_gate": False,
     "delta": None,
+    "latent": None,
 }
 """The fields of LlamaConfig that a family may change, as in Llama."""
 

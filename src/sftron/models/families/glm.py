@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sftron.models.families.deepseek import LATENT
 from sftron.models.families.family import (
     COMMON,
     CORRECTED_FIXED,
@@ -54,5 +55,18 @@ GLM_FAMILIES: dict[str, Family] = {
         | {"attention": lambda values: "normed_rotary" if values["use_qk_norm"] else "rotary"},
         router="corrected",
         rope=RopeKeys(partial=0.5),
+    ),
+    "glm4_moe_lite": Family(
+        **LATENT
+        | {
+            "architecture": "Glm4MoeLiteForCausalLM",
+            "defaults": {key: value for key, value in LATENT["defaults"].items() if key != "first_k_dense_replace"}
+            | {"num_key_value_heads": 20, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
+            | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64}
+            | {"moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+            | {"routed_scaling_factor": 1.8, "mlp_layer_types": None},
+            # The published key, whose value is what mlp_layer_types are without it.
+            "fixed": LATENT["fixed"] | {"first_k_dense_replace": 1},
+        },
     ),
 }
