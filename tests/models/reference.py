@@ -164,6 +164,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"mlp_layer_types": ["sparse", "dense"]},
     "DeepSeek V3": {"model_type": "deepseek_v3", "rms_norm_eps": 0.02, **LATENT, **GROUPS, "attention_bias": True}
     | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "DeepSeek V3 without experts": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "first_k_dense_replace": 2},
     "Moonlight": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "q_lora_rank": None, "rope_interleave": False},
     "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
     "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}

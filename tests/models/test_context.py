@@ -16,9 +16,9 @@ LIMITS = {"hidden": 2e-6, "loss": 2e-6, "gradient": 1e-5}
 """The hidden states of two ranks are mostly equal to the bit. Products of few rows are rounded otherwise: on 4 ranks,
 the hidden states of Qwen 3.5 differ by 1.9e-6 and its gradients by 7.6e-6, of others by at most 1.1e-6 and 4.9e-6."""
 # Grouped and single key-value heads, heads that ranks do not divide, longrope, query scaling, soft caps and windows,
-# parallel blocks, experts, sinks, and states.
+# parallel blocks, experts, sinks, states, and latents.
 KINDS = ["Llama 3", "SmolLM2", "TinyLlama, Yi", "Ministral 3", "Phi 4 mini", "Gemma 2", "Cohere 2", "Qwen 3 MoE"]
-KINDS += ["gpt-oss", "Qwen 3.5"]
+KINDS += ["gpt-oss", "Qwen 3.5", "DeepSeek V3"]
 REST = [family for family in FAMILIES if family not in KINDS]
 
 
