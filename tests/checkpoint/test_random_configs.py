@@ -45,6 +45,18 @@ VALUES: dict[str, list[Any]] = {
     "moe_intermediate_size": [16, 24],
     "shared_expert_intermediate_size": [16, 24],
     "decoder_sparse_step": [1, 2],
+    "n_routed_experts": [8, 12],
+    "n_shared_experts": [1, 2],
+    "n_group": [1, 2, 4],
+    "topk_group": [1, 2],
+    "first_k_dense_replace": [0, 1, 2],
+    "num_mtp_layers": [0, 1],
+    "mlp_layer_types": [None, ["dense", "sparse", "sparse"], ["sparse", "sparse", "dense"]],
+    "q_lora_rank": [None, 16, 24],
+    "kv_lora_rank": [16, 20],
+    "qk_nope_head_dim": [8, 10],
+    "qk_rope_head_dim": [6, 8],
+    "v_head_dim": [12, 20],
     "linear_num_key_heads": [2],
     "linear_num_value_heads": [2, 4],
     "linear_key_head_dim": [8, 12],
@@ -58,7 +70,7 @@ VALUES: dict[str, list[Any]] = {
     "use_bidirectional_attention": [None, "vision", "all"],
     "pretraining_tp": [1, 2],
 }
-LARGE = ("size", "dim", "heads", "experts", "layers", "tok", "num_", "pad_token_id")
+LARGE = ("size", "dim", "heads", "experts", "layers", "tok", "num_", "pad_token_id", "rank")
 """Parts of the names of keys whose defaults are those of large models."""
 FIXED = {"vocab_size", "initializer_range", "rope_parameters"}
 """Keys of every config; test_exported_logits.py has the ropes."""
@@ -89,7 +101,9 @@ def _config(model_type: str, choose: random.Random) -> dict[str, Any]:
     fields = [each for each in fields if each.name not in base - own and each.name not in FIXED]
     fields = [each for each in fields if any(part in each.name for part in LARGE) or choose.random() < 0.6]
     has_delta = any(each.name.startswith("linear_") for each in fields)
-    return {each.name: _value(each, has_delta, choose) for each in fields}
+    values = {each.name: _value(each, has_delta, choose) for each in fields}
+    # Latent attention has as many key-value heads as query heads.
+    return values | ({"num_key_value_heads": 4} if "kv_lora_rank" in values and choose.random() < 0.8 else {})
 
 
 def _logits(folder: Path) -> Tensor:

@@ -354,6 +354,8 @@ def test_a_folder_of_mistral_3_as_transformers_saves_it_is_read(tmp_path: Path) 
     save_file(tensors | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="differ"):
         load_model(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_constant_among_the_weights_is_carried_and_another_value_of_it_is_refused(
     dtype: torch.dtype, tmp_path: Path

@@ -61,6 +61,11 @@ MINISTRAL_ROPE = YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
 MANY = {"num_experts": 12, "num_experts_per_tok": 5}
+GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GROUPS |= {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+LATENT |= {"num_key_value_heads": 4}
 
 GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -176,6 +181,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "GLM": {"model_type": "glm", "rms_norm_eps": 0.02, "head_dim": 8},
     "GLM 4": {"model_type": "glm4", "rms_norm_eps": 0.02, "head_dim": 8},
+    "GLM 4.5": {"model_type": "glm4_moe", "rms_norm_eps": 0.02, "head_dim": 16, **GROUPS, "use_qk_norm": True}
+    | {"attention_bias": True},
+    "GLM 4.5 Air": {"model_type": "glm4_moe", **GROUPS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+    | {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25},
+    "GLM 4.7 Flash": {"model_type": "glm4_moe_lite", "rms_norm_eps": 0.02, **LATENT, **GROUPS, "v_head_dim": 20}
+    | {"mlp_layer_types": ["sparse", "dense"]},
+    "DeepSeek V3": {"model_type": "deepseek_v3", "rms_norm_eps": 0.02, **LATENT, **GROUPS, "attention_bias": True}
+    | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "DeepSeek V3 without experts": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "first_k_dense_replace": 2},
+    "Moonlight": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "q_lora_rank": None, "rope_interleave": False},
     "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
     "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}
     | {"layer_types": ["sliding_attention", "full_attention"]},
@@ -235,6 +250,9 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        if name.endswith("e_score_correction_bias"):
+            # transformers starts it at zero. This is enough to select other experts for most tokens.
+            torch.nn.init.normal_(buffer, std=0.3)
     for name, parameter in model.named_parameters():
         if ".experts." in name and "_proj" in name:
             # More than the initial value, so that logits depend on experts as much as on attention.

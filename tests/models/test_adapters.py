@@ -58,12 +58,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
 }
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+def _targets(model_type: str, family: str) -> Any:
+    # Of mixtures, peft adapts experts and routers as well if it is asked for all linear layers.
+    if "kv_lora_rank" in FAMILIES[family]:
+        return LATENT
+    return [*QV, "k_proj", "o_proj"] if "moe" in model_type or model_type == "mixtral" else ALL_LINEAR
+
+
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Of these, peft adapts experts and routers as well if it is asked for all linear layers.
-    model_type: (
-        family,
-        {"target_modules": [*QV, "k_proj", "o_proj"] if "moe" in model_type or model_type == "mixtral" else ALL_LINEAR},
-    )
+    model_type: (family, {"target_modules": _targets(model_type, family)})
     for model_type, family in FIRST_OF_TYPE.items()
 }
 """Each model type, for tests of folders."""

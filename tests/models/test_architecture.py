@@ -69,6 +69,8 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         if layer_types is not None:
             # Of a hybrid, a layer with attention.
             reference.layer_types = [each for each in layer_types if each != "linear_attention"][:1]
+        # Of a mixture with dense layers, a layer with experts.
+        reference.first_k_dense_replace, reference.mlp_layer_types = 0, ["sparse"]
         layer = transformers.AutoModelForCausalLM.from_config(reference).model.layers[0]
     # Mistral has no layer_types, as each of its layers slides.
     num_layers, window = config["num_hidden_layers"], getattr(reference, "sliding_window", None)
@@ -77,14 +79,15 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     biased = {key: bool(re.findall(rf"\.({kinds})\.bias", " ".join(names))) for key, kinds in _BIASES.items()}
     found = {
         value
-        for each in layer.modules()
+        for part, each in layer.named_modules()
         for name in ("eps", "variance_epsilon")
-        if isinstance(value := getattr(each, name, None), float)
+        # Those of latents are not in the configuration.
+        if isinstance(value := getattr(each, name, None), float) and "_a_layernorm" not in part
     }
     (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
     return {key: getattr(reference, key) for key in _SAME} | {
         "num_hidden_layers": num_layers,
-        "head_dim": layer.self_attn.head_dim,
+        "head_dim": _head_dim_by_transformers(layer.self_attn),
         **biased,
         "norm_eps": eps,
         "windows": [window if each else None for each in slides],
@@ -92,11 +95,19 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _head_dim_by_transformers(attention: Any) -> int:
+    return attention.head_dim if hasattr(attention, "head_dim") else max(attention.qk_head_dim, attention.v_head_dim)
+
+
 def _experts_by_transformers(mlp: Any) -> Mixture | None:
     if not hasattr(mlp, "experts"):
         return None
     shared, experts, router = getattr(mlp, "shared_expert", None), mlp.experts, getattr(mlp, "router", mlp)
-    router = getattr(router, "gate", router)
+    router, shared = getattr(router, "gate", router), getattr(mlp, "shared_experts", shared)
+    options: dict[str, Any] = {}
+    if hasattr(router, "e_score_correction_bias"):
+        groups = {"num_groups": router.num_group, "num_selected_groups": router.topk_group}
+        options = {"router": "corrected", "score_scale": router.routed_scaling_factor, **groups}
     is_clamped = hasattr(experts, "limit")
     return Mixture(
         num_experts=router.num_experts,
@@ -104,7 +115,7 @@ def _experts_by_transformers(mlp: Any) -> Mixture | None:
         intermediate_size=experts.intermediate_size if is_clamped else experts.intermediate_dim,
         normalizes=getattr(router, "norm_topk_prob", True),
         shared_size=None if shared is None else shared.intermediate_size,
-        **({"swiglu_alpha": experts.alpha, "swiglu_limit": experts.limit} if is_clamped else {}),
+        **({"swiglu_alpha": experts.alpha, "swiglu_limit": experts.limit} if is_clamped else options),
     )
 
 
@@ -136,6 +147,17 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
     small |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
     small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
     small |= {"num_key_value_heads": None if kv_heads is None else 2} if "num_key_value_heads" in config else {}
+    small |= {"dtype": "float32"} if "dtype" in config else {}
+    if "kv_lora_rank" in config:
+        latent = {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+        }
+        small |= {"num_key_value_heads": 4} | {key: size for key, size in latent.items() if config[key] is not None}
+    small |= {"n_group": 4, "topk_group": 2} if config.get("n_group", 1) > 1 else {}
     small |= {key: 16 for key in ("head_dim",) if key in config}
     small |= {key: config[key][:4] for key in ("layer_types", "no_rope_layers") if key in config}
     small |= {key: 7 for key in ("sliding_window",) if config.get(key) is not None}
@@ -178,6 +200,9 @@ NULLABLE = {
     "gemma3_text": {"final_logit_softcapping"},
     "glm": set(),
     "glm4": set(),
+    "glm4_moe": set(),
+    "glm4_moe_lite": {"q_lora_rank", "mlp_layer_types"},
+    "deepseek_v3": {"q_lora_rank", "num_key_value_heads"},
     "cohere": {"num_key_value_heads"},
     "cohere2": {"num_key_value_heads"},
     "mixtral": {"sliding_window", "head_dim"},
@@ -198,8 +223,9 @@ NULLABLE = {
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
 
-_PER_TOKEN = {"gemma4_text": {"vocab_size_per_layer_input": TINY["vocab_size"]}}
-"""Keys that have to be the vocab_size."""
+_HAVE_TO_BE = {"gemma4_text": {"vocab_size_per_layer_input": TINY["vocab_size"]}}
+_HAVE_TO_BE |= {model_type: {"num_key_value_heads": 32} for model_type in ("glm4_moe_lite", "deepseek_v3")}
+"""Keys that have to be the vocab_size; and the number of keys of latent attention, which has as many as queries."""
 
 
 @pytest.mark.parametrize("has_nulls", [False, True])
@@ -211,7 +237,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: st
     }
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
-    config |= _PER_TOKEN.get(model_type, {})
+    config |= _HAVE_TO_BE.get(model_type, {})
     config |= {"head_dim": 8} if model_type == "hunyuan_v1_dense" else {}  # without it, transformers fails
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
     other_nulls = {"rope_scaling": None, "rope_theta": None, "unheard_of": None} if has_nulls else {}
@@ -260,7 +286,7 @@ def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_that_transformers_reads_is_read_or_refused_and_any_other_is_ignored(model_type: str) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 32}
-    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes, **_PER_TOKEN.get(model_type, {})}
+    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes, **_HAVE_TO_BE.get(model_type, {})}
     reference = transformers.AutoConfig.for_model(model_type)
     source = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[type(reference)]))
     asked = set(re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', source)) - _HAVE_NO_EFFECT
@@ -280,13 +306,15 @@ _HAVE_NO_EFFECT = {
 }
 
 
-# Beside layer_types, and without longrope.
+# Beside layer_types, and without longrope; what only the code of generation reads, or nothing.
 _HAS_NO_EFFECT_IN = {
     "gemma3_text": {"_sliding_window_pattern"},
     "phi3": {"original_max_position_embeddings"},
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size"},  # without enable_moe_block
     "hunyuan_v1_dense": {"eod_token_id"},
+    "glm4_moe": {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"},
 }
+_HAS_NO_EFFECT_IN |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _HAS_NO_EFFECT_IN["glm4_moe"] | {"qk_head_dim"})
 
 
 def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +325,7 @@ def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monk
 
 
 REFUSED = {
+    "deepseek-ai/DeepSeek-V3": r"quantization_config: .*'fp8'.*, but no such key is implemented",
     "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but no such key is implemented",
 }
 
@@ -321,6 +350,7 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
     }
 
 
+_DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 4}
 _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 
@@ -339,6 +369,22 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "hidden_act: 'gelu', implemented is 'silu'"),
         ({"model_type": "mixtral", "hidden_act": "gelu"}, "hidden_act: 'gelu', implemented for experts is 'silu'"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1, implemented is 0.0"),
+        ({**_DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads: 2, implemented is 4, as queries"),
+        ({**_DEEPSEEK, "kv_lora_rank": 0}, "kv_lora_rank: 0 is not a whole number from 1"),
+        ({**_DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim: 7 is not even"),
+        ({**_DEEPSEEK, "head_dim": 128}, "head_dim: 128, implemented is qk_rope_head_dim: 64"),
+        ({**_DEEPSEEK, "attention_bias": True, "q_lora_rank": None}, "attention_bias: True, .* if q_lora_rank is null"),
+        ({**_DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: 'softmax', implemented is 'sigmoid'"),
+        ({**_DEEPSEEK, "n_group": 3}, "n_group: 3 does not divide the 256 experts into groups of at least 2"),
+        ({**_DEEPSEEK, "n_group": 256}, "n_group: 256 does not divide the 256 experts"),
+        ({**_DEEPSEEK, "topk_group": 9}, "topk_group: 9 exceeds n_group: 8"),
+        ({**_DEEPSEEK, "num_experts_per_tok": 129}, "129 exceeds the 128 experts of topk_group: 4"),
+        ({**_DEEPSEEK, "num_local_experts": 16, "n_routed_experts": 8}, "n_routed_experts: 8 contradicts"),
+        ({**_DEEPSEEK, "first_k_dense_replace": -1}, "first_k_dense_replace: -1 is not a whole number of at least 0"),
+        ({**_DEEPSEEK, "n_shared_experts": 0}, "n_shared_experts: 0 is not a whole number from 1"),
+        ({**_DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*'fp8'"),
+        ({**_DEEPSEEK, "model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "mlp_layer_types: .* 2 layers"),
+        ({**_DEEPSEEK, "model_type": "glm4_moe_lite", "first_k_dense_replace": 3}, "first_k_dense_replace: 3, implem"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7 is not a positive even number"),
         ({"model_type": "qwen2", "max_window_layers": "28"}, "max_window_layers: '28' is not a whole number"),

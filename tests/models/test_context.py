@@ -33,9 +33,9 @@ are rounded otherwise than those of a whole row. On 2 ranks, most hidden states 
 MARGINS = {"hidden": 1e5, "loss": 200, "gradient": 1e5}
 """How many times the limits of float32 a mistake has to exceed: half of what the least visible one does."""
 # Grouped and single key-value heads, heads that ranks do not divide, longrope, query scaling, soft caps and windows,
-# parallel blocks, experts, sinks, states, and keys of another layer.
+# parallel blocks, experts, sinks, states, keys of another layer, and latents.
 KINDS = ["Llama 3", "SmolLM2", "TinyLlama, Yi", "Ministral 3", "Phi 4 mini", "Gemma 2", "Cohere 2", "Qwen 3 MoE"]
-KINDS += ["gpt-oss", "Qwen 3.5", "Gemma 4 E2B"]
+KINDS += ["gpt-oss", "Qwen 3.5", "Gemma 4 E2B", "DeepSeek V3"]
 REST = [family for family in FAMILIES if family not in KINDS]
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.mixtral import modeling_mixtral as mixtral
@@ -20,7 +22,8 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from sftron.models import experts as native_experts
 from sftron.models.experts import BiasedExperts, Experts, sort_by_expert
-from sftron.models.routing import Router, Routing
+from sftron.models.mixtures import Mixture
+from sftron.models.routing import CorrectedRouter, Router, Routing
 from sftron.models.sdpa_attention import SdpaAttention
 from sftron.verify.parity import native_logits, rounding_of_experts
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
@@ -49,6 +52,11 @@ CLAMP = {"swiglu_alpha": 1.3, "swiglu_limit": 2.0}
 NORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False, "gpt_oss": True}
 
 
+def make_mixture(**fields: Any) -> Mixture:
+    usual = {"num_experts": NUM_EXPERTS, "num_selected": NUM_SELECTED, "intermediate_size": INNER, "normalizes": True}
+    return Mixture(**usual | {"shared_size": None} | fields)
+
+
 def make_pair(family: str) -> tuple[Any, Any, Router, Experts | BiasedExperts]:
     """Returns router and experts of transformers, in eager loops, and native ones with the same weights."""
     torch.manual_seed(0)
@@ -56,7 +64,7 @@ def make_pair(family: str) -> tuple[Any, Any, Router, Experts | BiasedExperts]:
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     options: dict[str, Any] = {"initializer_range": 0.02}
-    router = Router(HIDDEN, NUM_EXPERTS, NUM_SELECTED, normalizes=NORMALIZES[family], **options)
+    router = Router(HIDDEN, make_mixture(normalizes=NORMALIZES[family]), **options)
     if family == "gpt_oss":
         block.gate, router.bias = block.router, torch.nn.Parameter(torch.zeros(NUM_EXPERTS))
         experts = BiasedExperts(HIDDEN, NUM_EXPERTS, INNER, alpha=1.3, limit=2.0, **options)
@@ -198,6 +206,69 @@ def test_slots_are_sorted_by_expert_and_in_order() -> None:
     assert ends.tolist() == [2, 2, 4, 6, 6]
 
 
+# --- Routers with a fixed correction ---
+
+
+@pytest.mark.parametrize(("num_groups", "num_selected_groups"), [(1, 1), (5, 5), (5, 2), (3, 1)])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_ten_thousand_tokens_choose_the_experts_of_transformers_from_the_best_groups(
+    num_groups: int, num_selected_groups: int, normalizes: bool
+) -> None:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        hidden_size=HIDDEN,
+        n_routed_experts=15,
+        num_experts_per_tok=NUM_SELECTED,
+        n_group=num_groups,
+        topk_group=num_selected_groups,
+        norm_topk_prob=normalizes,
+        routed_scaling_factor=1.7,
+    )
+    theirs = deepseek_v3.DeepseekV3TopkRouter(config)
+    torch.nn.init.normal_(theirs.weight, std=0.3)
+    torch.nn.init.normal_(theirs.e_score_correction_bias, std=0.3)
+    groups = {"num_groups": num_groups, "num_selected_groups": num_selected_groups, "score_scale": 1.7}
+    mixture = make_mixture(num_experts=15, router="corrected", normalizes=normalizes, **groups)
+    router = CorrectedRouter(HIDDEN, mixture, initializer_range=0.02)
+    without = CorrectedRouter(HIDDEN, mixture, initializer_range=0.02)
+    router.load_state_dict(theirs.state_dict())
+    without.load_state_dict({"weight": theirs.weight}, strict=False)
+
+    x = torch.randn(10_000, HIDDEN)
+    ours, grads = x.clone().requires_grad_(), torch.randn(10_000, 15)
+    scores_TK, experts_TK = router(ours)
+    x.requires_grad_()
+    _, their_scores_TK, their_experts_TK = theirs(x)
+    found_TE, expected_TE = (
+        torch.zeros(10_000, 15).scatter(1, experts, scores)
+        for scores, experts in ((scores_TK, experts_TK), (their_scores_TK, their_experts_TK))
+    )
+    is_same = (found_TE.detach() > 0).eq(expected_TE.detach() > 0).all(dim=1)
+    assert is_same.sum() >= 9_995  # ties, of which rounding decides
+    torch.testing.assert_close(found_TE[is_same], expected_TE[is_same], atol=0, rtol=1e-5)
+    grads[~is_same] = 0
+    (found_TE * grads).sum().backward()
+    (expected_TE * grads).sum().backward()
+    torch.testing.assert_close(ours.grad, x.grad, atol=1e-5, rtol=0)
+    torch.testing.assert_close(router.weight.grad, theirs.weight.grad, atol=1e-3, rtol=1e-5)
+    assert router.e_score_correction_bias.grad is None
+    assert len(experts_TK.unique()) == 15
+    assert without(x)[1].ne(experts_TK).any(dim=1).float().mean() > 0.3
+
+
+def test_the_loads_of_a_router_with_a_correction_are_counted_and_an_auxiliary_loss_is_not_trained() -> None:
+    torch.manual_seed(0)
+    mixture = make_mixture(router="corrected", num_groups=5, num_selected_groups=2)
+    model = torch.nn.ModuleList([CorrectedRouter(HIDDEN, mixture, initializer_range=0.3)])
+    x = torch.randn(60, HIDDEN)
+    with Routing(model) as routing, routing.forward_pass(50, counts=True):
+        _, experts_TK = model[0](x)
+    assert routing.table_L2E[0, 0].tolist() == experts_TK[:50].flatten().bincount(minlength=NUM_EXPERTS).tolist()
+    assert routing.table_L2E[0, 1].sum() == pytest.approx(50)
+    with pytest.raises(AssertionError):
+        Routing(model, 0.1)
+
+
 # --- The auxiliary loss ---
 
 
@@ -205,9 +276,7 @@ class _TwoLayers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.routers = torch.nn.ModuleList(
-            Router(HIDDEN, NUM_EXPERTS, NUM_SELECTED, normalizes=True, initializer_range=0.2) for _ in range(2)
-        )
+        self.routers = torch.nn.ModuleList(Router(HIDDEN, make_mixture(), initializer_range=0.2) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([router(x)[0].sum() for router in self.routers]).sum() * 0

@@ -15,6 +15,7 @@ from sftron.models.adapters import AdapterStart, LoraSpec, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
+from sftron.models.routing import is_correction
 from sftron.models.sharding import local_shard, shard_model, whole, whole_head
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions, Ranks, end_ranks, start_ranks
@@ -46,7 +47,9 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
     """NUM_STEPS steps of NUM_BATCHES micro-batches, and what the model answers before the first two of them."""
     model = make_ours(make_theirs(**case.model), compute_dtype=case.dtype, activation_checkpointing=case.mode)
     # As those of a published model are: several ranks round the weights of norms, too, when they compute.
-    model.load_state_dict({name: weight.to(case.dtype) for name, weight in model.state_dict().items()})
+    model.load_state_dict(
+        {name: weight if is_correction(name) else weight.to(case.dtype) for name, weight in model.state_dict().items()}
+    )
     num_ranks = ranks.dp_world_size
     if num_ranks > 1:
         shard_model(model, Dimensions(replicate=case.dp_replicate, shard=num_ranks // case.dp_replicate).mesh("cpu"))
@@ -66,7 +69,8 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
             with whole_head(model):
                 measured["answers"].append(greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids)
             # Or a checkpoint would be made of whole weights, and their update be missed by whoever reads them next.
-            assert num_ranks == 1 or all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            weights = {name: each for name, each in model.named_parameters() if not is_correction(name)}
+            assert num_ranks == 1 or all(isinstance(each, DTensor) for each in weights.values())
         # The second batch of each step has nothing to train.
         conversations = [
             conversation(5 + 3 * n, 100 * step + n, share_trained=0.6 * (n != 1)) for n in range(NUM_BATCHES)

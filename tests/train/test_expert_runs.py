@@ -12,8 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_weights import load_model
+from sftron.commands.convert import main as convert
 from sftron.config.load import load_config
 from sftron.models.generation import greedy_generate
+from sftron.models.routing import is_correction
 from sftron.train.build_run import build_run
 from sftron.train.ranks import start_ranks
 from tests.conftest import ASSETS
@@ -90,15 +92,70 @@ def test_adapters_of_attention_and_the_shared_expert_are_trained_and_those_of_ex
 
 
 def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
-    tmp_path: Path, folder: Path, model_folder: Path
+    tmp_path: Path, folder: Path, model_folder: Path, corrected: Path
 ) -> None:
     for where, options, message in (
         (model_folder, {"model__router_aux_loss_coef": 0.1}, "router_aux_loss_coef is set, but .* no experts"),
         (model_folder, {"model__freeze_router": True}, "freeze_router is set, but .* no experts"),
         (folder, {"model__compile": "on"}, "compile: on is not implemented for mixtures of experts"),
+        (corrected, {"model__router_aux_loss_coef": 0.1}, "have no auxiliary loss: they are balanced by a fixed"),
     ):
         with pytest.raises(ValueError, match=message):
             build_run(make_config(tmp_path, where, **options), start_ranks())
+
+
+@pytest.fixture(scope="module")
+def corrected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GLM 4.5 in bf16, whose corrections are in fp32, with a layer that transformers does not load."""
+    options: dict[str, Any] = {"output_router_logits": True, "num_nextn_predict_layers": 1}
+    folder = make_model_folder(tmp_path_factory.mktemp("models") / "glm", **FAMILIES["GLM 4.5"] | options)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: each if is_correction(name) else each.bfloat16() for name, each in tensors.items()}
+    further = {"model.layers.2.eh_proj.weight": torch.randn(32, 64), "model.layers.2.mlp.gate.weight": torch.ones(2)}
+    save_file(tensors | further, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_corrections_and_layers_that_are_not_loaded_keep_every_bit_in_runs_checkpoints_and_exports(
+    tmp_path: Path, corrected: Path
+) -> None:
+    options: dict[str, Any] = {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-2}
+    whole = run(make_config(tmp_path, corrected, general__run_name="whole", tokens__train_steps=4, **options))
+    run(make_config(tmp_path, corrected, tokens__train_steps=2, **options))
+    resumed = run(make_config(tmp_path, corrected, tokens__train_steps=4, **options))
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert a.equal(b), name
+        assert a.requires_grad != is_correction(name)
+    assert all(1 / 12 < step["experts"]["largest_share"] <= 1 / 3 for step in metrics(whole.directory.folder))
+
+    latest, source = whole.directory.folder / "latest", load_file(corrected / "model.safetensors")
+    exported = load_file(latest / "model.safetensors")
+    assert exported.keys() == source.keys()
+    kept = {name for name in source if is_correction(name) or name.startswith("model.layers.2.")}
+    assert len(kept) == 3
+    assert {name for name in source if exported[name].equal(source[name])} == kept
+    assert all(exported[name].dtype == torch.float32 for name in kept)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(latest, output_loading_info=True)
+    assert loaded[1].pop("unexpected_keys") == {name for name in kept if not is_correction(name)}
+    assert not any(loaded[1].values()), loaded[1]
+
+    checkpoint = whole.directory.checkpoints / "step-4"
+    assert convert([str(checkpoint), str(tmp_path / "converted")]) == 0
+    assert (tmp_path / "converted" / "model.safetensors").read_bytes() == (latest / "model.safetensors").read_bytes()
+    assert convert([str(corrected), str(tmp_path / "native")]) == 0
+    begun = {"checkpoints__resume": str(tmp_path / "native"), "checkpoints__load": "weights"}
+    again = run(make_config(tmp_path, corrected, general__run_name="begun", tokens__train_steps=4, **options | begun))
+    assert all(a.equal(b) for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_a_layer_beyond_the_last_one_is_refused_if_config_json_states_no_such_layers(
+    tmp_path: Path, corrected: Path
+) -> None:
+    folder = shutil.copytree(corrected, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.eh_proj\.weight: unexpected"):
+        load_model(folder)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +204,7 @@ def test_adapters_on_weights_in_mxfp4_are_merged_into_the_same_weights_in_bf16(t
     assert all(value.equal(base[name]) for name, value in experts.items())
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE", "GLM 4.5"])
 def test_fused_and_separate_experts_are_the_same_model_and_greedy_tokens_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:

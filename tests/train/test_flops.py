@@ -21,7 +21,7 @@ from sftron.models.delta_rule import recurrent_gated_delta_rule
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.train.flops import TrainedMatrices, find_peak, peak_of, step_flops
 from sftron.train.objective import loss_of
-from tests.models.reference import GPT_OSS, QWEN_3_5
+from tests.models.reference import GPT_OSS, GROUPS, LATENT, QWEN_3_5
 from tests.models.reference import TINY as TINY_REFERENCE
 from tests.train.conftest import FinishedRun
 
@@ -121,6 +121,17 @@ def test_of_experts_those_are_counted_that_a_token_selects() -> None:
     pairs = sum(length * (length + 1) for length in LENGTHS)
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     assert step_flops(config, [batch], "none").model - attention == weights
+
+
+def test_of_latent_attention_those_are_counted_without_its_padding() -> None:
+    options = {"model_type": "deepseek_v3", **LATENT, **GROUPS, "num_attention_heads": 4, "hidden_size": 24}
+    config = LlamaConfig.from_hf(TINY_SIZES | options | {"num_hidden_layers": 2, "head_dim": None})
+    dense, sparse = LlamaForSFT(config, "sdpa", torch.float32).model.layers
+    # In each head, 2 for each of the 16 dimensions of a query and the 12 of a value; 1 + 3 pairs.
+    assert dense.flops([1, 2]).mixing == 4 * 2 * (16 + 12) * (1 + 3)
+    latents = 24 * (24 + 20 + 6) + 24 * 4 * 16 + 20 * 4 * (10 + 12) + 4 * 12 * 24
+    assert dense.flops([1, 2]).weights == 2 * 3 * (latents + 3 * 24 * 40)
+    assert sparse.flops([1, 2]).weights == 2 * 3 * (latents + 12 * 24 + 3 * 24 * 24 * (3 + 2))
 
 
 OTHERS = ("bias", "norm.weight", "sinks")

@@ -23,7 +23,7 @@ from sftron.train.ranks import Dimensions
 from sftron.train.text import description
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
-from tests.models.reference import make_native, make_reference
+from tests.models.reference import GROUPS, LATENT, make_native, make_reference
 from tests.train.ranks import launch
 from tests.train.runs import make_config, make_model_folder
 from tools.family_card import SETTINGS
@@ -49,9 +49,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
     families |= {"gemma2": {"head_dim": 64}, "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2}}
     families |= {"qwen2_moe": experts | {"shared_expert_intermediate_size": 256}, "qwen3_5_text": DELTA}
+    latent = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    families |= {"deepseek_v3": LATENT | latent | GROUPS | {"moe_intermediate_size": 128}}
     for name, options in families.items():
         found[name] = tmp_path_factory.mktemp(name)
-        make_reference(model_type=name, **SIZES, **options).save_pretrained(found[name])
+        make_reference(model_type=name, **SIZES | options).save_pretrained(found[name])
     return found
 
 
@@ -74,6 +76,8 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen2_moe", {"mode": "none"}, None),
     ("qwen2_moe", {"mode": "selective"}, "LoRA"),
     ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}, None),
+    ("deepseek_v3", {"mode": "none"}, "LoRA"),
+    ("deepseek_v3", {"mode": "selective", "dtype": torch.bfloat16}, "full"),
     ("qwen3_5_text", {"mode": "none"}, "full"),
     ("qwen3_5_text", {"mode": "selective"}, None),
     ("qwen3_5_text", {"mode": "full", "dtype": torch.bfloat16}, None),
@@ -91,7 +95,7 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(
     folders: dict[str, Path], model_type: str, case: dict[str, Any], way: str
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    if way == "QLoRA" and model_type in ("mixtral", "qwen2_moe"):
+    if way == "QLoRA" and model_type in ("mixtral", "qwen2_moe", "deepseek_v3"):
         pytest.skip("nf4 is refused for experts")
     measured, predicted = measure_and_predict(folders[model_type], way, **case)
     assert predicted.peak == pytest.approx(measured.tensors, rel=0.1)

@@ -9,7 +9,7 @@ import torch
 
 from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from sftron.train.ranks import Ranks
-from tests.models.reference import TINY
+from tests.models.reference import FAMILIES, TINY
 from tests.train.ranks import launch
 from tests.train.sharded_steps import ODD, Case, save_steps, take_steps
 
@@ -65,6 +65,10 @@ def test_every_way_to_keep_activations_survives_that_weights_are_freed_and_gathe
 ) -> None:
     """The backward pass uses weights that forward has saved, and that were freed and gathered again in between."""
     compare(2, cases, tmp_path)
+
+
+def test_ranks_that_gather_weights_in_bf16_select_the_experts_of_corrections_in_fp32(tmp_path: Path) -> None:
+    compare(2, [Case(dtype=dtype, model=FAMILIES["GLM 4.5"]) for dtype in DTYPES], tmp_path)
 
 
 def test_rows_that_the_ranks_do_not_divide_and_ranks_without_a_row(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints of a run. They are atomic (law 12), use no pickle, and can be loaded with any number of ranks.
 
     checkpoints/step-20/
-        model.safetensors       trained parameters, under their native (fused) names
+        model.safetensors       trained parameters, under their native (fused) names; of a whole model, also those that
+                                are never trained
         optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>", and with moments
                                 in 8 bits the scales of their blocks
         state.json              everything else: step, data position, counters

@@ -13,17 +13,13 @@ from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
 from sftron.models.families.family import MODEL, Family
 from sftron.models.families.table import FAMILIES, family_of
-from sftron.models.mixtures import Mixture, read_mixture
+from sftron.models.latent_sizes import LatentSizes, complete_latent_sizes
+from sftron.models.mixtures import ADDED_LATER, Mixture, read_mixture
 from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 from sftron.models.wrappers import text_config, wrapper_ties, wrong_head
 
 __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
-
-
-_LATER = {"is_later": True}
-"""The metadata of fields that are no fact of a model in which they have their default. Fingerprints of checkpoints that
-were written before there was the field do not have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +43,13 @@ class Layer:
     """Whether each head has a trained logit that takes part in the softmax but has no value."""
     rope: int | None = 0
     """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
-    head_dim: int | None = field(default=None, metadata=_LATER)
+    head_dim: int | None = field(default=None, metadata=ADDED_LATER)
     """This size and the next two replace those of LlamaConfig in this layer, unless they are None."""
-    num_key_value_heads: int | None = field(default=None, metadata=_LATER)
-    intermediate_size: int | None = field(default=None, metadata=_LATER)
-    values_are_keys: bool = field(default=False, metadata=_LATER)
+    num_key_value_heads: int | None = field(default=None, metadata=ADDED_LATER)
+    intermediate_size: int | None = field(default=None, metadata=ADDED_LATER)
+    values_are_keys: bool = field(default=False, metadata=ADDED_LATER)
     """Whether there is no v_proj, and values are the keys before their norm and rotation."""
-    shares_keys: bool = field(default=False, metadata=_LATER)
+    shares_keys: bool = field(default=False, metadata=ADDED_LATER)
     """Whether the layer reads the keys and values of the last layer before it that has its own and the same window."""
 
     def __str__(self) -> str:
@@ -74,8 +70,9 @@ _DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 
 """The defaults of the keys that every family reads."""
 
 _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapping")
-_NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLABLE_NUMBERS)
-"""Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
+_NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", *_NULLABLE_NUMBERS)
+"""Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window, latent or
+bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
@@ -152,7 +149,7 @@ class LlamaConfig:
     """One entry per block."""
     mixture: Mixture | None = None
     """The experts of the layers whose `mlp` has some."""
-    per_layer_input_size: int | None = field(default=None, metadata=_LATER)
+    per_layer_input_size: int | None = field(default=None, metadata=ADDED_LATER)
     """The size of what each layer reads of a token besides the residual stream, 0 if that is nothing; see gemma4.py.
     None in families of other blocks."""
 
@@ -165,6 +162,9 @@ class LlamaConfig:
     @property
     def largest_head_dim(self) -> int:
         return max(self.head_dim, *(layer.head_dim or 0 for layer in self.layers))
+
+    latent: LatentSizes | None = field(default=None, metadata=ADDED_LATER)
+    """The sizes of latent attention, if the layers have it; `head_dim` is that of padded heads then."""
 
     @property
     def head_has(self) -> str | None:
@@ -198,16 +198,18 @@ class LlamaConfig:
         windows = [] if wrong_sizes else _windows(values, family)
         each_layer = [] if wrong_sizes or family.each_layer is None else family.each_layer(values)
         types = [FULL if window is None else SLIDING for window in windows]
-        head_dims = dict.fromkeys((FULL, SLIDING), values.get("head_dim"))
+        head_dims = dict.fromkeys((FULL, SLIDING), values.get(family.rope.size))
         head_dims |= {name: own["head_dim"] for name, own in zip(types, each_layer, strict=False) if "head_dim" in own}
         ropes, rope_of_layer, wrong_ropes = read_ropes(
             given,
-            family.rope,
+            replace(family.rope, interleaved=values.get("rope_interleave", family.rope.interleaved)),
             head_dims=head_dims,
             max_positions=values["max_position_embeddings"],
             layer_types=types,
         )
-        mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
+        mixture, is_sparse, wrong_experts = (
+            (None, [], []) if wrong_sizes else read_mixture(values, given, family.router)
+        )
         problems += wrong_ropes + wrong_sizes + wrong_experts
         of_model = {} if problems else _resolve(MODEL | dict(family.model), values)
         if problems := problems or wrong_head(whole, of_model):
@@ -265,13 +267,16 @@ _FACT = "the model's "
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
     """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
-    facts = _facts(config) | {"layers": layers, "ropes": ", ".join(str(rope) for rope in config.ropes)}
+    mixture = None if config.mixture is None else _facts(config.mixture)
+    ropes = ", ".join(str(rope) for rope in config.ropes)
+    facts = _facts(config) | {"layers": layers, "ropes": ropes, "mixture": mixture}
     return {f"{_FACT}{name}": str(value) for name, value in facts.items()}
 
 
-def _facts(parameters: LlamaConfig | Layer) -> dict[str, Any]:
-    later = {each.name: each.default for each in fields(parameters) if each.metadata.get("is_later")}
-    return {name: value for name, value in asdict(parameters).items() if name not in later or value != later[name]}
+def _facts(described: LlamaConfig | Layer | Mixture) -> dict[str, Any]:
+    """Returns the fields as plain values, without those of ADDED_LATER that have their default."""
+    later = {each.name: each.default for each in fields(described) if each.metadata == ADDED_LATER}
+    return {name: value for name, value in asdict(described).items() if name not in later or value != later[name]}
 
 
 def is_of_the_model(name: str) -> bool:
@@ -358,6 +363,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     ]
     if problems:
         return problems
+    if "kv_lora_rank" in family.defaults:
+        return complete_latent_sizes(values, _LARGEST_SIZE)
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     derived, head_dim = values["hidden_size"] // num_heads, values.get("head_dim")
     if head_dim is None and family.defaults.get("head_dim") is None:

@@ -176,13 +176,12 @@ class LlamaBlock(ResidualBlock):
 
     def flops(self, lengths: Sequence[int]) -> Flops:
         """Query i of a document attends to i keys, so l tokens have l (l + 1) / 2 pairs; through a window of w < l
-        tokens, they have w (w + 1) / 2 + (l - w) w. In each head, a pair takes 2 D FLOPs for its score and 2 D for its
-        value. The softmax is not counted."""
-        pairs, attention = 0, self.self_attn
+        tokens, they have w (w + 1) / 2 + (l - w) w. The softmax is not counted."""
+        pairs = 0
         for length in lengths:
             in_window = length if self.scores.window is None else min(length, self.scores.window)
             pairs += in_window * (in_window + 1) // 2 + (length - in_window) * in_window
-        return Flops(self.flops_of_weights(sum(lengths)), 4 * attention.num_heads * attention.head_dim * pairs)
+        return Flops(self.flops_of_weights(sum(lengths)), self.self_attn.flops_of_pair * pairs)
 
 
 def _attend_within(documents: Documents) -> Attend:

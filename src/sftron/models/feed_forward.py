@@ -12,7 +12,7 @@ from sftron.kernels.xielu import BETA, xielu
 from sftron.models.architecture import LlamaConfig
 from sftron.models.experts import BiasedExperts, Experts
 from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear, made_again
-from sftron.models.routing import Router
+from sftron.models.routing import ROUTERS
 
 
 class LlamaMLP(nn.Module):
@@ -86,7 +86,7 @@ class ExpertsMLP(nn.Module):
         super().__init__()
         mixture, size, options = config.mixture, config.hidden_size, {"initializer_range": config.initializer_range}
         assert mixture is not None
-        self.gate = Router(size, mixture.num_experts, mixture.num_selected, normalizes=mixture.normalizes, **options)
+        self.gate = ROUTERS[mixture.router](size, mixture, **options)
         self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
         # The router and a shared expert have their own.
         self.weights_per_token = 3 * size * mixture.intermediate_size * mixture.num_selected
@@ -125,11 +125,26 @@ class SharedExpertMLP(ExpertsMLP):
         return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
 
 
+class AddedExpertsMLP(ExpertsMLP):
+    """A mixture of experts, and experts of all tokens, which are one MLP (DeepSeekMoE, arXiv 2401.06066)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        assert config.mixture is not None
+        assert config.mixture.shared_size is not None
+        self.shared_experts = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        return self.experts(normed_TH, *self.gate(normed_TH)) + self.shared_experts(x_TH, norm)
+
+
 MLPS: dict[str, type[LlamaMLP | PlainMLP | XieluMLP | ExpertsMLP]] = {
     "gated": LlamaMLP,
     "plain": PlainMLP,
     "xielu": XieluMLP,
     "experts": ExpertsMLP,
     "shared_experts": SharedExpertMLP,
+    "added_experts": AddedExpertsMLP,
     "biased_experts": BiasedExpertsMLP,
 }

@@ -15,8 +15,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+ADDED_LATER = {"added_later": True}
+"""The metadata of fields that are no fact of a checkpoint while they have their default, as in older checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +38,40 @@ class Mixture:
     swiglu_alpha: float = 1.0
     swiglu_limit: float = math.inf
     """The constants of kernels/clamped_swiglu.py, for experts that compute it."""
+    router: str = field(default="softmax", metadata=ADDED_LATER)
+    """The key of ROUTERS in routing.py."""
+    num_groups: int = field(default=1, metadata=ADDED_LATER)
+    num_selected_groups: int = field(default=1, metadata=ADDED_LATER)
+    """The number of groups of experts, all of one size, and of those among which a token's experts are selected."""
+    score_scale: float = field(default=1.0, metadata=ADDED_LATER)
+    """The factor of the scores."""
 
 
-def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Mixture | None, list[bool], list[str]]:
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The names of the number of experts."""
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+def read_mixture(
+    values: Mapping[str, Any], given: Mapping[str, Any], router: str
+) -> tuple[Mixture | None, list[bool], list[str]]:
     """Returns the experts, whether each layer has them, and the problems of their keys.
 
     Args:
         values: The keys that the family reads, with defaults; those of mixtures are absent from other families.
         given: The keys of config.json.
+        router: The key of ROUTERS.
     """
     num_layers = values["num_hidden_layers"]
     if "num_experts_per_tok" not in values:
         return None, [False] * num_layers, []
-    names = [key for key in ("num_experts", "num_local_experts") if values[key] is not None]
+    names = [key for key in _COUNTS if values.get(key) is not None]
     counts = {key: values[key] for key in [key for key in names if key in given] or names}
     shared = values.get("shared_expert_intermediate_size")
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
     sizes = counts | {key: values[key] for key in ("num_experts_per_tok", inner)}
     sizes["decoder_sparse_step"] = step = values.get("decoder_sparse_step", 1)
+    sizes |= {key: values[key] for key in ("n_group", "topk_group", "n_shared_experts") if key in values}
     sizes |= {} if shared is None else {"shared_expert_intermediate_size": shared}
     problems = [
         f"{key}: {size!r} is not a whole number from 1 to {2**20}"
@@ -62,30 +81,62 @@ def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[M
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         problems.append(f"hidden_act: {values['hidden_act']!r}, implemented for experts is 'silu'")
     if len(set(counts.values())) > 1:
-        problems.append(f"num_local_experts: {counts['num_local_experts']} contradicts num_experts")
+        key, other, *_ = counts
+        problems.append(f"{other}: {counts[other]} contradicts {key}: {counts[key]}")
     dense = values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(each) is not int for each in dense):
         problems.append(f"mlp_only_layers: {dense!r} is not a list of the numbers of layers")
+    # A family that reads mlp_layer_types does not read it.
+    first = 0 if "mlp_layer_types" in values else values.get("first_k_dense_replace", 0)
+    if type(first) is not int or first < 0:
+        problems.append(f"first_k_dense_replace: {first!r} is not a whole number of at least 0")
+    kinds = values.get("mlp_layer_types", [_SPARSE] * num_layers) or [_DENSE] + [_SPARSE] * (num_layers - 1)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_DENSE, _SPARSE) for kind in kinds):
+        problems.append(f"mlp_layer_types: {kinds!r} has not {_DENSE} or {_SPARSE} for each of {num_layers} layers")
     if problems:
         return None, [], problems
     num_experts, num_selected = next(iter(counts.values())), values["num_experts_per_tok"]
-    if num_selected > num_experts:
-        return None, [], [f"num_experts_per_tok: {num_selected} exceeds the {num_experts} experts"]
+    num_groups, num_selected_groups = values.get("n_group", 1), values.get("topk_group", 1)
+    if wrong := _wrong_groups(num_experts, num_selected, num_groups, num_selected_groups):
+        return None, [], [wrong]
+    if "n_shared_experts" in values:
+        shared = values["n_shared_experts"] * values[inner]
     mixture = Mixture(
         num_experts=num_experts,
         num_selected=num_selected,
         intermediate_size=values[inner],
         normalizes=values.get("norm_topk_prob", True),
         shared_size=shared,
+        router=router,
+        num_groups=num_groups,
+        num_selected_groups=num_selected_groups,
+        score_scale=values.get("routed_scaling_factor", 1.0),
         **{key: values[key] for key in ("swiglu_alpha", "swiglu_limit") if key in values},
     )
-    return mixture, [(number + 1) % step == 0 and number not in dense for number in range(num_layers)], []
+    is_sparse = [
+        (number + 1) % step == 0 and number not in dense and number >= first and kind == _SPARSE
+        for number, kind in enumerate(kinds)
+    ]
+    return mixture, is_sparse, []
+
+
+def _wrong_groups(num_experts: int, num_selected: int, num_groups: int, num_selected_groups: int) -> str | None:
+    """Returns the problem of selecting experts from groups of them, if there is one."""
+    size, rest = divmod(num_experts, num_groups)
+    if num_groups > 1 and (rest or size < 2):
+        return f"n_group: {num_groups} does not divide the {num_experts} experts into groups of at least 2"
+    if num_selected_groups > num_groups:
+        return f"topk_group: {num_selected_groups} exceeds n_group: {num_groups}"
+    if num_selected > size * num_selected_groups:
+        of_groups = f" of topk_group: {num_selected_groups}" if num_groups > 1 else ""
+        return f"num_experts_per_tok: {num_selected} exceeds the {size * num_selected_groups} experts{of_groups}"
+    return None
 
 
 def stated_aux_coefficient(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
     """Returns the coefficient of the auxiliary loss that transformers adds in training, given a config.json and the
-    defaults of its family: router_aux_loss_coef if output_router_logits is true, else 0."""
-    if not config.get("output_router_logits"):
+    defaults of its family: router_aux_loss_coef if output_router_logits is true, else 0. Without that key, it is 0."""
+    if not config.get("output_router_logits") or "router_aux_loss_coef" not in defaults:
         return 0.0
     stated = config.get("router_aux_loss_coef")
     return defaults["router_aux_loss_coef"] if stated is None else stated

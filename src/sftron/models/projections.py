@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sftron.kernels.rms_norm import rms_norm
 from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.models.architecture import Layer, LlamaConfig
+from sftron.models.latent_attention import LatentAttention
 from sftron.models.layers import NORMS, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -47,6 +48,11 @@ class LlamaAttention(nn.Module):
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # The rows of an output gate are in those of the queries.
         return {"q_proj": width * (1 + config.output_gate), "k_proj": kv_width, "v_proj": kv_width}
+
+    @property
+    def flops_of_pair(self) -> int:
+        """The FLOPs of a query and a key that it reads, in all heads: 2 D for the score and 2 D for the value."""
+        return 4 * self.num_heads * self.head_dim
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
@@ -189,4 +195,5 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
     "gated_rotary": GatedAttention,
     "position_scaled": PositionScaledAttention,
     "normed_values": NormedValuesAttention,
+    "latent": LatentAttention,
 }

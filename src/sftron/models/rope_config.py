@@ -62,6 +62,8 @@ class RopeKeys:
     """The implemented values of `rope_type`."""
     only_parameters: bool = False
     """Whether `rope_parameters` is the only key, as in families that transformers 4 does not have."""
+    size: str = "head_dim"
+    """The key of the number of dimensions of a head that a rope is for."""
     ignored: tuple[str, ...] = ()
     """Keys of `rope_parameters` that have no effect on text."""
 

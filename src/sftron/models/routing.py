@@ -5,36 +5,42 @@
 
 A router may have a bias (gpt-oss, arXiv 2508.10925).
 
-    shape suffixes: T tokens, N real tokens, H hidden_size, E experts, K experts per token, S = T * K slots,
-    L layers with experts
+    s = sigmoid(x @ R^T); the K experts with the largest s + c are the token's, where c is a fixed correction of each
+    expert, and all are of the groups whose two largest s + c have the largest sums; their s, divided by their sum or
+    not, times a factor are the scores (DeepSeek V3, arXiv 2412.19437, equations 12 to 16)
+
+    shape suffixes: T tokens, N real tokens, H hidden_size, E experts, G groups of experts, K experts per token,
+    S = T * K slots, L layers with experts
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sftron.models.mixtures import Mixture
+
+CORRECTION = "e_score_correction_bias"
+"""The last part of the name of a correction. It is a parameter that is never trained, whose type is always fp32."""
+
 
 class Router(nn.Module):
-    """Selects `num_selected` of the experts for each token, and gives each of them a score.
+    """Selects some of the experts for each token, and gives each of them a score."""
 
-    Args:
-        normalizes: Whether the scores of a token are divided by their sum.
-    """
+    has_aux_loss: ClassVar[bool] = True
+    """Whether the auxiliary loss of `Routing` can be trained."""
 
-    def __init__(
-        self, hidden_size: int, num_experts: int, num_selected: int, *, normalizes: bool, initializer_range: float
-    ) -> None:
+    def __init__(self, hidden_size: int, mixture: Mixture, *, initializer_range: float) -> None:
         super().__init__()
-        self.num_selected, self.normalizes = num_selected, normalizes
-        self.weights_per_token = num_experts * hidden_size
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size).normal_(std=initializer_range))
+        self.num_selected, self.normalizes = mixture.num_selected, mixture.normalizes
+        self.weights_per_token = mixture.num_experts * hidden_size
+        self.weight = nn.Parameter(torch.empty(mixture.num_experts, hidden_size).normal_(std=initializer_range))
         self.bias: nn.Parameter | None = None
         self.routing: Routing | None = None
 
@@ -56,6 +62,43 @@ class Router(nn.Module):
         return scores_TK, experts_TK
 
 
+class CorrectedRouter(Router):
+    """The router of DeepSeek V3, whose experts are balanced by a fixed correction in place of an auxiliary loss."""
+
+    has_aux_loss = False
+
+    def __init__(self, hidden_size: int, mixture: Mixture, *, initializer_range: float) -> None:
+        super().__init__(hidden_size, mixture, initializer_range=initializer_range)
+        self.num_groups, self.num_selected_groups = mixture.num_groups, mixture.num_selected_groups
+        self.score_scale = mixture.score_scale
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(mixture.num_experts), requires_grad=False)
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the same as that of `Router`. Everything is in fp32, as in transformers."""
+        scores_TE = F.linear(x_TH.float(), self.weight.float()).sigmoid()
+        experts_TK = self._selected(scores_TE.detach() + self.e_score_correction_bias)
+        if self.routing is not None:
+            scores = scores_TE.detach()
+            self.routing.count(self, scores / scores.sum(dim=-1, keepdim=True), experts_TK)
+        scores_TK = scores_TE.gather(1, experts_TK)
+        if self.normalizes:
+            scores_TK = scores_TK / (scores_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores_TK * self.score_scale, experts_TK
+
+    def _selected(self, corrected_TE: Tensor) -> Tensor:
+        """Returns the experts with the largest corrected scores within the best groups, int64 [T, K]."""
+        if self.num_selected_groups < self.num_groups:
+            corrected_TGE = corrected_TE.unflatten(1, (self.num_groups, -1))
+            sums_TG = corrected_TGE.topk(2, dim=-1).values.sum(dim=-1)
+            groups_TG = sums_TG.topk(self.num_selected_groups, dim=-1).indices
+            is_out_TG = torch.ones_like(sums_TG, dtype=torch.bool).scatter_(1, groups_TG, False)
+            corrected_TE = corrected_TGE.masked_fill(is_out_TG[:, :, None], -torch.inf).flatten(1)
+        return corrected_TE.topk(self.num_selected, dim=-1).indices
+
+
+ROUTERS: dict[str, type[Router]] = {"softmax": Router, "corrected": CorrectedRouter}
+
+
 class Routing:
     """The loads of the experts in one optimizer step, and their auxiliary loss (arXiv 2101.03961, equations 4 to 6).
 
@@ -71,11 +114,12 @@ class Routing:
     before the first backward pass, without gradients. The number of slots of a step is R * K, so R follows from C.
 
     Use it as a context manager around the passes of a step. A model without experts has no routers, and nothing is
-    recorded.
+    recorded. `CorrectedRouter` has no such loss: its p are s divided by their sum, and the coefficient must be 0.
     """
 
     def __init__(self, model: nn.Module, coefficient: float = 0.0) -> None:
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        assert not coefficient or all(router.has_aux_loss for router in self._routers)
         self.coefficient = coefficient if self._routers else 0.0
         self._num_real, self._is_counting = 0, False
         self._pull_E: Tensor | None = None
@@ -164,3 +208,8 @@ def freeze_routers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             module.requires_grad_(False)
+
+
+def is_correction(name: str) -> bool:
+    """Returns whether a parameter, by its name, is the fixed correction of a router."""
+    return name.endswith(f".{CORRECTION}")

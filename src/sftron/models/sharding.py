@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sftron.models.llama import LlamaForSFT
+from sftron.models.routing import is_correction
 
 
 def shard_model(model: LlamaForSFT, mesh: DeviceMesh, context_group: dist.ProcessGroup | None = None) -> None:
@@ -32,11 +33,13 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh, context_group: dist.Proces
         # The RoPE table is an input of every block and must remain fp32.
         cast_forward_inputs=False,
     )
+    # Gathered in compute_dtype, they would select other experts.
+    fixed = {parameter for name, parameter in model.named_parameters() if is_correction(name)}
     for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=fixed)
     # Embeddings, final norm and head stay gathered between the forward and the backward pass, because the head is used
     # last in one and first in the other. The loss also uses the head outside of `forward`.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=fixed)
     register_fsdp_forward_method(model, "attend_with")
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)

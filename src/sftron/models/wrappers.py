@@ -4,6 +4,8 @@
     qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
     gemma4        as in qwen3_5                                                model.{vision,audio}_tower.*, and
                                                                                model.embed_{vision,audio}.*
+    deepseek_v3   model.*, lm_head                                             model.layers.N.*, where N is a layer
+                                                                               beyond num_hidden_layers
     all others    language_model.model.*, language_model.lm_head; newer files  vision_tower.*, multi_modal_projector.*,
                   as in qwen3_5                                                image_newline, with and without model.
 
@@ -43,6 +45,9 @@ class Wrapper:
     """Whether that class ties the head also if only text_config.tie_word_embeddings is true."""
     bounds_logits: bool = False
     """Whether that class applies the soft cap of the logits of text_config."""
+    further_layers: bool = False
+    """Whether layers beyond num_hidden_layers, as many as num_nextn_predict_layers, are carried. They predict further
+    tokens, and transformers does not load them."""
 
 
 _VISION = tuple(
@@ -53,6 +58,8 @@ _VISION = tuple(
 _SOUNDS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 # Heads that predict further tokens; transformers does not load them.
 _MTP = ("mtp.",)
+
+_FURTHER_LAYERS = Wrapper((), None, further_layers=True)
 
 WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration", True, ties=False),
@@ -72,10 +79,13 @@ WRAPPERS: dict[str, Wrapper] = {
     "llava_onevision": Wrapper(
         _VISION, "qwen2", "LlavaOnevisionForConditionalGeneration", ties=False, ties_if_text_does=True
     ),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _FURTHER_LAYERS),
 }
 
 TEXT_MODEL, WRAPPED = "model.", "model.language_model."
 """The prefix of the names of all modules of a text model except the head, alone and inside a wrapper."""
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 _TEXT_PREFIXES = {
     WRAPPED: TEXT_MODEL,
@@ -211,13 +221,16 @@ def text_names(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[dict[s
     """
     wrapper, text = WRAPPERS.get(str(config.get("model_type"))), text_config(config)[0]
     constants = tuple(_constants(text.get("model_type")))
+    further = _further_layers(config) if wrapper is not None and wrapper.further_layers else range(0)
     names: dict[str, str] = {}
     carried: list[str] = []
     for name in stored:
         prefix = next((prefix for prefix in _TEXT_PREFIXES if wrapper and name.startswith(prefix)), "")
         usual = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        layer = _LAYER.match(usual)
+        is_further = layer is not None and int(layer[1]) in further
         is_of_wrapper = wrapper is not None and name.startswith(wrapper.carried)
-        if is_of_wrapper or name.endswith(constants) or _is_unread(usual, text):
+        if is_of_wrapper or is_further or name.endswith(constants) or _is_unread(usual, text):
             carried.append(name)
             continue
         if usual in names:
@@ -244,3 +257,10 @@ def wrong_constants(carried: Mapping[str, Callable[[], Tensor]], model_type: Any
 def _constants(model_type: Any) -> Mapping[str, float]:
     family = FAMILIES.get(str(model_type))
     return {} if family is None else family.constants
+
+
+def _further_layers(config: Mapping[str, Any]) -> range:
+    """Returns the numbers of the layers that predict further tokens; a config.json with wrong numbers has none."""
+    first, stated = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    number = config.get("num_mtp_layers") if stated is None else stated
+    return range(first, first + number) if type(first) is int and type(number) is int else range(0)

@@ -32,7 +32,7 @@ from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.quantization import NF4, store_frozen_in
-from sftron.models.routing import freeze_routers
+from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.train.exports.exporter import read_export_parts
 from sftron.train.flops import TrainedMatrices, find_peak
@@ -90,6 +90,11 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
         raise ValueError(
             f"model.compile: on is not implemented for mixtures of experts, and {folder} has "
             f"{architecture.mixture.num_experts} experts; set it to off"
+        )
+    if stated and not ROUTERS[architecture.mixture.router].has_aux_loss:
+        raise ValueError(
+            f"model.router_aux_loss_coef is {stated}, but the routers of {folder} have no auxiliary loss: they are "
+            "balanced by a fixed correction; remove the key"
         )
     if stated is not None:
         return stated

@@ -51,6 +51,8 @@ class Family:
     """Whether the first layers alone are no model, so that checks compute all of them."""
     layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
+    router: str = "softmax"
+    """The key of ROUTERS in routing.py, if the family has experts."""
     quant_method: str | None = None
     """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
     constants: Mapping[str, float] = field(default_factory=dict)
@@ -80,6 +82,7 @@ MODEL: dict[str, Any] = {
     "output_gate": False,
     "delta": None,
     "per_layer_input_size": None,
+    "latent": None,
 }
 """The fields of LlamaConfig that a family may change, as in Llama."""
 
@@ -98,6 +101,22 @@ MIXTURE: dict[str, Any] = {
     "router_aux_loss_coef": 0.001,
 }
 """The keys of all mixtures. The number of experts has two names, of which transformers 4 and 5 write either."""
+CORRECTED_MIXTURE: dict[str, Any] = {
+    "n_routed_experts": None,
+    "num_local_experts": None,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+"""The keys of mixtures with `CorrectedRouter`. transformers takes either name of the number of experts."""
+CORRECTED_FIXED: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Keys of the published code of these models, which transformers' classes do not read."""
+CORRECTED_IRRELEVANT = frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"})
+"""The last two are the number of layers that predict further tokens, which are carried; see wrappers.py."""
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 

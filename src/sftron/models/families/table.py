@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sftron.models.families.deepseek import DEEPSEEK_FAMILIES
 from sftron.models.families.family import Family
 from sftron.models.families.gemma import GEMMA_FAMILIES
 from sftron.models.families.glm import GLM_FAMILIES
@@ -17,6 +18,7 @@ FAMILIES: dict[str, Family] = {
     **QWEN_FAMILIES,
     **GEMMA_FAMILIES,
     **GLM_FAMILIES,
+    **DEEPSEEK_FAMILIES,
     **OTHER_FAMILIES,
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""
