@@ -16,6 +16,7 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_json
 from sftron.models.families.table import FAMILIES as MODEL_TYPES
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys
+from sftron.models.wrappers import wrapper_of
 from tests.checkpoint.test_wrappers import WRAPPERS, make_wrapper
 from tests.models.reference import FAMILIES, FIRST_OF_TYPE, make_reference, pack
 
@@ -58,9 +59,8 @@ def quiet() -> Iterator[None]:
 
 
 def _keys(model_type: str) -> RopeKeys:
-    return MODEL_TYPES[
-        {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}.get(model_type, model_type)
-    ].rope
+    wrapper = wrapper_of({"model_type": model_type})
+    return MODEL_TYPES[(wrapper and wrapper.text_type) or model_type].rope
 
 
 def _save(model_type: str, folder: Path) -> int:

@@ -18,9 +18,11 @@ from sftron.checkpoint.model_folder import read_config
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.verify.reference import load_reference
 from tests.conftest import rest_nightly
-from tests.models.reference import QWEN_3_5, TINY, pack
+from tests.models.reference import QWEN_3_5, QWEN_3_5_MOE, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION_3_5 = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+_VISION_3_5 |= {"out_hidden_size": 32, "num_position_embeddings": 16}
 _TEXT = {key: value for key, value in TINY.items() if key != "initializer_range"}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {
@@ -35,8 +37,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {
         "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
-        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
-        | {"out_hidden_size": 32, "num_position_embeddings": 16},
+        "vision_config": _VISION_3_5,
+    },
+    "qwen3_5_moe": {
+        # Two layers, so that the rounding of merged weights stays small.
+        "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5_MOE.items() if key != "model_type"}}
+        | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+        "vision_config": _VISION_3_5,
     },
 }
 """The config of a tiny model of each wrapper."""
@@ -57,9 +64,11 @@ def make_wrapper(model_type: str, vocab_size: int = TINY["vocab_size"]) -> Any:
 def save(model: Any, folder: Path) -> None:
     """Saves the model with a tensor that transformers does not load, where there are such ones."""
     model.save_pretrained(folder)
-    if model.config.model_type == "qwen3_5":
+    if model.config.model_type in ("qwen3_5", "qwen3_5_moe"):
         tensors = load_file(folder / "model.safetensors")
-        tensors["mtp.layers.0.weight"] = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        # Its experts may be spelled otherwise than those of the text model.
+        name = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
+        tensors[name] = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -50,6 +50,14 @@ QWEN_3_5: dict[str, Any] = {
     | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 
+QWEN_3_5_MOE: dict[str, Any] = QWEN_3_5 | {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 SLIDING: dict[str, Any] = {
     "rms_norm_eps": 0.02,
     "sliding_window": 20,
@@ -164,6 +172,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
+    "Qwen 3.5 MoE": QWEN_3_5_MOE,
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 

@@ -58,12 +58,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
 }
+_ATTENTION = [*QV, "k_proj", "o_proj"]
+LINEAR_OF_MIXTURES = {
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), _ATTENTION),
+    "qwen3_5_moe_text": [*_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "up_proj"],
+}
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Of these, peft adapts experts and routers as well if it is asked for all linear layers.
-    model_type: (
-        family,
-        {"target_modules": [*QV, "k_proj", "o_proj"] if "moe" in model_type or model_type == "mixtral" else ALL_LINEAR},
-    )
+    # Of mixtures, peft adapts experts and routers as well if it is asked for all linear layers.
+    model_type: (family, {"target_modules": LINEAR_OF_MIXTURES.get(model_type, ALL_LINEAR)})
     for model_type, family in FIRST_OF_TYPE.items()
 }
 """Each model type, for tests of folders."""

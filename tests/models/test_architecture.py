@@ -77,7 +77,9 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         getattr(each, name) for each in layer.modules() for name in ("eps", "variance_epsilon") if hasattr(each, name)
     }
     (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
-    return {key: getattr(reference, key) for key in _SAME} | {
+    # Where every layer has experts, transformers has no size of a dense layer.
+    unused = {key: each for key, each in FAMILIES[config["model_type"]].defaults.items() if key == "intermediate_size"}
+    return {key: getattr(reference, key, unused.get(key)) for key in _SAME} | {
         "num_hidden_layers": num_layers,
         "head_dim": layer.self_attn.head_dim,
         **biased,
@@ -126,7 +128,7 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": 512,
         "initializer_range": 0.3,
         "pad_token_id": None,
-        "torch_dtype": "float32",
+        "dtype" if "dtype" in config else "torch_dtype": "float32",
     }
     small |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
     small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
@@ -181,6 +183,7 @@ NULLABLE = {
     "olmoe": {"num_key_value_heads", "clip_qkv"},
     "gpt_oss": set(),
     "qwen3_5_text": set(),
+    "qwen3_5_moe_text": set(),
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
@@ -229,7 +232,8 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
-    families = {**dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), 0.001), "olmoe": 0.01}
+    usual = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
+    families = {**dict.fromkeys(usual, 0.001), "olmoe": 0.01}
     for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
         for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):

@@ -4,6 +4,7 @@
     qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
     gemma3        language_model.model.*, language_model.lm_head; newer files  vision_tower.*, multi_modal_projector.*,
     mistral3      as in qwen3_5                                                with and without model.
+    qwen3_5_moe   as in qwen3_5                                                as in qwen3_5
 
 Text alone is trained, and of text alone the wrapper's forward pass is that of its text model.
 """
@@ -36,6 +37,8 @@ _MTP = ("mtp.",)
 WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration", True),
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
+    "qwen3_5_moe": Wrapper(("model.visual.", *_MTP), "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", True),
+    "qwen3_5_moe_text": Wrapper(("model.visual.", *_MTP), None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),
 }
