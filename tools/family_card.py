@@ -92,6 +92,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": _ROPE_GPT_OSS},
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 128},
+    "qwen3_next": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 128, "rope_parameters": _ROPE_3_5},
 }
 """The settings of a family in addition to SIZES; all others are the defaults of its config class."""
 

@@ -58,6 +58,11 @@ QWEN_3_5_MOE: dict[str, Any] = QWEN_3_5 | {
     "shared_expert_intermediate_size": 40,
 }
 
+QWEN_3_NEXT: dict[str, Any] = QWEN_3_5_MOE | {
+    "model_type": "qwen3_next",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}
+
 SLIDING: dict[str, Any] = {
     "rms_norm_eps": 0.02,
     "sliding_window": 20,
@@ -173,6 +178,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
     "Qwen 3.5 MoE": QWEN_3_5_MOE,
+    "Qwen3-Next": QWEN_3_NEXT,
+    "Qwen3-Next with dense layers": QWEN_3_NEXT | {"mlp_only_layers": [0], "norm_topk_prob": False},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 

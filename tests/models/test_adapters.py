@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 _ATTENTION = [*QV, "k_proj", "o_proj"]
 LINEAR_OF_MIXTURES = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), _ATTENTION),
+    "qwen3_next": [*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
     "qwen3_5_moe_text": [*_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "up_proj"],
 }
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {

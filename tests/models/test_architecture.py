@@ -184,6 +184,7 @@ NULLABLE = {
     "gpt_oss": set(),
     "qwen3_5_text": set(),
     "qwen3_5_moe_text": set(),
+    "qwen3_next": {"mlp_only_layers"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
@@ -222,7 +223,7 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
 
 
 @pytest.mark.parametrize("dense", [{}, {"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}])
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe", "qwen3_next"])
 def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, dense: dict[str, Any]) -> None:
     reference = make_reference(model_type=model_type, **EXPERTS, **dense, num_hidden_layers=5)
     native = LlamaConfig.from_hf(reference.config.to_dict())
@@ -232,7 +233,7 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
-    usual = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
+    usual = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "gpt_oss")
     families = {**dict.fromkeys(usual, 0.001), "olmoe": 0.01}
     for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
@@ -378,6 +379,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False, implemented is True"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers: 2"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
+        ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True, implemented is False"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes' is neither true nor false"),
     ],
 )

@@ -39,6 +39,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
     "qwen3_5_moe": Wrapper(("model.visual.", *_MTP), "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", True),
     "qwen3_5_moe_text": Wrapper(("model.visual.", *_MTP), None),
+    "qwen3_next": Wrapper(_MTP, None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),
 }

@@ -134,4 +134,18 @@ QWEN_FAMILIES: dict[str, Family] = {
         layer_of={LINEAR: {"block": "delta", "attention": "delta"}},
         rope=_SECTIONS,
     ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        defaults=_HYBRID
+        | {"num_key_value_heads": 2, "intermediate_size": 5632}
+        | _QWEN_MIXTURE
+        | _HYBRID_MIXTURE
+        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        fixed=_HYBRID_FIXED | {"use_sliding_window": False},
+        model=_HYBRID_MODEL,
+        layer={"attention": "gated_rotary", "mlp": "shared_experts"},
+        types=_every_fourth_is_full,
+        layer_of={LINEAR: {"block": "delta", "attention": "grouped_delta"}},
+        rope=RopeKeys(partial=0.25),
+    ),
 }
