@@ -67,6 +67,13 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ROPE_3_5 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 _ROPE_GPT_OSS = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
 _ROPE_GPT_OSS |= {"original_max_position_embeddings": 64}
+_HYBRID = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "rope_parameters": _ROPE_3_5 | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
     "mistral": {"sliding_window": 64},
@@ -91,9 +98,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
     | _WINDOW
     | {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": _ROPE_GPT_OSS},
-    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    | {"rope_parameters": _ROPE_3_5 | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 128},
+    "qwen3_next": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 128, "rope_parameters": _ROPE_3_5},
 }
 """The settings of a family in addition to SIZES; all others are the defaults of its config class."""
 

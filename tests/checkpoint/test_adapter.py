@@ -28,7 +28,7 @@ from tests.models.test_adapters import CASES, FAMILY_CASES, make_peft, spec_of, 
 peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 IDS = pack([30])[0]
-COMPARABLE_SINCE = {"gpt_oss": (5, 7), "qwen3_5_text": (5, 7)}
+COMPARABLE_SINCE = {"gpt_oss": (5, 7), "qwen3_5_text": (5, 7), "qwen3_5_moe_text": (5, 7)}
 """The first transformers whose class of a family has what the family computes; earlier ones have none, or another."""
 
 

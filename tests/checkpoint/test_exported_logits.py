@@ -16,6 +16,7 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_json
 from sftron.models.families.table import FAMILIES as MODEL_TYPES
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys
+from sftron.models.wrappers import wrapper_of
 from tests.checkpoint.test_wrappers import WRAPPERS, make_wrapper
 from tests.models.reference import FAMILIES, FIRST_OF_TYPE, make_reference, pack
 
@@ -58,9 +59,8 @@ def quiet() -> Iterator[None]:
 
 
 def _keys(model_type: str) -> RopeKeys:
-    if model_type in WRAPPERS:
-        model_type = WRAPPERS[model_type]["text_config"].get("model_type", f"{model_type}_text")
-    return MODEL_TYPES[model_type].rope
+    wrapper = wrapper_of({"model_type": model_type})
+    return MODEL_TYPES[(wrapper and wrapper.text_type) or model_type].rope
 
 
 def _save(model_type: str, folder: Path) -> int:

@@ -19,9 +19,11 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import LlamaConfig
 from sftron.verify.reference import load_reference
 from tests.conftest import rest_nightly
-from tests.models.reference import FAMILIES, QWEN_3_5, TINY, make_reference, pack
+from tests.models.reference import FAMILIES, QWEN_3_5, QWEN_3_5_MOE, TINY, make_reference, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION_3_5 = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+_VISION_3_5 |= {"out_hidden_size": 32, "num_position_embeddings": 16}
 _PATCHES = _VISION | {"image_size": 28, "patch_size": 14}
 _SIGLIP = {"model_type": "siglip_vision_model", **_PATCHES}
 _CLIP = {"model_type": "clip_vision_model", **_PATCHES, "projection_dim": 16}
@@ -40,8 +42,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {
         "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
-        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
-        | {"out_hidden_size": 32, "num_position_embeddings": 16},
+        "vision_config": _VISION_3_5,
+    },
+    "qwen3_5_moe": {
+        # Two layers, so that the rounding of merged weights stays small.
+        "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5_MOE.items() if key != "model_type"}}
+        | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+        "vision_config": _VISION_3_5,
     },
     "gemma4": {
         "text_config": {**_TEXT, **FAMILIES["Gemma 4 E2B"], **_FOUR_LAYERS},
@@ -91,9 +98,11 @@ def make_wrapper(model_type: str, vocab_size: int = TINY["vocab_size"]) -> Any:
 def save(model: Any, folder: Path) -> None:
     """Saves the model with a tensor that transformers does not load, where there are such ones."""
     model.save_pretrained(folder)
-    if model.config.model_type == "qwen3_5":
+    if model.config.model_type in ("qwen3_5", "qwen3_5_moe"):
         tensors = load_file(folder / "model.safetensors")
-        tensors["mtp.layers.0.weight"] = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        # Its experts may be spelled otherwise than those of the text model.
+        name = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
+        tensors[name] = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -50,6 +50,19 @@ QWEN_3_5: dict[str, Any] = {
     | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 
+QWEN_3_5_MOE: dict[str, Any] = QWEN_3_5 | {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
+QWEN_3_NEXT: dict[str, Any] = QWEN_3_5_MOE | {
+    "model_type": "qwen3_next",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}
+
 SLIDING: dict[str, Any] = {
     "rms_norm_eps": 0.02,
     "sliding_window": 20,
@@ -225,6 +238,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
+    "Qwen 3.5 MoE": QWEN_3_5_MOE,
+    "Qwen3-Next": QWEN_3_NEXT,
+    "Qwen3-Next with dense layers": QWEN_3_NEXT | {"mlp_only_layers": [0], "norm_topk_prob": False},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 

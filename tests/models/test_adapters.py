@@ -58,18 +58,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
 }
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-
-
-def _targets(model_type: str, family: str) -> Any:
-    # Of mixtures, peft adapts experts and routers as well if it is asked for all linear layers.
-    if "kv_lora_rank" in FAMILIES[family]:
-        return LATENT
-    return [*QV, "k_proj", "o_proj"] if "moe" in model_type or model_type == "mixtral" else ALL_LINEAR
-
-
+_ATTENTION = [*QV, "k_proj", "o_proj"]
+_LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+LINEAR_OF_MIXTURES = {
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), _ATTENTION),
+    **dict.fromkeys(("glm4_moe_lite", "deepseek_v3"), _LATENT),
+    "qwen3_next": [*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
+    "qwen3_5_moe_text": [*_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "up_proj"],
+}
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    model_type: (family, {"target_modules": _targets(model_type, family)})
+    # Of mixtures, peft adapts experts and routers as well if it is asked for all linear layers.
+    model_type: (family, {"target_modules": LINEAR_OF_MIXTURES.get(model_type, ALL_LINEAR)})
     for model_type, family in FIRST_OF_TYPE.items()
 }
 """Each model type, for tests of folders."""

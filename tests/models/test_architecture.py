@@ -85,7 +85,9 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value := getattr(each, name, None), float) and "_a_layernorm" not in part
     }
     (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
-    return {key: getattr(reference, key) for key in _SAME} | {
+    # Where every layer has experts, transformers has no size of a dense layer.
+    unused = {key: each for key, each in FAMILIES[config["model_type"]].defaults.items() if key == "intermediate_size"}
+    return {key: getattr(reference, key, unused.get(key)) for key in _SAME} | {
         "num_hidden_layers": num_layers,
         "head_dim": _head_dim_by_transformers(layer.self_attn),
         **biased,
@@ -142,7 +144,7 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": 512,
         "initializer_range": 0.3,
         "pad_token_id": None,
-        "torch_dtype": "float32",
+        "dtype" if "dtype" in config else "torch_dtype": "float32",
     }
     small |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
     small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
@@ -219,6 +221,8 @@ NULLABLE = {
     "qwen3_5_text": set(),
     "gemma4_text": {"final_logit_softcapping", "use_bidirectional_attention", "num_experts", "top_k_experts"},
     "gemma4_unified_text": {"final_logit_softcapping"},
+    "qwen3_5_moe_text": set(),
+    "qwen3_next": {"mlp_only_layers"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
@@ -264,7 +268,7 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
 
 
 @pytest.mark.parametrize("dense", [{}, {"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}])
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe", "qwen3_next"])
 def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, dense: dict[str, Any]) -> None:
     reference = make_reference(model_type=model_type, **EXPERTS, **dense, num_hidden_layers=5)
     native = LlamaConfig.from_hf(reference.config.to_dict())
@@ -274,7 +278,8 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
-    families = {**dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), 0.001), "olmoe": 0.01}
+    usual = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "gpt_oss")
+    families = {**dict.fromkeys(usual, 0.001), "olmoe": 0.01}
     for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
         for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):
@@ -452,6 +457,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False, implemented is True"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers: 2"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
+        ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True, implemented is False"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes' is neither true nor false"),
     ],
 )

@@ -13,13 +13,16 @@ from sftron.data.types import IGNORE_INDEX
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from sftron.train.step import train_step
-from tests.models.reference import EXPERTS, GPT_OSS, make_native, make_reference
+from tests.models.reference import EXPERTS, GPT_OSS, QWEN_3_5_MOE, make_native, make_reference
 from tests.train.test_step import CONVERSATIONS, LAYOUTS, Recording, batch_of
 
 COEFFICIENT = 2.0
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "gpt_oss": GPT_OSS | {"num_experts_per_tok": 2},
+    # Smaller values, with which its loss is not balanced by chance.
+    "qwen3_5_moe_text": QWEN_3_5_MOE
+    | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "initializer_range": 0.15},
 }
 
 

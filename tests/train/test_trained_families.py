@@ -70,8 +70,8 @@ def test_the_loss_of_documents_longer_than_the_window_is_that_of_transformers(
     assert "attention_dropout 0.1 of config.json is not applied" in capsys.readouterr().out
 
 
-MOVED = ["Phi 4 mini", "Cohere 2", "OLMo 3", "Gemma 2", "Mixtral", "Qwen 2 MoE", "gpt-oss", "Qwen 3.5", "GLM 4.5"]
-MOVED += ["Apertus", *WRAPPERS]
+MOVED = ["Phi 4 mini", "Cohere 2", "OLMo 3", "Gemma 2", "Mixtral", "Qwen 2 MoE", "gpt-oss", "Qwen 3.5", "Qwen 3.5 MoE"]
+MOVED += ["GLM 4.5", "Apertus", *WRAPPERS]
 
 
 @pytest.mark.nightly

@@ -29,8 +29,8 @@ class Layer:
     block: str = "norm_before"
     """The key of BLOCKS; it determines the positions of norms and residual connections."""
     attention: str = "rotary"
-    """The key of ATTENTIONS; it determines whether heads are normalized or clipped before they are rotated. A block
-    without attention does not read it."""
+    """The key of ATTENTIONS; it determines whether heads are normalized or clipped before they are rotated. In a block
+    with a state it is the key of DELTA_NETS."""
     mlp: str = "gated"
     """The key of MLPS."""
     window: int | None = None

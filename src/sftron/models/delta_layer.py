@@ -1,4 +1,5 @@
-"""The layer of Gated DeltaNet (arXiv 2412.06464) as Qwen 3.5 has it: projections, convolution, delta rule, gated norm.
+"""The layer of Gated DeltaNet (arXiv 2412.06464) as in Qwen 3.5 and Qwen3-Next: projections, convolution, delta rule,
+gated norm.
 
 shape suffixes: T tokens of the packed row, N value heads, K key heads, D size of a key, E size of a value,
 W channels of the convolution: K * D queries, K * D keys, N * E values
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.block import Documents, Flops, ResidualBlock
 from sftron.models.context import ContextDelta
-from sftron.models.delta import CachedRecur, ConvolvedRecur, MixDelta, RecurInDocuments
+from sftron.models.delta import CachedRecur, ConvolvedRecur, DeltaSizes, MixDelta, RecurInDocuments
 from sftron.models.feed_forward import MLPS
 from sftron.models.layers import GatedLinear, Norm, NormedLinear, RMSNorm
 from sftron.models.projections import make_norm
@@ -33,23 +34,57 @@ class GatedDeltaNet(nn.Module):
         assert sizes is not None
         self.sizes = sizes
         options = {"bias": False, "initializer_range": config.initializer_range, "recompute": recompute}
-        parts = {f"in_proj_{part}": rows for part, rows in zip(("qkv", "z", "b", "a"), sizes.rows, strict=True)}
-        self.in_proj = NormedLinear(hidden_size, sum(sizes.rows), parts=parts, **options)
+        self.in_proj = NormedLinear(hidden_size, sum(sizes.rows), parts=self.parts(sizes), **options)
         self.conv1d = _Taps(sizes.rows[0], sizes.num_taps, config.initializer_range)
         self.A_log = nn.Parameter(torch.zeros(sizes.num_value_heads))
         self.dt_bias = nn.Parameter(torch.ones(sizes.num_value_heads))
         self.norm = RMSNorm(sizes.value_dim, config.norm_eps)
         self.out_proj = GatedLinear(sizes.rows[1], hidden_size, activation="silu", **options)
 
+    @staticmethod
+    def parts(sizes: DeltaSizes) -> dict[str, int]:
+        """Returns the projections of the files whose rows those of in_proj are, in order."""
+        return {f"in_proj_{part}": rows for part, rows in zip(("qkv", "z", "b", "a"), sizes.rows, strict=True)}
+
+    def split(self, projected: Tensor) -> Sequence[Tensor]:
+        """Returns the channels of the convolution, the output gate, and the numbers of rate and decay of each head."""
+        return projected.split(self.sizes.rows, dim=1)
+
     def mixed(self, x_TH: Tensor, norm: Norm | None) -> Mixed:
         """Returns what the function that mixes tokens and `output` take, computed from the normalized x."""
-        qkv_TW, z, b_TN, a_TN = self.in_proj(x_TH, norm).split(self.sizes.rows, dim=1)
+        qkv_TW, z, b_TN, a_TN = self.split(self.in_proj(x_TH, norm))
         g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
         return qkv_TW, g_TN, b_TN.sigmoid(), z
 
     def output(self, read_TNE: Tensor, z: Tensor) -> Tensor:
         """Returns the projection of silu(z) times the normalized heads, [T, H]."""
         return self.out_proj(torch.cat([z, self.norm(read_TNE).flatten(1)], dim=1))
+
+
+class GroupedDeltaNet(GatedDeltaNet):
+    """The projections of Qwen3-Next, in whose files all rows of a key head are adjacent. With two value heads each:
+
+        in_proj_qkvz   q0 k0 v0 v1 z0 z1   q1 k1 v2 v3 z2 z3   ...
+        in_proj_ba     b0 b1 a0 a1         b2 b3 a2 a3         ...
+
+    The weights keep this order, and what they compute is put into the usual one.
+    """
+
+    @staticmethod
+    def parts(sizes: DeltaSizes) -> dict[str, int]:
+        return {"in_proj_qkvz": sum(sizes.rows[:2]), "in_proj_ba": sum(sizes.rows[2:])}
+
+    def split(self, projected: Tensor) -> Sequence[Tensor]:
+        sizes = self.sizes
+        by_key_head = (sizes.num_key_heads, -1)
+        num_values = sizes.num_value_heads // sizes.num_key_heads * sizes.value_dim
+        qkvz, ba = projected.split(list(self.parts(sizes).values()), dim=1)
+        q, k, v, z = qkvz.unflatten(1, by_key_head).split([sizes.key_dim] * 2 + [num_values] * 2, dim=2)
+        b, a = ba.unflatten(1, by_key_head).chunk(2, dim=2)
+        return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1), z.flatten(1), b.flatten(1), a.flatten(1)
+
+
+DELTA_NETS: dict[str, type[GatedDeltaNet]] = {"delta": GatedDeltaNet, "grouped_delta": GroupedDeltaNet}
 
 
 class _Taps(nn.Module):
@@ -67,7 +102,7 @@ class DeltaBlock(ResidualBlock):
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__(config)
         self.input_layernorm = make_norm(config, config.hidden_size)
-        self.linear_attn = GatedDeltaNet(config, recompute)
+        self.linear_attn = DELTA_NETS[layer.attention](config, recompute)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[layer.mlp](config, recompute)
 

@@ -1,7 +1,8 @@
 """Checkpoints that hold more than the weights of a text model: other tensors, constants, and keys of config.json.
 
     model_type    the text model's weights                                     carried through an export unchanged
-    qwen3_5       model.language_model.*, lm_head                              model.visual.*, mtp.*
+    qwen3_5, and  model.language_model.*, lm_head                              model.visual.*, mtp.*
+    qwen3_5_moe
     gemma4        as in qwen3_5                                                model.{vision,audio}_tower.*, and
                                                                                model.embed_{vision,audio}.*
     deepseek_v3   model.*, lm_head                                             model.layers.N.*, where N is a layer
@@ -64,6 +65,11 @@ _FURTHER_LAYERS = Wrapper((), None, further_layers=True)
 WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration", True, ties=False),
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
+    "qwen3_5_moe": Wrapper(
+        ("model.visual.", *_MTP), "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", True, ties=False
+    ),
+    "qwen3_5_moe_text": Wrapper(("model.visual.", *_MTP), None),
+    "qwen3_next": Wrapper(_MTP, None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
     "gemma4": Wrapper(_SOUNDS, "gemma4_text", "Gemma4ForConditionalGeneration", bounds_logits=True),
     "gemma4_unified": Wrapper(

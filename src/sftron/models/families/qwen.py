@@ -41,6 +41,36 @@ def _every_fourth_is_full(values: Values) -> list[str]:
     return [LINEAR if number % interval else FULL for number in range(1, values["num_hidden_layers"] + 1)]
 
 
+# hidden_act is the activation of delta layers, too.
+_HYBRID_FIXED = {"mlp_bias": False, "hidden_act": "silu"}
+_HYBRID = without("hidden_act") | {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "attention_bias": False,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_HYBRID_MODEL = {
+    "norm": "rms_offset",
+    "output_gate": True,
+    "activation": "silu",
+    "delta": lambda values: DeltaSizes(**{size: values[key] for size, key in _DELTA.items()}),
+}
+_HYBRID_MIXTURE = MIXTURE | {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+# The sections of a head are for positions in images; all of them are equal in text.
+_SECTIONS = RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved"))
+
+
 QWEN_FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -85,18 +115,37 @@ QWEN_FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         architecture="Qwen3_5ForCausalLM",
-        defaults=without("hidden_act")
-        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False}
-        | {"layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
-        # hidden_act is the activation of delta layers, too.
-        fixed={"mlp_bias": False, "mlp_only_layers": [], "hidden_act": "silu"},
-        model={"norm": "rms_offset", "output_gate": True, "activation": "silu"}
-        | {"delta": lambda values: DeltaSizes(**{size: values[key] for size, key in _DELTA.items()})},
+        defaults=_HYBRID | {"num_key_value_heads": 4},
+        fixed=_HYBRID_FIXED | {"mlp_only_layers": []},
+        model=_HYBRID_MODEL,
         layer={"attention": "gated_rotary"},
         types=_every_fourth_is_full,
         layer_of={LINEAR: {"block": "delta", "attention": "delta"}},
-        # The sections of a head are for positions in images; all of them are equal in text.
-        rope=RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
+        rope=_SECTIONS,
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        # No layer has an MLP of this intermediate_size, and published configurations do not state one.
+        defaults=_HYBRID | {"num_key_value_heads": 2, "intermediate_size": 512} | _HYBRID_MIXTURE,
+        fixed=_HYBRID_FIXED | {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
+        model=_HYBRID_MODEL,
+        layer={"attention": "gated_rotary", "mlp": "shared_experts"},
+        types=_every_fourth_is_full,
+        layer_of={LINEAR: {"block": "delta", "attention": "delta"}},
+        rope=_SECTIONS,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        defaults=_HYBRID
+        | {"num_key_value_heads": 2, "intermediate_size": 5632}
+        | _QWEN_MIXTURE
+        | _HYBRID_MIXTURE
+        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        fixed=_HYBRID_FIXED | {"use_sliding_window": False},
+        model=_HYBRID_MODEL,
+        layer={"attention": "gated_rotary", "mlp": "shared_experts"},
+        types=_every_fourth_is_full,
+        layer_of={LINEAR: {"block": "delta", "attention": "grouped_delta"}},
+        rope=RopeKeys(partial=0.25),
     ),
 }
