@@ -365,6 +365,11 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
     [
         ({"model_type": None}, "model_type is None, implemented are llama, mistral"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
+        ({"model_type": "?", "kv_lora_rank": 512, "n_routed_experts": 8}, r"experts .*, latent attention .*rank: 512"),
+        ({"model_type": "?", "mamba_d_state": 16}, r"It has state-space layers \(mamba_d_state: 16\)\."),
+        ({"model_type": "?", "conv_L_cache": 3}, "short convolutions .conv_L_cache: 3"),
+        ({"model_type": "?", "is_encoder_decoder": True}, "an encoder .is_encoder_decoder: True"),
+        ({"model_type": "?", "text_config": {"kv_lora_rank": 8}, "vision_config": {"depth": 1}}, "attention .*images"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number from 1"),
         ({"model_type": "olmoe", "num_experts_per_tok": 65}, "num_experts_per_tok: 65 exceeds the 64 experts"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0, implemented is None"),
