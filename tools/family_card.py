@@ -85,6 +85,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4_moe": _CORRECTED | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
     "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "glm4_moe_lite": _LATENT,
+    "dots1": _CORRECTED | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "solar_open": _CORRECTED,
     # The limit is left at 7, which few gates exceed: at a gate within rounding of it, gradients differ by far more.
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
     | _WINDOW
