@@ -65,7 +65,8 @@ def _targets(model_type: str, family: str) -> Any:
     # Of mixtures, peft adapts experts and routers as well if it is asked for all linear layers.
     if "kv_lora_rank" in FAMILIES[family]:
         return LATENT
-    return [*QV, "k_proj", "o_proj"] if "moe" in model_type or model_type == "mixtral" else ALL_LINEAR
+    is_mixture = "moe" in model_type or model_type == "mixtral" or "n_routed_experts" in FAMILIES[family]
+    return [*QV, "k_proj", "o_proj"] if is_mixture else ALL_LINEAR
 
 
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
