@@ -64,6 +64,9 @@ _WINDOW = {"sliding_window": 64, "layer_types": [*["sliding_attention"] * 3, "fu
 _GEMMA_4 = _WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 128}
 _GEMMA_4 |= {"final_logit_softcapping": 30.0}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LATENT = _CORRECTED | {"num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32}
+_LATENT |= {"qk_rope_head_dim": 32, "head_dim": 32, "v_head_dim": 48}
 _ROPE_3_5 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 _ROPE_GPT_OSS = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
 _ROPE_GPT_OSS |= {"original_max_position_embeddings": 64}
@@ -94,6 +97,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 256},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
+    "glm4_moe": _CORRECTED | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": _LATENT,
+    "dots1": _CORRECTED | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "solar_open": _CORRECTED,
     # The limit is left at 7, which few gates exceed: at a gate within rounding of it, gradients differ by far more.
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
     | _WINDOW
@@ -132,6 +140,9 @@ def make_reference(model_type: str, settings: dict[str, Any]) -> Any:
             parameter.normal_(-3.0, 1.0)  # slow decays, with which a state outlasts a conversation
         else:
             parameter.normal_(float("norm" in name), 0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)
     # Otherwise generate() would stop at tokens of the config class.
     model.generation_config = transformers.GenerationConfig()
     return model.train()

@@ -204,6 +204,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "DeepSeek V3 without experts": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "first_k_dense_replace": 2},
     "Moonlight": {"model_type": "deepseek_v3", **LATENT, **GROUPS, "q_lora_rank": None, "rope_interleave": False},
+    "dots.llm1": {"model_type": "dots1", "rms_norm_eps": 0.02, **GROUPS, "sliding_window": 20, "max_window_layers": 1}
+    | {"attention_bias": True},
+    "Solar Open": {"model_type": "solar_open", "rms_norm_eps": 0.02, **GROUPS, "head_dim": 12, "attention_bias": True}
+    | {"first_k_dense_replace": 0},
     "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
     "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}
     | {"layer_types": ["sliding_attention", "full_attention"]},

@@ -14,6 +14,7 @@ import transformers
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.models import architecture
 from sftron.models.architecture import DROPOUTS, FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
+from sftron.models.families.family import CORRECTED_IRRELEVANT
 from sftron.models.mixtures import Mixture, stated_aux_coefficient
 from tests.models.reference import (
     EXPERTS,
@@ -205,6 +206,8 @@ NULLABLE = {
     "glm4_moe": set(),
     "glm4_moe_lite": {"q_lora_rank", "mlp_layer_types"},
     "deepseek_v3": {"q_lora_rank", "num_key_value_heads"},
+    "dots1": {"num_key_value_heads", "sliding_window"},
+    "solar_open": set(),
     "cohere": {"num_key_value_heads"},
     "cohere2": {"num_key_value_heads"},
     "mixtral": {"sliding_window", "head_dim"},
@@ -227,9 +230,14 @@ NULLABLE = {
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
 
-_HAVE_TO_BE = {"gemma4_text": {"vocab_size_per_layer_input": TINY["vocab_size"]}}
-_HAVE_TO_BE |= {model_type: {"num_key_value_heads": 32} for model_type in ("glm4_moe_lite", "deepseek_v3")}
-"""Keys that have to be the vocab_size; and the number of keys of latent attention, which has as many as queries."""
+_NEEDED: dict[str, dict[str, int]] = {
+    "gemma4_text": {"vocab_size_per_layer_input": TINY["vocab_size"]},
+    # Latent attention computes as many keys as queries; the default of their number is that of the published models.
+    "glm4_moe_lite": {"num_key_value_heads": 32},
+    "deepseek_v3": {"num_key_value_heads": 32},
+    # transformers has no defaults of these.
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+}
 
 
 @pytest.mark.parametrize("has_nulls", [False, True])
@@ -241,7 +249,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: st
     }
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
-    config |= _HAVE_TO_BE.get(model_type, {})
+    config |= _NEEDED.get(model_type, {})
     config |= {"head_dim": 8} if model_type == "hunyuan_v1_dense" else {}  # without it, transformers fails
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
     other_nulls = {"rope_scaling": None, "rope_theta": None, "unheard_of": None} if has_nulls else {}
@@ -291,7 +299,7 @@ def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_that_transformers_reads_is_read_or_refused_and_any_other_is_ignored(model_type: str) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 32}
-    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes, **_HAVE_TO_BE.get(model_type, {})}
+    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes, **_NEEDED.get(model_type, {})}
     reference = transformers.AutoConfig.for_model(model_type)
     source = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[type(reference)]))
     asked = set(re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', source)) - _HAVE_NO_EFFECT
@@ -317,9 +325,9 @@ _HAS_NO_EFFECT_IN = {
     "phi3": {"original_max_position_embeddings"},
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size"},  # without enable_moe_block
     "hunyuan_v1_dense": {"eod_token_id"},
-    "glm4_moe": {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"},
 }
-_HAS_NO_EFFECT_IN |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _HAS_NO_EFFECT_IN["glm4_moe"] | {"qk_head_dim"})
+_CORRECTED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open")
+_HAS_NO_EFFECT_IN |= {key: {*CORRECTED_IRRELEVANT, "qk_head_dim"} for key in _CORRECTED}
 
 
 def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +393,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({**_DEEPSEEK, "head_dim": 128}, "head_dim: 128, implemented is qk_rope_head_dim: 64"),
         ({**_DEEPSEEK, "attention_bias": True, "q_lora_rank": None}, "attention_bias: True, .* if q_lora_rank is null"),
         ({**_DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: 'softmax', implemented is 'sigmoid'"),
+        ({"model_type": "dots1"}, "n_routed_experts: None is not a whole number from 1"),
         ({**_DEEPSEEK, "n_group": 3}, "n_group: 3 does not divide the 256 experts into groups of at least 2"),
         ({**_DEEPSEEK, "n_group": 256}, "n_group: 256 does not divide the 256 experts"),
         ({**_DEEPSEEK, "topk_group": 9}, "topk_group: 9 exceeds n_group: 8"),

@@ -65,7 +65,7 @@ def read_mixture(
     num_layers = values["num_hidden_layers"]
     if "num_experts_per_tok" not in values:
         return None, [False] * num_layers, []
-    names = [key for key in _COUNTS if values.get(key) is not None]
+    names = [key for key in _COUNTS if values.get(key) is not None] or [key for key in _COUNTS if key in values][-1:]
     counts = {key: values[key] for key in [key for key in names if key in given] or names}
     shared = values.get("shared_expert_intermediate_size")
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"

@@ -42,7 +42,45 @@ LATENT: dict[str, Any] = {
 }
 """The fields of a family with latent attention and the experts of DeepSeek V3."""
 
+_UNREAD = CORRECTED_IRRELEVANT | {"scoring_func", "topk_method"}
+"""The published folders of these families have other words for the same router."""
+
+
+def _beyond_max_window_layers(values: Values) -> list[bool]:
+    has_window = values["sliding_window"] is not None
+    return [has_window and number >= values["max_window_layers"] for number in range(values["num_hidden_layers"])]
+
+
 DEEPSEEK_FAMILIES: dict[str, Family] = {
     # The code in the folders of the published models is what became transformers' class.
     "deepseek_v3": Family(**LATENT | {"irrelevant": LATENT["irrelevant"] | {"auto_map"}}),
+    "dots1": Family(
+        architecture="Dots1ForCausalLM",
+        defaults=COMMON
+        | {"num_key_value_heads": 32, "attention_bias": False, "sliding_window": 4096, "max_window_layers": 62}
+        | {"layer_types": None}
+        | CORRECTED_MIXTURE
+        | {"n_shared_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": 1408}
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+        fixed={"mlp_bias": False, "moe_layer_freq": 1},
+        irrelevant=_UNREAD,
+        layer={"attention": "normed_rotary", "mlp": "added_experts"},
+        slides=_beyond_max_window_layers,
+        router="corrected",
+    ),
+    "solar_open": Family(
+        architecture="SolarOpenForCausalLM",
+        # Each layer has experts, so that the intermediate size is not read.
+        defaults=COMMON
+        | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+        | {"attention_bias": False, "intermediate_size": 1280}
+        | CORRECTED_MIXTURE
+        | {"n_routed_experts": 128, "moe_intermediate_size": 1280},
+        fixed={"mlp_bias": False, "moe_layer_freq": 1, "first_k_dense_replace": 0},
+        irrelevant=_UNREAD,
+        model={"o_bias": False},
+        layer={"mlp": "added_experts"},
+        router="corrected",
+        rope=RopeKeys(theta=1e6),
+    ),
 }
