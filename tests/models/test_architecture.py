@@ -188,6 +188,11 @@ NULLABLE = {
     "hunyuan_v1_dense": {"num_key_value_heads"},
     "exaone4": set(),
     "apertus": {"num_key_value_heads"},
+    "cwm": set(),
+    "internlm3": {"num_key_value_heads"},
+    "iquestcoder": {"num_key_value_heads"},
+    "hyperclovax": {"num_key_value_heads", "head_dim", "attention_multiplier"},
+    "jais2": {"num_key_value_heads", "head_dim"},
     "gpt_oss": set(),
     "qwen3_5_text": set(),
 }
