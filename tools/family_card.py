@@ -82,6 +82,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
     "olmo3": _WINDOW,
     "exaone4": _WINDOW,
+    "cwm": _WINDOW,
+    "hyperclovax": {"embedding_multiplier": 10.0, "attention_multiplier": 1 / 64, "logits_scaling": 0.125},
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
     | {"logits_scaling": 8.0},
     "phi3": {"sliding_window": 64},

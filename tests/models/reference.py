@@ -238,6 +238,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "EXAONE 4 32B": {"model_type": "exaone4", **SLIDING, "rope_parameters": LLAMA3_ROPE},
     "EXAONE 4 1.2B": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2}
     | {"head_dim": 12, "rms_norm_eps": 0.02, "tie_word_embeddings": True},
+    "CWM": {"model_type": "cwm", "head_dim": 12, **SLIDING, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
+    "InternLM3": {"model_type": "internlm3", "head_dim": 12, "attention_bias": True, "mlp_bias": True}
+    | {"rope_parameters": LINEAR_ROPE},
+    "IQuest Coder": {"model_type": "iquestcoder", "head_dim": 12, "rms_norm_eps": 0.02},
+    "HyperCLOVA X": {
+        "model_type": "hyperclovax",
+        "rms_norm_eps": 0.02,
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.7,
+    },
+    "Jais 2": {"model_type": "jais2", "layer_norm_eps": 0.02},
     "Apertus": {"model_type": "apertus", "rms_norm_eps": 0.02, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 3e4}},
     "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,

@@ -69,7 +69,7 @@ _LARGEST_SIZE = 2**27
 _DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 0.02}
 """The defaults of the keys that every family reads."""
 
-_NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapping")
+_NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapping", "attention_multiplier")
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", *_NULLABLE_NUMBERS)
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window, latent or
 bound."""

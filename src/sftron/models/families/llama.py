@@ -30,6 +30,14 @@ _MINISTRAL_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 LLAMA_FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", defaults=COMMON | BIASES),
@@ -109,5 +117,52 @@ LLAMA_FAMILIES: dict[str, Family] = {
         architecture="ArceeForCausalLM",
         defaults=COMMON | BIASES | {"max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
         layer={"mlp": "plain"},
+    ),
+    "cwm": Family(
+        architecture="CwmForCausalLM",
+        defaults=COMMON
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"mlp_bias": False, "sliding_window": 8192, "layer_types": None},
+        fixed={"attention_bias": False},
+        slides=lambda values: [number % 4 != 0 for number in range(values["num_hidden_layers"])],
+        rope=RopeKeys(theta=1e6, parameters=_CWM_ROPE),
+    ),
+    # These two are of transformers' class of Llama; only the defaults differ.
+    "internlm3": Family(
+        architecture="LlamaForCausalLM",
+        defaults=COMMON
+        | BIASES
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+        # Other names of the same biases.
+        fixed={"qkv_bias": False, "bias": False},
+        irrelevant=frozenset({"auto_map"}),
+    ),
+    "iquestcoder": Family(
+        architecture="LlamaForCausalLM",
+        defaults=COMMON
+        | BIASES
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        fixed={"use_sliding_window": False},
+        irrelevant=frozenset({"auto_map", "max_window_layers"}),
+    ),
+    "hyperclovax": Family(
+        architecture="HyperCLOVAXForCausalLM",
+        defaults=COMMON
+        | BIASES
+        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+        | {"attention_multiplier": None},
+        fixed={"use_post_norm": True},
+        irrelevant=frozenset({"auto_map"}),
+        model={
+            "embedding_multiplier": key("embedding_multiplier"),
+            "residual_multiplier": key("residual_multiplier"),
+            "logit_scale": key("logits_scaling"),
+        },
+        layer={"block": "norm_around", "scale": key("attention_multiplier")},
+        names={
+            "post_attention_layernorm": ("post_norm1",),
+            "pre_feedforward_layernorm": ("post_attention_layernorm",),
+            "post_feedforward_layernorm": ("post_norm2",),
+        },
     ),
 }

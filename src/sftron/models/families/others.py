@@ -134,6 +134,14 @@ OTHER_FAMILIES: dict[str, Family] = {
         layer={"mlp": "plain"},
         names={"mlp.up_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)},
     ),
+    "jais2": Family(
+        architecture="Jais2ForCausalLM",
+        defaults=without("rms_norm_eps")
+        | {"max_position_embeddings": 8192, "hidden_act": "relu2", "layer_norm_eps": 1e-5}
+        | {"attention_bias": True, "mlp_bias": True},
+        model=_LAYER_NORM,
+        layer={"mlp": "plain"},
+    ),
     "stablelm": Family(
         architecture="StableLmForCausalLM",
         defaults=without("rms_norm_eps", "head_dim")
