@@ -54,7 +54,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, **FAMILIES["Gemma 4 E2B"], **_FOUR_LAYERS},
         "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
-        | {"subsampling_conv_channels": [4, 2]},
+        | {"subsampling_conv_channels": [4, 2], "use_clipped_linears": False},  # whose bounds are infinite
     },
     "gemma4_unified": {
         "text_config": {**_TEXT, **FAMILIES["Gemma 4 12B"], **_FOUR_LAYERS},

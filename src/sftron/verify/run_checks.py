@@ -131,7 +131,7 @@ def resume(subject: Subject) -> Finding:
     wrong = _differences(whole, resumed)
     losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[_HALF:])
     compared = f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position"
-    layers = f"first {min(_NUM_LAYERS, subject.num_layers)} of {subject.total_layers} layers, packs of one sequence"
+    layers = f"first {subject.first_layers(_NUM_LAYERS)} of {subject.total_layers} layers, packs of one sequence"
     measured = f"steps {_HALF + 1} to {NUM_STEPS} again: {len(wrong) or 'no'} differences"
     return Finding(not wrong, measured, "every bit", (*wrong[:5], compared, layers))
 

@@ -107,8 +107,9 @@ class Subject:
         self.model_folder = model_folder(config)
         architecture = read_config(self.model_folder)
         self.total_layers = architecture.num_hidden_layers
-        num_layers = None if FAMILIES[architecture.model_type].is_whole else num_layers
-        self.num_layers = min(self.total_layers, num_layers or self.total_layers)
+        self._is_whole = FAMILIES[architecture.model_type].is_whole
+        self.num_layers = self.total_layers
+        self.num_layers = self.first_layers(num_layers or self.total_layers)
         self.config = self.with_layers(config, self.num_layers)
         self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._num_tokens = num_tokens or (_TOKENS_ON_GPU if self.ranks.device.type == "cuda" else _TOKENS_ON_CPU)
@@ -118,11 +119,14 @@ class Subject:
         self._start: dict[str, Tensor] = {}
         self.rows = tuple(self._read_rows(num_rows))
 
+    def first_layers(self, num_layers: int) -> int:
+        """Returns the number of layers to compute where the first `num_layers` suffice: all, if these are no model."""
+        return self.num_layers if self._is_whole else min(num_layers, self.num_layers)
+
     def with_layers(self, config: Config, num_layers: int) -> Config:
         """Returns the configuration with a model of only the first layers, at most as many as the subject has."""
-        num_layers = min(num_layers, self.num_layers)
-        is_whole = FAMILIES[read_config(self.model_folder).model_type].is_whole
-        if num_layers == self.total_layers or is_whole:
+        num_layers = self.first_layers(num_layers)
+        if num_layers == self.total_layers:
             return config
         folder = self.scratch / f"first-{num_layers}-layers"
         if not folder.exists():
