@@ -131,9 +131,12 @@ def _layers_of_each_kind(config: Mapping[str, Any]) -> list[int]:
 
 
 def without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a `tiny_config` whose values are not the defaults of the class."""
-    defaults = CONFIG_MAPPING[config["model_type"]]().to_dict()
-    return {key: value for key, value in config.items() if key == "model_type" or value != defaults.get(key)}
+    """Returns the keys of a `tiny_config` that the class does not have by default, given the others."""
+    config_class = CONFIG_MAPPING[config["model_type"]]
+    defaults = config_class().to_dict()
+    stated = {key: value for key, value in config.items() if key == "model_type" or value != defaults.get(key)}
+    derived = config_class(**stated).to_dict()
+    return stated | {key: value for key, value in config.items() if value != derived.get(key)}
 
 
 def changed_keys(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -148,12 +151,12 @@ def changed_keys(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if key in _OF_NO_EFFECT or key.endswith("_config") or (key.endswith("token_id") and key != "pad_token_id"):
             continue
         value, kind = config.get(key), kinds.get(key, "")
-        for other in (None, *_other_values(key, value, kind, config)):
+        for other in (None, *_other_values(key, value, kind)):
             if (other, type(other)) != (value, type(value)):
                 yield {key: other}
 
 
-def _other_values(key: str, value: Any, kind: str, config: Mapping[str, Any]) -> list[Any]:
+def _other_values(key: str, value: Any, kind: str) -> list[Any]:
     if key.endswith("layer_types"):
         stated = value or ["full_attention"] * NUM_LAYERS
         return [[name, *stated[1:]] for name in ALLOWED_LAYER_TYPES] + [[name] * NUM_LAYERS for name in set(stated)]
@@ -167,12 +170,12 @@ def _other_values(key: str, value: Any, kind: str, config: Mapping[str, Any]) ->
         return [True, False]
     if isinstance(value, str):
         return [*ACTIVATIONS] if "act" in key else ["unheard_of"]
-    if isinstance(value, list) and value and type(value[0]) is not int:
-        return [[]]
+    if isinstance(value, list):
+        return [[], [0], [1], [0, 1] * (NUM_LAYERS // 2), [1, 0] * (NUM_LAYERS // 2)]
     if "float" in kind or type(value) is float:
         return [0.0, 1.7] if value is None else [0.0, 3.0 * value]
     if isinstance(value, int) or "int" in kind.replace("list[int]", ""):
         return [2, 7] if value is None else [0, value + 1, 2 * value]
-    if "list[int]" in kind or isinstance(value, list):
+    if "list[int]" in kind:
         return [[], [0], [1], [0, 1] * (NUM_LAYERS // 2), [1, 0] * (NUM_LAYERS // 2)]
     return [1, 0.5, True, {}]
