@@ -130,6 +130,10 @@ def _refusal(model_type: str, kind: str, spelling: str, rotary_dim: int) -> str 
         return "short_factor: missing in rope_type 'longrope'"  # yarn is the first name of longrope there
     if rope_type not in keys.types:
         return f"rope_type: '{rope_type}', implemented are"
+    # transformers 5 takes its default of rope_parameters instead; of scales_queries, rope_scaling is never null.
+    is_null = kind == "default" and spelling in ("4", "4, first") and not keys.scales_queries
+    if is_null and "rope_theta" in keys.parameters:
+        return "rope_theta: 30000.0 contradicts rope_scaling.rope_theta"
     if rope_type == "dynamic" and rotary_dim == 2:
         return "2 rotated dimensions, but rope_type 'dynamic' needs more than 2"
     if keys.sliding_theta is not None and ROPES[kind].get("truncate") is False:
