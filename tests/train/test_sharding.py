@@ -68,7 +68,9 @@ def test_every_way_to_keep_activations_survives_that_weights_are_freed_and_gathe
 
 
 def test_ranks_that_gather_weights_in_bf16_select_the_experts_of_corrections_in_fp32(tmp_path: Path) -> None:
-    compare(2, [Case(dtype=dtype, model=FAMILIES["GLM 4.5"]) for dtype in DTYPES], tmp_path)
+    # Of larger weights, rounding selects other experts after a few steps in bf16.
+    model = FAMILIES["GLM 4.5"] | {"initializer_range": 0.1}
+    compare(2, [Case(dtype=dtype, model=model) for dtype in DTYPES], tmp_path)
 
 
 def test_rows_that_the_ranks_do_not_divide_and_ranks_without_a_row(tmp_path: Path) -> None:
