@@ -299,6 +299,8 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> 
 
 
 _OF_SOME_FAMILY = {key for family in FAMILIES.values() for key in (*family.defaults, *family.fixed, *family.rope.read)}
+_OF_SOME_FAMILY -= {*_SIZES}
+"""Not the sizes, which some wrappers repeat, and which every text model states itself."""
 
 
 def _unknown(given: Mapping[str, Any], known: Set[str], model_type: Any) -> list[str]:
