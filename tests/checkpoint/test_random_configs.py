@@ -44,6 +44,17 @@ VALUES: dict[str, list[Any]] = {
     "moe_intermediate_size": [16, 24],
     "shared_expert_intermediate_size": [16, 24],
     "decoder_sparse_step": [1, 2],
+    "shared_intermediate_size": [16, 24],
+    "position_embedding_type": [None, "rope", "nope"],
+    # The class checks them in models without Mamba layers, too.
+    "mamba_n_heads": [8],
+    "mamba_d_head": ["auto"],
+    "mamba_n_groups": [1],
+    "mamba_d_state": [8],
+    "mamba_d_conv": [4],
+    "mamba_expand": [2],
+    "mamba_chunk_size": [16],
+    "time_step_limit": [[0.0, 8.0]],
     "linear_num_key_heads": [2],
     "linear_num_value_heads": [2, 4],
     "linear_key_head_dim": [8, 12],
@@ -58,10 +69,12 @@ FIXED = {"vocab_size", "initializer_range", "rope_parameters"}
 """Keys of every config; test_exported_logits.py has the ropes."""
 
 
-def _value(field: Any, has_delta: bool, choose: random.Random) -> Any:
+def _value(field: Any, model_type: str, has_delta: bool, choose: random.Random) -> Any:
     name, kind = field.name, str(field.type)
     if name == "layer_types":
         other = "linear_attention" if has_delta else "sliding_attention"
+        if model_type == "granitemoehybrid":
+            other = "full_attention"
         return choose.choice([None, choose.choices(["full_attention", other], k=3)])
     if name in VALUES:
         return choose.choice(VALUES[name])
@@ -83,7 +96,7 @@ def _config(model_type: str, choose: random.Random) -> dict[str, Any]:
     fields = [each for each in fields if each.name not in base - own and each.name not in FIXED]
     fields = [each for each in fields if any(part in each.name for part in LARGE) or choose.random() < 0.6]
     has_delta = any(each.name.startswith("linear_") for each in fields)
-    return {each.name: _value(each, has_delta, choose) for each in fields}
+    return {each.name: _value(each, model_type, has_delta, choose) for each in fields}
 
 
 def _logits(folder: Path) -> Tensor:

@@ -60,7 +60,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _ATTENTION = [*QV, "k_proj", "o_proj"]
 LINEAR_OF_MIXTURES = {
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), _ATTENTION),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"), _ATTENTION),
+    **{key: [*_ATTENTION, "input_linear", "output_linear"] for key in ("granitemoeshared", "granitemoehybrid")},
     "qwen3_next": [*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
     "qwen3_5_moe_text": [*_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "up_proj"],
 }

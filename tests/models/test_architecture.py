@@ -73,20 +73,32 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     slides = [True] * num_layers if layer_types is None else [each == "sliding_attention" for each in layer_types]
     names = dict(layer.named_parameters())
     biased = {key: bool(re.findall(rf"\.({kinds})\.bias", " ".join(names))) for key, kinds in _BIASES.items()}
-    found = {
+    found_eps = {
         getattr(each, name) for each in layer.modules() for name in ("eps", "variance_epsilon") if hasattr(each, name)
     }
-    (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
+    (eps,) = found_eps or {1e-5}  # OLMo 1's is not in its configuration
     # Where every layer has experts, transformers has no size of a dense layer.
     unused = {key: each for key, each in FAMILIES[config["model_type"]].defaults.items() if key == "intermediate_size"}
-    return {key: getattr(reference, key, unused.get(key)) for key in _SAME} | {
+    found = {key: getattr(reference, key, unused.get(key)) for key in _SAME}
+    if getattr(layer, "block_sparse_moe", layer) is None:  # the MLP beside experts is the only one
+        found["intermediate_size"] = layer.shared_mlp.hidden_size
+    return found | {
         "num_hidden_layers": num_layers,
         "head_dim": layer.self_attn.head_dim,
         **biased,
         "norm_eps": eps,
         "windows": [window if each else None for each in slides],
-        "experts": _experts_by_transformers(layer.mlp),
+        "experts": _experts_by_transformers(_mlp_by_transformers(layer)),
     }
+
+
+def _mlp_by_transformers(layer: Any) -> Any:
+    """Granite names its experts after Mixtral's, and has those of all tokens beside them."""
+    if not hasattr(layer, "block_sparse_moe"):
+        return layer.mlp
+    if layer.block_sparse_moe is not None:
+        layer.block_sparse_moe.shared_expert = getattr(layer, "shared_mlp", None)
+    return layer.block_sparse_moe or layer.shared_mlp
 
 
 def _experts_by_transformers(mlp: Any) -> Mixture | None:
@@ -100,7 +112,7 @@ def _experts_by_transformers(mlp: Any) -> Mixture | None:
         num_selected=router.top_k,
         intermediate_size=experts.intermediate_size if is_clamped else experts.intermediate_dim,
         normalizes=getattr(router, "norm_topk_prob", True),
-        shared_size=None if shared is None else shared.intermediate_size,
+        shared_size=None if shared is None else getattr(shared, "intermediate_size", shared.hidden_size),
         **({"swiglu_alpha": experts.alpha, "swiglu_limit": experts.limit} if is_clamped else {}),
     )
 
@@ -130,10 +142,13 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype" if "dtype" in config else "torch_dtype": "float32",
     }
-    small |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
+    small |= {
+        key: min(config[key], 8) for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config
+    }
     small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
     small |= {"num_key_value_heads": None if kv_heads is None else 2} if "num_key_value_heads" in config else {}
     small |= {key: 16 for key in ("head_dim",) if key in config}
+    small |= {"shared_intermediate_size": 40, "mamba_d_head": 1} if "mamba_d_head" in config else {}
     small |= {key: config[key][:4] for key in ("layer_types", "no_rope_layers") if key in config}
     small |= {key: 7 for key in ("sliding_window",) if config.get(key) is not None}
     rope = config.get("rope_scaling") or {}
@@ -167,7 +182,7 @@ NULLABLE = {
     "phi3": {"num_key_value_heads", "sliding_window"},
     "starcoder2": {"sliding_window"},
     "olmo3": {"num_key_value_heads"},
-    "granite": {"num_key_value_heads"},
+    **{key: {"num_key_value_heads"} for key in ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")},
     "phi": {"num_key_value_heads"},
     "stablelm": set(),
     "gemma": set(),
@@ -189,6 +204,11 @@ NULLABLE = {
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
 
+def _needed(model_type: str) -> dict[str, Any]:
+    """By default, all layers of Granite 4 have a mechanism that is not implemented."""
+    return {"layer_types": ["full_attention"] * 4} if model_type == "granitemoehybrid" else {}
+
+
 @pytest.mark.parametrize("has_nulls", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: str, has_nulls: bool) -> None:
@@ -197,7 +217,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: st
         "pad_token_id": 0,
     }
     # As many heads as every default of key-value heads divides.
-    config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
+    config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256} | _needed(model_type)
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
     other_nulls = {"rope_scaling": None, "rope_theta": None, "unheard_of": None} if has_nulls else {}
     assert _native(config | nulls | other_nulls) == _by_transformers(config | nulls)
@@ -234,6 +254,7 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
     usual = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "gpt_oss")
+    usual += ("granitemoe", "granitemoeshared", "granitemoehybrid")
     families = {**dict.fromkeys(usual, 0.001), "olmoe": 0.01}
     for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
@@ -246,7 +267,7 @@ def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_that_transformers_reads_is_read_or_refused_and_any_other_is_ignored(model_type: str) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 32}
-    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes}
+    config = {"model_type": model_type, "num_hidden_layers": 4, **sizes, **_needed(model_type)}
     reference = transformers.AutoConfig.for_model(model_type)
     source = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[type(reference)]))
     asked = set(re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', source)) - _HAVE_NO_EFFECT
@@ -266,8 +287,12 @@ _HAVE_NO_EFFECT = {
 }
 
 
-# Beside layer_types, and without longrope.
-_HAS_NO_EFFECT_IN = {"gemma3_text": {"_sliding_window_pattern"}, "phi3": {"original_max_position_embeddings"}}
+# Beside layer_types, without longrope, and without Mamba layers; any position embedding but "rope" is none.
+_HAS_NO_EFFECT_IN = {
+    "gemma3_text": {"_sliding_window_pattern"},
+    "phi3": {"original_max_position_embeddings"},
+    "granitemoehybrid": FAMILIES["granitemoehybrid"].irrelevant | {"position_embedding_type"},
+}
 
 
 def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +404,17 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False, implemented is True"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers: 2"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
+        ({"model_type": "granitemoehybrid"}, "layer_types: 'mamba', implemented are full_attention"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]}, "layer_types: 'mamba'"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["full_attention", "linear_attention"]},
+            "layer_types: 'linear_attention', implemented are full_attention",
+        ),
+        ({"model_type": "granitemoeshared", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, "shared_intermediate_size": 0},
+            "shared_intermediate_size: 0 is not a whole number",
+        ),
         ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True, implemented is False"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes' is neither true nor false"),
     ],

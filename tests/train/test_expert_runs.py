@@ -147,9 +147,11 @@ def test_adapters_on_weights_in_mxfp4_are_merged_into_the_same_weights_in_bf16(t
     assert all(value.equal(base[name]) for name, value in experts.items())
 
 
-@pytest.mark.parametrize(
-    "family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE", "Qwen 3.5 MoE", "Qwen3-Next"]
-)
+SPELLED = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE", "Qwen 3.5 MoE", "Qwen3-Next"]
+SPELLED += ["Granite MoE, shared", "Granite 4 with experts"]
+
+
+@pytest.mark.parametrize("family", SPELLED)
 def test_fused_and_separate_experts_are_the_same_model_and_greedy_tokens_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:

@@ -63,6 +63,9 @@ _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLA
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
+_OLD_FULL = "attention"
+"""The name of FULL in hybrids of transformers 4."""
+
 _FIXED: dict[str, Any] = {
     "rope_interleaved": False,
     "is_encoder_decoder": False,
@@ -160,6 +163,8 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
+        if isinstance(types := values.get("layer_types"), list):
+            values["layer_types"] = [FULL if each == _OLD_FULL else each for each in types]
         problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
         problems += _unknown(others, _IRRELEVANT, others.get("model_type"))
         problems += _wrong_types(values, defaults)
@@ -172,7 +177,9 @@ class LlamaConfig:
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
-        mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
+        mixture, is_sparse, wrong_experts = (
+            (None, [], []) if wrong_sizes else read_mixture(values, given, may_be_empty=family.may_lack_experts)
+        )
         problems += wrong_ropes + wrong_sizes + wrong_experts
         if problems:
             raise ValueError(
@@ -183,9 +190,8 @@ class LlamaConfig:
         is_dense = [mixture is not None and not each for each in is_sparse]
         return cls(
             model_type=str(config["model_type"]),
-            **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
-            **_resolve(MODEL | dict(family.model), values),
+            **{key: values[key] for key in (*_SIZES, *_DEFAULTS)} | _resolve(MODEL | dict(family.model), values),
             ropes=ropes,
             layers=_layers(values, family, windows, rope_of_layer, is_dense=is_dense),
             mixture=mixture,
@@ -247,6 +253,8 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> 
 
 
 _OF_SOME_FAMILY = {key for family in FAMILIES.values() for key in (*family.defaults, *family.fixed, *family.rope.read)}
+# Only Granite 4's class asks for it; published configurations of other families name their rope in it.
+_OF_SOME_FAMILY -= {"position_embedding_type"}
 
 
 def _unknown(given: Mapping[str, Any], known: Set[str], model_type: Any) -> list[str]:

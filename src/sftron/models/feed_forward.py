@@ -89,10 +89,25 @@ class SharedExpertMLP(ExpertsMLP):
         return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
 
 
+class AddedExpertsMLP(ExpertsMLP):
+    """A mixture of experts, and experts of all tokens, which are one MLP (DeepSeekMoE, arXiv 2401.06066)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        assert config.mixture is not None
+        assert config.mixture.shared_size is not None
+        self.shared_experts = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        return self.experts(normed_TH, *self.gate(normed_TH)) + self.shared_experts(x_TH, norm)
+
+
 MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
     "gated": LlamaMLP,
     "plain": PlainMLP,
     "experts": ExpertsMLP,
     "shared_experts": SharedExpertMLP,
+    "added_experts": AddedExpertsMLP,
     "biased_experts": BiasedExpertsMLP,
 }

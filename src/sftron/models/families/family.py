@@ -43,6 +43,8 @@ class Family:
     """Returns the `layer_types` of a config.json without them."""
     layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
+    may_lack_experts: bool = False
+    """Whether the number of experts of a mixture may be 0; then no layer has any."""
     quant_method: str | None = None
     """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sftron.models.families.family import BIASES, COMMON, MIXTURE, Family, Values, key, not_every
+from sftron.models.families.family import BIASES, COMMON, MIXTURE, Family, Values, not_every
 from sftron.models.rope_config import RopeKeys
 
 
@@ -74,17 +74,5 @@ LLAMA_FAMILIES: dict[str, Family] = {
         slides=_unless_rotated,
         rope=RopeKeys(theta=2e6),
         rotates=_rotates,
-    ),
-    "granite": Family(
-        architecture="GraniteForCausalLM",
-        defaults=COMMON
-        | BIASES
-        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
-        model={
-            "embedding_multiplier": key("embedding_multiplier"),
-            "residual_multiplier": key("residual_multiplier"),
-            "logit_scale": lambda values: 1 / values["logits_scaling"],
-        },
-        layer={"scale": key("attention_multiplier")},
     ),
 }
