@@ -77,6 +77,9 @@ _HYBRID = {
     "linear_value_head_dim": 64,
     "rope_parameters": _ROPE_3_5 | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }
+_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
+_GRANITE |= {"logits_scaling": 8.0}
+_GRANITE_MOE = _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
     "mistral": {"sliding_window": 64},
@@ -84,8 +87,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exaone4": _WINDOW,
     "cwm": _WINDOW,
     "hyperclovax": {"embedding_multiplier": 10.0, "attention_multiplier": 1 / 64, "logits_scaling": 0.125},
-    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
-    | {"logits_scaling": 8.0},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE | {"shared_intermediate_size": 256},
+    "granitemoehybrid": _GRANITE_MOE
+    | {"layer_types": ["full_attention"] * 4, "mamba_n_heads": 8}
+    | {"shared_intermediate_size": 256, "position_embedding_type": "rope"},
     "phi3": {"sliding_window": 64},
     "starcoder2": {"sliding_window": 64},
     "gemma2": _WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},

@@ -57,6 +57,17 @@ VALUES: dict[str, list[Any]] = {
     "qk_nope_head_dim": [8, 10],
     "qk_rope_head_dim": [6, 8],
     "v_head_dim": [12, 20],
+    "shared_intermediate_size": [16, 24],
+    "position_embedding_type": [None, "rope", "nope"],
+    # The class checks them in models without Mamba layers, too.
+    "mamba_n_heads": [8],
+    "mamba_d_head": ["auto"],
+    "mamba_n_groups": [1],
+    "mamba_d_state": [8],
+    "mamba_d_conv": [4],
+    "mamba_expand": [2],
+    "mamba_chunk_size": [16],
+    "time_step_limit": [[0.0, 8.0]],
     "linear_num_key_heads": [2],
     "linear_num_value_heads": [2, 4],
     "linear_key_head_dim": [8, 12],
@@ -76,10 +87,12 @@ FIXED = {"vocab_size", "initializer_range", "rope_parameters"}
 """Keys of every config; test_exported_logits.py has the ropes."""
 
 
-def _value(field: Any, has_delta: bool, choose: random.Random) -> Any:
+def _value(field: Any, model_type: str, has_delta: bool, choose: random.Random) -> Any:
     name, kind = field.name, str(field.type)
     if name == "layer_types":
         other = "linear_attention" if has_delta else "sliding_attention"
+        if model_type == "granitemoehybrid":
+            other = "full_attention"
         return choose.choice([None, choose.choices(["full_attention", other], k=3)])
     if name in VALUES:
         return choose.choice(VALUES[name])
@@ -101,7 +114,7 @@ def _config(model_type: str, choose: random.Random) -> dict[str, Any]:
     fields = [each for each in fields if each.name not in base - own and each.name not in FIXED]
     fields = [each for each in fields if any(part in each.name for part in LARGE) or choose.random() < 0.6]
     has_delta = any(each.name.startswith("linear_") for each in fields)
-    values = {each.name: _value(each, has_delta, choose) for each in fields}
+    values = {each.name: _value(each, model_type, has_delta, choose) for each in fields}
     # Latent attention has as many key-value heads as query heads.
     return values | ({"num_key_value_heads": 4} if "kv_lora_rank" in values and choose.random() < 0.8 else {})
 

@@ -109,6 +109,21 @@ GEMMA_4: dict[str, Any] = {
 PER_LAYER = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 97}
 # transformers' class has dropout, and a reference is in training mode.
 SEED_OSS = {"model_type": "seed_oss", "head_dim": 12, "residual_dropout": 0.0, "attention_dropout": 0.0}
+GRANITE: dict[str, Any] = {
+    "rms_norm_eps": 0.02,
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.3,
+}
+GRANITE_MOE = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
+GRANITE_4: dict[str, Any] = GRANITE | {
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 40,
+    "layer_types": ["full_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "tie_word_embeddings": True,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
@@ -137,15 +152,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
     "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
     "OLMo 3": {"model_type": "olmo3", **SLIDING, "rope_theta": 3e4, "rope_scaling": YARN},
-    "Granite 3": {
-        "model_type": "granite",
-        "rms_norm_eps": 0.02,
-        "tie_word_embeddings": True,
-        "embedding_multiplier": 1.7,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 1.3,
-    },
+    "Granite 3": GRANITE | {"model_type": "granite", "tie_word_embeddings": True},
+    "Granite 3 MoE": GRANITE_MOE | {"model_type": "granitemoe", "tie_word_embeddings": True},
+    "Granite MoE, shared": GRANITE_MOE | {"model_type": "granitemoeshared", "shared_intermediate_size": 40},
+    "Granite MoE, shared, without": GRANITE_MOE | {"model_type": "granitemoeshared", "attention_bias": True},
+    "Granite 4": GRANITE_4 | {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"},
+    "Granite 4 with experts": GRANITE_4 | GRANITE_MOE | {"tie_word_embeddings": False},
     "Phi 1.5, 2": {"model_type": "phi", "layer_norm_eps": 0.02, "partial_rotary_factor": 0.25},
     "Phi with normed heads": {"model_type": "phi", "layer_norm_eps": 0.02, "qk_layernorm": True},
     "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02, "sliding_window": 20},

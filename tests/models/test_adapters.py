@@ -62,8 +62,9 @@ _ATTENTION = [*QV, "k_proj", "o_proj"]
 _LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "dots1", "solar_open")
 LINEAR_OF_MIXTURES = {
-    **dict.fromkeys(_MIXTURES, _ATTENTION),
+    **dict.fromkeys((*_MIXTURES, "granitemoe"), _ATTENTION),
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v3"), _LATENT),
+    **{key: [*_ATTENTION, "input_linear", "output_linear"] for key in ("granitemoeshared", "granitemoehybrid")},
     "qwen3_next": [*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
     "qwen3_5_moe_text": [*_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "up_proj"],
 }

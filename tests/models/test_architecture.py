@@ -78,28 +78,40 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     slides = [True] * num_layers if layer_types is None else [each == "sliding_attention" for each in layer_types]
     names = dict(layer.named_parameters())
     biased = {key: bool(re.findall(rf"\.({kinds})\.bias", " ".join(names))) for key, kinds in _BIASES.items()}
-    found = {
+    found_eps = {
         value
         for part, each in layer.named_modules()
         for name in ("eps", "variance_epsilon")
         # Those of latents are not in the configuration.
         if isinstance(value := getattr(each, name, None), float) and "_a_layernorm" not in part
     }
-    (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
+    (eps,) = found_eps or {1e-5}  # OLMo 1's is not in its configuration
     # Where every layer has experts, transformers has no size of a dense layer.
     unused = {key: each for key, each in FAMILIES[config["model_type"]].defaults.items() if key == "intermediate_size"}
-    return {key: getattr(reference, key, unused.get(key)) for key in _SAME} | {
+    found = {key: getattr(reference, key, unused.get(key)) for key in _SAME}
+    if getattr(layer, "block_sparse_moe", layer) is None:  # the MLP beside experts is the only one
+        found["intermediate_size"] = layer.shared_mlp.hidden_size
+    return found | {
         "num_hidden_layers": num_layers,
         "head_dim": _head_dim_by_transformers(layer.self_attn),
         **biased,
         "norm_eps": eps,
         "windows": [window if each else None for each in slides],
-        "experts": _experts_by_transformers(layer.mlp),
+        "experts": _experts_by_transformers(_mlp_by_transformers(layer)),
     }
 
 
 def _head_dim_by_transformers(attention: Any) -> int:
     return attention.head_dim if hasattr(attention, "head_dim") else max(attention.qk_head_dim, attention.v_head_dim)
+
+
+def _mlp_by_transformers(layer: Any) -> Any:
+    """Granite names its experts after Mixtral's, and has those of all tokens beside them."""
+    if not hasattr(layer, "block_sparse_moe"):
+        return layer.mlp
+    if layer.block_sparse_moe is not None:
+        layer.block_sparse_moe.shared_expert = getattr(layer, "shared_mlp", None)
+    return layer.block_sparse_moe or layer.shared_mlp
 
 
 def _experts_by_transformers(mlp: Any) -> Mixture | None:
@@ -117,7 +129,7 @@ def _experts_by_transformers(mlp: Any) -> Mixture | None:
         num_selected=router.top_k,
         intermediate_size=experts.intermediate_size if is_clamped else experts.intermediate_dim,
         normalizes=getattr(router, "norm_topk_prob", True),
-        shared_size=None if shared is None else shared.intermediate_size,
+        shared_size=None if shared is None else getattr(shared, "intermediate_size", shared.hidden_size),
         **({"swiglu_alpha": experts.alpha, "swiglu_limit": experts.limit} if is_clamped else options),
     )
 
@@ -147,7 +159,9 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype" if "dtype" in config else "torch_dtype": "float32",
     }
-    small |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
+    small |= {
+        key: min(config[key], 8) for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config
+    }
     small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
     small |= {"num_key_value_heads": None if kv_heads is None else 2} if "num_key_value_heads" in config else {}
     small |= {"dtype": "float32"} if "dtype" in config else {}
@@ -162,6 +176,7 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         small |= {"num_key_value_heads": 4} | {key: size for key, size in latent.items() if config[key] is not None}
     small |= {"n_group": 4, "topk_group": 2} if config.get("n_group", 1) > 1 else {}
     small |= {key: 16 for key in ("head_dim",) if key in config}
+    small |= {"shared_intermediate_size": 40, "mamba_d_head": 1} if "mamba_d_head" in config else {}
     small |= {key: config[key][:4] for key in ("layer_types", "no_rope_layers") if key in config}
     small |= {key: 7 for key in ("sliding_window",) if config.get(key) is not None}
     rope = config.get("rope_scaling") or {}
@@ -195,7 +210,7 @@ NULLABLE = {
     "phi3": {"num_key_value_heads", "sliding_window"},
     "starcoder2": {"sliding_window"},
     "olmo3": {"num_key_value_heads"},
-    "granite": {"num_key_value_heads"},
+    **{key: {"num_key_value_heads"} for key in ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")},
     "phi": {"num_key_value_heads"},
     "stablelm": set(),
     "gemma": set(),
@@ -235,13 +250,15 @@ NULLABLE = {
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
 
-_NEEDED: dict[str, dict[str, int]] = {
+_NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": TINY["vocab_size"]},
     # Latent attention computes as many keys as queries; the default of their number is that of the published models.
     "glm4_moe_lite": {"num_key_value_heads": 32},
     "deepseek_v3": {"num_key_value_heads": 32},
     # transformers has no defaults of these.
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    # By default, all layers of Granite 4 have a mechanism that is not implemented.
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 4},
 }
 
 
@@ -292,6 +309,7 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
     usual = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "gpt_oss")
+    usual += ("granitemoe", "granitemoeshared", "granitemoehybrid")
     families = {**dict.fromkeys(usual, 0.001), "olmoe": 0.01}
     for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
@@ -324,12 +342,14 @@ _HAVE_NO_EFFECT = {
 }
 
 
-# Beside layer_types, and without longrope; what only the code of generation reads, or nothing.
+# Beside layer_types, without longrope, and without Mamba layers; any position embedding but "rope" is none. Also what
+# only the code of generation reads, or nothing.
 _HAS_NO_EFFECT_IN = {
     "gemma3_text": {"_sliding_window_pattern"},
     "phi3": {"original_max_position_embeddings"},
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size"},  # without enable_moe_block
     "hunyuan_v1_dense": {"eod_token_id"},
+    "granitemoehybrid": FAMILIES["granitemoehybrid"].irrelevant | {"position_embedding_type"},
 }
 _CORRECTED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open")
 _HAS_NO_EFFECT_IN |= {key: {*CORRECTED_IRRELEVANT, "qk_head_dim"} for key in _CORRECTED}
@@ -476,6 +496,17 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False, implemented is True"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers: 2"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
+        ({"model_type": "granitemoehybrid"}, "layer_types: 'mamba', implemented are full_attention"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]}, "layer_types: 'mamba'"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["full_attention", "linear_attention"]},
+            "layer_types: 'linear_attention', implemented are full_attention",
+        ),
+        ({"model_type": "granitemoeshared", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, "shared_intermediate_size": 0},
+            "shared_intermediate_size: 0 is not a whole number",
+        ),
         ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True, implemented is False"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes' is neither true nor false"),
     ],

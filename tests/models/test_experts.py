@@ -148,9 +148,11 @@ def test_the_experts_that_others_choose_change_a_token_by_rounding_alone(
         torch.testing.assert_close(after, before, atol=tolerance * float(before.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize(
-    "family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE", "gpt-oss", "Qwen 3.5 MoE", "Qwen3-Next"]
-)
+MIXTURES = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE", "gpt-oss", "Qwen 3.5 MoE", "Qwen3-Next"]
+MIXTURES += ["Granite 4 with experts"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
 def test_changing_one_document_changes_others_by_rounding_alone(family: str) -> None:
     native, lengths = make_native(make_reference(**FAMILIES[family])), [7, 1, 30, 12]
     input_ids, *rest = pack(lengths)

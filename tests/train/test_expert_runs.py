@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.commands.convert import main as convert
 from sftron.config.load import load_config
 from sftron.models.generation import greedy_generate
 from sftron.models.routing import is_correction
+from sftron.train import build_model
 from sftron.train.build_run import build_run
 from sftron.train.ranks import start_ranks
+from tests.checkpoint.test_wrappers import WRAPPERS
 from tests.conftest import ASSETS
 from tests.models.packed_experts import pack_experts
 from tests.models.reference import EXPERTS, FAMILIES, GPT_OSS, make_native, make_reference, pack
@@ -204,10 +208,19 @@ def test_adapters_on_weights_in_mxfp4_are_merged_into_the_same_weights_in_bf16(t
     assert all(value.equal(base[name]) for name, value in experts.items())
 
 
-SAME = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE", "Qwen 3.5 MoE", "Qwen3-Next", "GLM 4.5"]
+def test_a_run_takes_the_factor_of_a_wrapper_from_its_text_model(tmp_path: Path) -> None:
+    text = WRAPPERS["qwen3_5_moe"]["text_config"] | {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    options: Any = SimpleNamespace(router_aux_loss_coef=None, freeze_router=False, compile="off")
+    architecture = read_config(tmp_path)
+    assert build_model._router_aux_loss_coef(SimpleNamespace(model=options), architecture, tmp_path) == 0.3  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("family", SAME)
+SPELLED = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE", "Qwen 3.5 MoE", "Qwen3-Next"]
+SPELLED += ["GLM 4.5", "Granite MoE, shared", "Granite 4 with experts"]
+
+
+@pytest.mark.parametrize("family", SPELLED)
 def test_fused_and_separate_experts_are_the_same_model_and_greedy_tokens_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:

@@ -5,7 +5,8 @@
 
 A fused linear layer has one adapter for each projection that is fused in it, never one for all of them. The parameter
 model.layers.0.self_attn.qkv_proj.adapters.q_proj.lora_A belongs to the projection model.layers.0.self_attn.q_proj; peft
-names it model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_model.model.
+names it model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_model.model. If the two modules differ in
+their parents, such as mlp.gate_up_proj and shared_mlp.input_linear, the adapter is named shared_mlp/input_linear.
 
     shape suffixes: I input size, O output size, R rank
 """
@@ -30,7 +31,8 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 """The modules that may be trained in full besides the adapters, and their full names."""
 ALL_LINEAR = "all-linear"
-_NATIVE = re.compile(rf"\.\w+\.adapters\.(\w+)\.({A}|{B}|{MAGNITUDE})$")
+_NATIVE = re.compile(rf"\.\w+\.adapters\.([\w/]+)\.({A}|{B}|{MAGNITUDE})$")
+_BLOCK = re.compile(r".*\.layers\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class Projection:
     first_row: int
     num_rows: int
     in_features: int
+    adapter: str
+    """The name of its adapter in the linear layer; it differs from `name` if the parents of the two modules differ."""
 
 
 def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projection]:
@@ -95,7 +99,10 @@ def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projectio
         num_all, in_features = module.get_parameter("weight").shape
         for source, num_rows in source_rows(f"{linear}.weight", num_all, config):
             name = source.removesuffix(".weight")
-            found[name] = Projection(linear, name.rpartition(".")[2], row, num_rows, in_features)
+            parent, _, last = name.rpartition(".")
+            is_sibling = parent == linear.rpartition(".")[0]
+            adapter = last if is_sibling else _BLOCK.sub("", name)[1:].replace(".", "/")
+            found[name] = Projection(linear, last, row, num_rows, in_features, adapter)
             row += num_rows
     return found
 
@@ -155,7 +162,7 @@ def add_adapters(model: nn.Module, config: LlamaConfig, spec: LoraSpec) -> None:
         adapters = model.get_submodule(f"{at.linear}.adapters")
         assert isinstance(adapters, nn.ModuleDict)
         with model.get_parameter(f"{at.linear}.weight").device:
-            adapters[at.name] = Adapter(
+            adapters[at.adapter] = Adapter(
                 at.first_row, at.num_rows, at.in_features, rank, spec.scale(name), dora=spec.dora
             )
     for name in spec.modules_to_save:
@@ -174,11 +181,13 @@ def is_adapter(native_name: str) -> bool:
 
 def peft_name(native_name: str) -> str:
     """Returns the name of a trained parameter in peft's file, without the prefix base_model.model."""
-
-    def unfused(found: re.Match[str]) -> str:
-        return f".{found[1]}.{found[2]}" + ("" if found[2] == MAGNITUDE else ".weight")
-
-    return _NATIVE.sub(unfused, native_name)
+    found = _NATIVE.search(native_name)
+    if found is None:
+        return native_name
+    parent, adapter, part = native_name[: found.start()], found[1], found[2]
+    if "/" in adapter and (block := _BLOCK.match(parent)):
+        parent, adapter = block[0], adapter.replace("/", ".")
+    return f"{parent}.{adapter}.{part}" + ("" if part == MAGNITUDE else ".weight")
 
 
 def initial_value(

@@ -76,6 +76,9 @@ bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
+_OLD_FULL = "attention"
+"""The name of FULL in hybrids of transformers 4."""
+
 _FIXED: dict[str, Any] = {
     "rope_interleaved": False,
     "is_encoder_decoder": False,
@@ -189,6 +192,8 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
+        if isinstance(types := values.get("layer_types"), list):
+            values["layer_types"] = [FULL if each == _OLD_FULL else each for each in types]
         problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
         problems += _unknown(others, _IRRELEVANT, others.get("model_type"))
         problems += _wrong_types(values, defaults)
@@ -208,7 +213,9 @@ class LlamaConfig:
             layer_types=types,
         )
         mixture, is_sparse, wrong_experts = (
-            (None, [], []) if wrong_sizes else read_mixture(values, given, family.router)
+            (None, [], [])
+            if wrong_sizes
+            else read_mixture(values, given, family.router, may_be_empty=family.may_lack_experts)
         )
         problems += wrong_ropes + wrong_sizes + wrong_experts
         of_model = {} if problems else _resolve(MODEL | dict(family.model), values)
@@ -222,9 +229,8 @@ class LlamaConfig:
         is_dense = [mixture is not None and not each for each in is_sparse]
         return cls(
             model_type=str(config["model_type"]),
-            **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
-            **of_model,
+            **{key: values[key] for key in (*_SIZES, *_DEFAULTS)} | of_model,
             ropes=ropes,
             layers=_layers(values, family, windows, rope_of_layer, each_layer, is_dense=is_dense),
             mixture=mixture,
@@ -299,8 +305,9 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> 
 
 
 _OF_SOME_FAMILY = {key for family in FAMILIES.values() for key in (*family.defaults, *family.fixed, *family.rope.read)}
-_OF_SOME_FAMILY -= {*_SIZES}
-"""Not the sizes, which some wrappers repeat, and which every text model states itself."""
+# Only Granite 4's class asks for position_embedding_type; published configurations of other families name their rope in
+# it. Some wrappers repeat sizes, which every text model states itself.
+_OF_SOME_FAMILY -= {"position_embedding_type", *_SIZES}
 
 
 def _unknown(given: Mapping[str, Any], known: Set[str], model_type: Any) -> list[str]:

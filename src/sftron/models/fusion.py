@@ -21,7 +21,7 @@ from torch import Tensor
 from sftron.models.architecture import LlamaConfig
 from sftron.models.families.table import FAMILIES
 from sftron.models.llama import blocks_without_weights
-from sftron.models.mixtures import FUSED, is_expert, mixture_names
+from sftron.models.mixtures import FUSED, is_split, mixture_names
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -69,18 +69,13 @@ def source_rows(native_name: str, whole: int, config: LlamaConfig, spelling: str
     return list(zip(names, _num_rows(native_name, whole, config, spelling), strict=True))
 
 
-def _is_split(native_name: str, spelling: str) -> bool:
-    """Returns whether the first dimension of a native tensor, the experts, is none of the stored tensors."""
-    return spelling != FUSED and is_expert(native_name)
-
-
 def expected_shapes(
     native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig, spelling: str = FUSED
 ) -> dict[str, torch.Size]:
     """Returns the shapes under Hugging Face's names, given native names and shapes."""
     expected: dict[str, torch.Size] = {}
     for name, shape in native_shapes:
-        rows, *rest = (shape[0] * shape[1], *shape[2:]) if _is_split(name, spelling) else shape
+        rows, *rest = (shape[0] * shape[1], *shape[2:]) if is_split(name, spelling) else shape
         expected |= {source: torch.Size([num, *rest]) for source, num in source_rows(name, rows, config, spelling)}
     return expected
 
@@ -92,7 +87,7 @@ def fuse_state_dict(
     for name in native_names:
         parts = [read(source) for source in source_names(name, config, spelling)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        yield name, whole.unflatten(0, (_num_experts(config), -1)) if _is_split(name, spelling) else whole
+        yield name, whole.unflatten(0, (_num_experts(config), -1)) if is_split(name, spelling) else whole
 
 
 def read_fused(
@@ -108,21 +103,21 @@ def read_fused(
 
     Only these rows are read, so that each rank reads no more than its share. The rows of experts are the experts.
     """
-    parts, first, is_split = [], 0, _is_split(native_name, spelling)
-    size_of_row = _rows_of_expert(native_name, config) if is_split else 1
+    parts, first, splits_experts = [], 0, is_split(native_name, spelling)
+    size_of_row = _rows_of_expert(native_name, config) if splits_experts else 1
     start, end, whole = (each * size_of_row for each in (start, end, whole))
     for source, size in source_rows(native_name, whole, config, spelling):
         if max(start, first) < min(end, first + size):
             parts.append(read(source, max(start - first, 0), min(end - first, size)))
         first += size
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows.unflatten(0, (-1, size_of_row)) if is_split else rows
+    return rows.unflatten(0, (-1, size_of_row)) if splits_experts else rows
 
 
 def split_state_dict(native: NamedTensors, config: LlamaConfig, spelling: str = FUSED) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors under Hugging Face's names, one at a time. Parts of a fused tensor are views of it."""
     for name, tensor in native:
-        rows = tensor.flatten(0, 1) if _is_split(name, spelling) else tensor
+        rows = tensor.flatten(0, 1) if is_split(name, spelling) else tensor
         sizes = _num_rows(name, len(rows), config, spelling)
         yield from zip(source_names(name, config, spelling), rows.split(sizes), strict=True)
 

@@ -7,7 +7,8 @@
     mlp.experts.down_proj         mlp.experts.down_proj         mlp.experts.N.down_proj.weight, or
                                                                 block_sparse_moe.experts.N.w2.weight
 
-A folder has one of these spellings, and its export has the same one.
+Published files of Granite have block_sparse_moe.router.layer.weight, and block_sparse_moe.{input,output}_linear.weight
+with all experts. A folder has one of these spellings, and its export has the same one.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ class Mixture:
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names of the number of experts."""
 _DENSE, _SPARSE = "dense", "sparse"
+_OPTIONAL_SHARED = "shared_intermediate_size"
+"""Granite's key for the size of the expert that all tokens share; 0 means that there is none."""
 
 
 def read_mixture(
-    values: Mapping[str, Any], given: Mapping[str, Any], router: str
+    values: Mapping[str, Any], given: Mapping[str, Any], router: str, *, may_be_empty: bool = False
 ) -> tuple[Mixture | None, list[bool], list[str]]:
     """Returns the experts, whether each layer has them, and the problems of their keys.
 
@@ -61,23 +64,30 @@ def read_mixture(
         values: The keys that the family reads, with defaults; those of mixtures are absent from other families.
         given: The keys of config.json.
         router: The key of ROUTERS.
+        may_be_empty: Whether the number of experts may be 0.
     """
     num_layers = values["num_hidden_layers"]
     if "num_experts_per_tok" not in values:
         return None, [False] * num_layers, []
     names = [key for key in _COUNTS if values.get(key) is not None] or [key for key in _COUNTS if key in values][-1:]
     counts = {key: values[key] for key in [key for key in names if key in given] or names}
-    shared = values.get("shared_expert_intermediate_size")
+    is_empty = may_be_empty and not any(counts.values())
+    size_of_shared = _OPTIONAL_SHARED if _OPTIONAL_SHARED in values else "shared_expert_intermediate_size"
+    shared = values.get(size_of_shared)
+    if size_of_shared == _OPTIONAL_SHARED and shared == 0 and not may_be_empty:
+        shared = None
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
     sizes = counts | {key: values[key] for key in ("num_experts_per_tok", inner)}
     sizes["decoder_sparse_step"] = step = values.get("decoder_sparse_step", 1)
     sizes |= {key: values[key] for key in ("n_group", "topk_group", "n_shared_experts") if key in values}
-    sizes |= {} if shared is None else {"shared_expert_intermediate_size": shared}
+    sizes = ({} if is_empty else sizes) | ({} if shared is None else {size_of_shared: shared})
     problems = [
         f"{key}: {size!r} is not a whole number from 1 to {2**20}"
         for key, size in sizes.items()
         if type(size) is not int or not 0 < size <= 2**20
     ]
+    if is_empty:
+        return None, [False] * num_layers, problems
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         problems.append(f"hidden_act: {values['hidden_act']!r}, implemented for experts is 'silu'")
     if len(set(counts.values())) > 1:
@@ -144,13 +154,15 @@ def stated_aux_coefficient(config: Mapping[str, Any], defaults: Mapping[str, Any
 
 # --- The names of weights ---
 
-FUSED, SEPARATE, MIXTRAL = "fused", "separate", "mixtral"
-"""The spellings: all experts in one tensor, each in tensors of its own, and these under the names of Mixtral."""
+FUSED, GRANITE, SEPARATE, MIXTRAL = "fused", "granite", "separate", "mixtral"
+"""The spellings: all experts in one tensor, this under the names of Granite, each expert in tensors of its own, and
+these under the names of Mixtral."""
 
 _PARTS = {
     SEPARATE: {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
     MIXTRAL: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
 }
+_GRANITE_PARTS = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
 _EXPERTS = re.compile(r"(.*\.mlp\.)experts\.(gate_up_proj|down_proj)$")
 _ROUTER = re.compile(r"(.*\.)mlp(\.gate\.weight)$")
 
@@ -158,16 +170,18 @@ _ROUTER = re.compile(r"(.*\.)mlp(\.gate\.weight)$")
 def spelling_of(names: Iterable[str]) -> str:
     """Returns the spelling of the experts in a folder with tensors of these names; FUSED without experts."""
     for name in names:
-        if ".block_sparse_moe." in name:
+        if ".block_sparse_moe.input_linear." in name:
+            return GRANITE
+        if re.search(r"\.block_sparse_moe\.experts\.\d+\.", name):
             return MIXTRAL
         if re.search(r"\.mlp\.experts\.\d+\.", name):
             return SEPARATE
     return FUSED
 
 
-def is_expert(native_name: str) -> bool:
-    """Returns whether a native tensor holds all experts of a layer."""
-    return _EXPERTS.match(native_name) is not None
+def is_split(native_name: str, spelling: str) -> bool:
+    """Returns whether a native tensor holds all experts of a layer, and the files hold each expert for itself."""
+    return spelling in _PARTS and _EXPERTS.match(native_name) is not None
 
 
 def mixture_names(native_name: str, num_experts: int, spelling: str) -> tuple[str, ...] | None:
@@ -175,6 +189,10 @@ def mixture_names(native_name: str, num_experts: int, spelling: str) -> tuple[st
     0, then those of expert 1. It is None for all other tensors, and if the name is the native one."""
     if spelling == FUSED:
         return None
+    if spelling == GRANITE:
+        if (found := _EXPERTS.match(native_name)) is not None:
+            return (found[1].replace(".mlp.", ".block_sparse_moe.") + _GRANITE_PARTS[found[2]],)
+        return (f"{found[1]}block_sparse_moe.router.layer.weight",) if (found := _ROUTER.match(native_name)) else None
     if (found := _EXPERTS.match(native_name)) is not None:
         prefix = found[1] if spelling == SEPARATE else found[1].replace(".mlp.", ".block_sparse_moe.")
         parts = _PARTS[spelling][found[2]]

@@ -34,6 +34,7 @@ from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
+from sftron.models.wrappers import text_config
 from sftron.train.exports.exporter import read_export_parts
 from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import make_adamw
@@ -98,7 +99,7 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
         )
     if stated is not None:
         return stated
-    source = read_json(folder / "config.json")
+    source, _ = text_config(read_json(folder / "config.json"))
     return stated_aux_coefficient(source, family_of(source).defaults)
 
 

@@ -53,6 +53,8 @@ class Family:
     """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
     router: str = "softmax"
     """The key of ROUTERS in routing.py, if the family has experts."""
+    may_lack_experts: bool = False
+    """Whether the number of experts of a mixture may be 0; then no layer has any."""
     quant_method: str | None = None
     """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
     constants: Mapping[str, float] = field(default_factory=dict)

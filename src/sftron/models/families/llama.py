@@ -83,18 +83,6 @@ LLAMA_FAMILIES: dict[str, Family] = {
         rope=RopeKeys(theta=2e6),
         rotates=_rotates,
     ),
-    "granite": Family(
-        architecture="GraniteForCausalLM",
-        defaults=COMMON
-        | BIASES
-        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
-        model={
-            "embedding_multiplier": key("embedding_multiplier"),
-            "residual_multiplier": key("residual_multiplier"),
-            "logit_scale": lambda values: 1 / values["logits_scaling"],
-        },
-        layer={"scale": key("attention_multiplier")},
-    ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
         defaults=COMMON

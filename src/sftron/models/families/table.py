@@ -9,6 +9,7 @@ from sftron.models.families.deepseek import DEEPSEEK_FAMILIES
 from sftron.models.families.family import Family
 from sftron.models.families.gemma import GEMMA_FAMILIES
 from sftron.models.families.glm import GLM_FAMILIES
+from sftron.models.families.granite import GRANITE_FAMILIES
 from sftron.models.families.llama import LLAMA_FAMILIES
 from sftron.models.families.others import OTHER_FAMILIES
 from sftron.models.families.qwen import QWEN_FAMILIES
@@ -19,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     **GEMMA_FAMILIES,
     **GLM_FAMILIES,
     **DEEPSEEK_FAMILIES,
+    **GRANITE_FAMILIES,
     **OTHER_FAMILIES,
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""
