@@ -84,7 +84,7 @@ def make_sandbox(folder: Path) -> Path:
         (folder / name).mkdir(parents=True)
     model = make_model_folder(folder / "models" / "SmolLM2-135M-Instruct", max_position_embeddings=2048)
     (folder / "path" / "to" / "model").symlink_to(model)
-    for source in (ROOT / "configs").iterdir():
+    for source in (ROOT / "configs").glob("*.yaml"):
         (folder / "configs" / source.name).write_text(shortened(source.read_text(encoding="utf-8")), encoding="utf-8")
     quickstart = (folder / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     (folder / "sft.yaml").write_text(quickstart.replace("run_name: quickstart", "run_name: sft"), encoding="utf-8")

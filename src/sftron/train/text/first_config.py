@@ -30,6 +30,7 @@ from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import Setup
 from sftron.train.sample import Sample, check_sample
 from sftron.train.text.description import describe_memory, describe_setup
+from sftron.train.text.recipes import recipe_of
 from sftron.visible_text import visible_text
 
 _TEMPLATE = Path(__file__).with_name("sft.yaml.jinja")
@@ -42,7 +43,7 @@ _TOKENS_PER_PACK = 2**13
 """The size of a pack on a GPU, whose kernels need some thousands of tokens; on a CPU, a pack is one row."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 500
 _LEARNING_RATES = ((0.5e9, 1e-4), (2e9, 3e-5), (15e9, 1e-5), (float("inf"), 5e-6))
-"""Learning rates of full fine-tuning, each for models with fewer parameters than the number."""
+"""Learning rates of full fine-tuning, each for models with fewer parameters than the number, if recipes.py has none."""
 _LORA_FACTOR = 10
 """The learning rate of adapters / that of full fine-tuning, as in docs/lora.md."""
 _WARM_UP = 0.05
@@ -193,7 +194,10 @@ def _render(
     peaks = {name: each.peak * RESERVE_OF[device.type] for name, each in found.items()}
     fitting = [name for name, peak in peaks.items() if peak <= total_memory(device)]
     num_parameters = found["full"].weights / 4  # float32
-    learning_rate = next(rate for size, rate in _LEARNING_RATES if num_parameters < size)
+    recipe = recipe_of(setup.model.architecture)
+    by_size = next(rate for size, rate in _LEARNING_RATES if num_parameters < size)
+    learning_rate = by_size if recipe is None else recipe.learning_rate
+    lora_rate = _LORA_FACTOR * by_size if recipe is None else recipe.lora_rate
     steps_per_epoch = setup.data.projection.steps_per_epoch or 0.0
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
@@ -219,7 +223,7 @@ def _render(
         suggested=fitting[0] if fitting and "full" not in fitting else None,
         num_parameters=f"{num_parameters / 1e9:.2f} billion" if num_parameters >= 1e8 else f"{num_parameters:,.0f}",
         learning_rate=_shown(learning_rate),
-        lora_rate=_shown(_LORA_FACTOR * learning_rate),
+        lora_rate=_shown(lora_rate),
     )
 
 

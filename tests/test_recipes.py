@@ -1,0 +1,86 @@
+"""configs/recipes: each agrees with the table of `sftron init`, states the memory it needs, and passes a dry run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sftron.__main__ import main
+from sftron.checkpoint.adapter import model_projections
+from sftron.config import Config, load_config
+from sftron.models.adapters import LoraSpec
+from sftron.models.architecture import LlamaConfig
+from sftron.train.memory import RESERVE_OF, make_unloaded, predict
+from sftron.train.run import frozen_dtype
+from sftron.train.text.recipes import RECIPES, recipe_of
+from tests.conftest import ASSETS, ROOT, rest_nightly
+from tests.models.reference import FAMILIES, FIRST_OF_TYPE
+from tests.train.runs import make_model_folder, write_rows
+
+PUBLISHED = json.loads((ASSETS / "published_configs.json").read_text(encoding="utf-8"))["implemented"]
+# Its entry is that of the base model, whose sizes are the same.
+PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"] = PUBLISHED["meta-llama/Llama-3.1-8B"]
+FILES = {path.name: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
+BY_NAME = {f"{recipe.name}-{way}.yaml": recipe for recipe in RECIPES for way in ("full", "lora")}
+
+
+def memory_of(config: Config, num_gpus: int) -> float:
+    """Returns the predicted memory of each GPU in GB, with its reserve, at the published sizes."""
+    architecture = LlamaConfig.from_hf(PUBLISHED[config.model.path])
+    spec = None
+    if config.lora is not None:
+        names = model_projections(architecture)
+        rank, alpha = config.lora.rank or 16, config.lora.alpha or 32.0
+        spec = LoraSpec(ranks=dict.fromkeys(names, rank), alphas=dict.fromkeys(names, alpha))
+    frozen = frozen_dtype(config) if spec else torch.float32
+    mode = config.model.activation_checkpointing
+    step = predict(
+        make_unloaded(architecture, spec, frozen, torch.bfloat16, mode),
+        num_tokens=config.tokens.sequence_length * config.tokens.micro_batch_size,
+        longest_document=config.tokens.sequence_length,
+        optimizer_state=config.optimizer.state,
+        accumulates=config.tokens.batch_accumulation_per_replica > 1,
+        num_shards=num_gpus,
+        on_gpu=True,
+    )
+    return step.peak * RESERVE_OF["cuda"] / 1e9
+
+
+def test_every_recipe_has_a_file_for_each_way_and_the_rates_that_init_takes() -> None:
+    assert FILES.keys() == BY_NAME.keys()
+    for name, recipe in BY_NAME.items():
+        config = load_config(FILES[name])
+        assert config.model.path == recipe.model
+        assert (config.lora is not None) == name.endswith("-lora.yaml")
+        assert config.optimizer.learning_rate == (recipe.lora_rate if config.lora else recipe.learning_rate), name
+        assert recipe_of(LlamaConfig.from_hf(PUBLISHED[recipe.model])) == recipe
+
+
+@pytest.mark.parametrize("name", rest_nightly(BY_NAME, fast=["smollm3-3b-lora.yaml"]))
+def test_a_recipe_states_the_memory_that_is_predicted(name: str) -> None:
+    stated = re.search(r"^# Memory: (\d+) GPUs? with ([\d.]+) GB", FILES[name].read_text(encoding="utf-8"), re.M)
+    assert stated, "there is no line '# Memory: N GPUs with G GB'"
+    memory = memory_of(load_config(FILES[name]), int(stated[1]))
+    assert float(stated[2]) == pytest.approx(memory, rel=0.02), f"it is {memory:.1f} GB"
+    assert memory < 80
+
+
+# One with all weights, one with adapters, and one with matrices in NF4.
+FAST = ["olmo-3-7b-full.yaml", "granite-3.3-2b-lora.yaml", "llama-3.1-8b-lora.yaml"]
+
+
+@pytest.mark.parametrize("name", rest_nightly(BY_NAME, FAST))
+def test_a_recipe_passes_a_dry_run_with_the_tiny_model_of_its_family(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    family = "Phi 4 mini" if name.startswith("phi-4") else FIRST_OF_TYPE[BY_NAME[name].model_type]
+    # NF4 rounds blocks of 64 weights of a row.
+    wide = {"hidden_size": 64, "intermediate_size": 128} if "nf4" in FILES[name].read_text(encoding="utf-8") else {}
+    folder = make_model_folder(tmp_path / "model", **FAMILIES[family] | wide)
+    data = {"path": str(write_rows(tmp_path / "rows.jsonl"))}
+    tiny = {"general.output_dir": tmp_path / "runs", "model.path": folder, "data.datasets": json.dumps([data])}
+    tiny |= {"tokens.sequence_length": 96, "model.compute_dtype": "float32", "data.num_workers": 0}
+    arguments = [f"--{key}={value}" for key, value in tiny.items()]
+    assert main(["train", "--config", str(FILES[name]), "--dry-run", *arguments]) == 0, capfd.readouterr().err
