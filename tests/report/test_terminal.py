@@ -121,6 +121,33 @@ def test_a_long_pack_is_cut_between_conversations_and_counts_what_is_left_out(ma
     assert padding == "[padding: 5 unused tokens]"
 
 
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("max_lines", [40, 50, 80, 120])
+def test_a_long_conversation_is_shown_without_its_middle(max_lines: int, color: bool) -> None:
+    """The user's part has 50 lines and the assistant's 41, so the cuts are in either."""
+    chat = [(Role.USER, "⟦\n" * 49 + "q"), (Role.ASSISTANT, "a\n" * 40 + "a")]
+    shown = pack([conversation(chat)[1]])
+    options = {"color": color, "width": 77}
+    whole = pack_as_text(shown, decode, **options).splitlines()
+    text = pack_as_text(shown, decode, **options, max_lines=max_lines, whole_in="the page")
+    lines = text.splitlines()
+    if len(whole) <= max_lines:
+        assert lines == whole
+        return
+    assert len(lines) == max_lines
+    cut = max_lines - 21
+    assert ANSI.sub("", lines[cut]) == f"[… {len(whole) - len(lines) + 1} lines more; the page has all …]"
+
+    def bare(lines: list[str]) -> list[str]:
+        return [re.sub("[⟦⟧]", "", ANSI.sub("", line)).rpartition("│ ")[2] for line in lines]
+
+    assert bare(lines[:cut]) == bare(whole[:cut])
+    assert bare(lines[cut + 1 :]) == bare(whole[-20:])
+    assert ANSI.sub("", lines[cut + 1]).startswith("assistant │ " if color else "assistant │ ⟦")
+    if not color:
+        assert re.sub("[^⟦⟧]", "", text) == "⟦⟧" * text.count("⟦")
+
+
 def test_conversations_are_ruled_off_with_key_and_counts() -> None:
     shown = awkward_pack()
     text = pack_as_text(shown, decode, color=False, max_tokens=None, locate=lambda key: f"chats.jsonl:{key.row + 1}")

@@ -17,7 +17,7 @@ from sftron.train import loop
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import LineFile
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config, run
+from tests.train.runs import chat_line, make_config, make_model_folder, run
 
 ESCAPE = "\x1b"
 
@@ -160,6 +160,26 @@ def test_a_dry_run_says_what_it_is_doing_before_it_does_it(
         ["memory", "predicted", "for"],
         ["dry", "run", "all"],
     ]
+
+
+def test_a_long_first_pack_is_printed_without_its_middle_and_whole_on_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(chat_line("Hi", "".join(f"{n}\n" for n in range(120))) + "\n")
+    options = {"tokens__sequence_length": 512, "tokens__train_steps": 1, "checkpoints__export_hf": False}
+    folder = make_model_folder(tmp_path / "model", max_position_embeddings=512)
+    make_config(tmp_path, folder, **options)
+    page = tmp_path / "runs" / "run" / "samples.html"
+    for arguments, whole_in in ((["--dry-run"], "sftron inspect"), ([], str(page))):
+        assert main(["--config", str(tmp_path / "config.yaml"), *arguments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        begin = next(n for n, line in enumerate(lines) if line.startswith("━━ pack 0 "))
+        shown = lines[begin : begin + 120]
+        (counted,) = (line for line in shown if "lines more" in line)
+        assert counted.endswith(f" lines more; {whole_in} has all …]")
+        assert any(line.endswith("│ 119↵") for line in shown)
+    text = re.sub("<[^>]+>", "", page.read_text(encoding="utf-8"))
+    assert [int(number) for number in re.findall(r"^\d+$", text, re.MULTILINE)] == [*range(120)]
 
 
 @pytest.mark.parametrize(

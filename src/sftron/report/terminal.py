@@ -45,6 +45,8 @@ _COLORS = {
 _TRAINED, _FAINT = "1;4", "2"
 _NAME_COLUMNS = 9
 """The width of the column for the speaker, which is that of the longest name."""
+_LAST_LINES = 20
+"""The lines that are shown from the end of a pack that is longer than the terminal gets."""
 _WRITTEN_OUT = str.maketrans({"\t": "⇥   ", "\n": "↵\n"})
 _BRACKETS_WRITTEN_OUT = str.maketrans({"⟦": "<U+27E6>", "⟧": "<U+27E7>"})
 
@@ -64,6 +66,8 @@ def pack_as_text(
     color: bool,
     width: int = 100,
     max_tokens: int | None = 1000,
+    max_lines: int | None = None,
+    whole_in: str = "",
     locate: Locate = numbered_row,
 ) -> str:
     """Returns the pack as lines of at most `width` columns, with a rule before each conversation.
@@ -72,6 +76,9 @@ def pack_as_text(
         color: Whether to write escape sequences; see `wants_color`.
         max_tokens: Only as many conversations from the beginning as have this many tokens, and at least one, are
             shown, each whole, with a line that counts the others; None shows all.
+        max_lines: Of more lines than this, at least 40, only the first and the last ones are shown, with a line that
+            counts those between; None shows all.
+        whole_in: What shows the whole pack, for that line.
         locate: Names the rows.
     """
     width = max(width, 40)
@@ -92,7 +99,29 @@ def pack_as_text(
         lines.append(_painted(f"[… not shown: {rest}, {pack.num_tokens - bounds[num_shown]:,} tokens …]", faint))
     if num_unused := len(pack.input_ids) - pack.num_tokens:
         lines.append(_painted(f"[padding: {num_unused:,} unused tokens]", faint))
+    if max_lines is not None and len(lines) > max_lines:
+        lines = _shortened(lines, max_lines, whole_in, color=color)
     return "\n".join(lines) + "\n"
+
+
+def _shortened(lines: list[str], max_lines: int, whole_in: str, *, color: bool) -> list[str]:
+    """Returns the first and the last lines. The last ones begin with their speaker, and brackets stay pairs."""
+    head, between, tail = lines[: max_lines - _LAST_LINES - 1], lines[:-_LAST_LINES], lines[-_LAST_LINES:]
+    speaker, bar, text = tail[0].partition(" │ ")
+    if bar and not speaker.strip():
+        speaker = next(name for name, _, _ in (line.partition(" │ ") for line in reversed(between)) if name.strip())
+    if not color and _is_open(between):
+        text = f"⟦{text}"
+    if not color and _is_open(head):
+        head[-1] += "⟧"
+    counted = f"[… {len(between) - len(head):,} lines more; {whole_in} has all …]"
+    return [*head, _painted(counted, _FAINT if color else ""), f"{speaker}{bar}{text}", *tail[1:]]
+
+
+def _is_open(lines: Sequence[str]) -> bool:
+    """Returns whether plain lines end within trained text."""
+    text = "\n".join(lines)
+    return text.rfind("⟦") > text.rfind("⟧")
 
 
 def _pack_title(pack: Pack) -> str:

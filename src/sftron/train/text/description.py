@@ -36,7 +36,8 @@ from sftron.train.run_directory import RunDirectory
 from sftron.train.sample import Sample
 from sftron.visible_text import visible_text
 
-_WIDEST, _SHOWN_TOKENS = 120, 400
+_WIDEST, _SHOWN_TOKENS, _SHOWN_LINES = 120, 400, 120
+"""The columns, tokens and lines of the first pack on a console; its first conversation may have more tokens."""
 _BUSY = 1.5
 """A first step that takes so many times its processor time has waited for cores."""
 _HIGHEST_RATE = 1e-2
@@ -55,7 +56,7 @@ def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
         audit=Audit(data.preparation.source_names, data.preparation.targets, locate=data.preparation.location),
         title=f"{config.general.run_name}: what is trained",
     )
-    _show_pack(inspection)
+    _show_pack(inspection, str(directory.samples) if directory else "sftron inspect")
     if directory is not None:
         directory.write(directory.samples.name, inspection.as_html())
         console.write(f"samples    {directory.samples} shows this pack, and the audit of the sampled rows")
@@ -207,10 +208,16 @@ def _describe_adapters(setup: Setup) -> None:
     )
 
 
-def _show_pack(inspection: Inspection) -> None:
-    """Prints the first pack, in color on a terminal."""
+def _show_pack(inspection: Inspection, whole_in: str) -> None:
+    """Prints the first pack, in color on a terminal; if it is long, without its middle, which `whole_in` has."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
-    options = {"width": width, "max_tokens": _SHOWN_TOKENS, "locate": inspection.audit.locate}
+    options = {
+        "width": width,
+        "max_tokens": _SHOWN_TOKENS,
+        "max_lines": _SHOWN_LINES,
+        "whole_in": whole_in,
+        "locate": inspection.audit.locate,
+    }
     console.write("")
     plain, colored = (
         pack_as_text(inspection.packs[0], inspection.decode, color=color, **options)
