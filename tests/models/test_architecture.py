@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from sftron.kernels.activation import ACTIVATIONS
-from sftron.models import architecture
+from sftron.models import config_keys
 from sftron.models.architecture import DROPOUTS, FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
 from sftron.models.families.family import CORRECTED_IRRELEVANT
 from sftron.models.mixtures import Mixture, stated_aux_coefficient
@@ -356,7 +356,7 @@ _HAS_NO_EFFECT_IN |= {key: {*CORRECTED_IRRELEVANT, "qk_head_dim"} for key in _CO
 
 
 def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "_default_config", lambda _: SimpleNamespace(later=1.5))
+    monkeypatch.setattr(config_keys, "_default_config", lambda _: SimpleNamespace(later=1.5))
     assert LlamaConfig.from_hf(BASE | {"later": 1.5}) == LlamaConfig.from_hf(BASE)
     with pytest.raises(ValueError, match=r"later: 2\.5, but no such key is implemented"):
         LlamaConfig.from_hf(BASE | {"later": 2.5})
