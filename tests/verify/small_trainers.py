@@ -42,8 +42,8 @@ QUIET: dict[str, Any] = {
     "save_strategy": "no",
 }
 
-ALWAYS_FAILED = [] if "[..., 1:]" in inspect.getsource(Trainer.get_batch_samples) else ["loss"]
-"""The rows that fail for every trainer whose first tokens are labeled. Before 5.12, transformers' Trainer counts them
+ALWAYS_FAILED = [] if "[..., 1:]" in inspect.getsource(transformers.trainer) else ["loss"]
+"""The rows that fail for every trainer whose first tokens are labeled. Before 5.10, transformers' Trainer counts them
 in num_items_in_batch, although no label is predicted for them."""
 
 
