@@ -25,6 +25,12 @@ ROUNDED_OTHERWISE = {
     ("Qwen 3.5", 3): 2,
     ("Qwen 3.5, tied, as many key heads", 3): 2,
     ("OLMoE with normalized scores", 3): 1.5,
+    ("Granite 3 MoE", 3): 2,
+    ("Gemma 4 31B", 3): 3,
+    ("Gemma 4 12B", 3): 3,
+    ("dots.llm1", 3): 1.5,
+    ("Seed OSS with other biases", 3): 1.5,
+    ("Qwen3-Next with dense layers", 3): 4,
     ("Phi 4 mini", 1): 1.5,
     ("Qwen 3.5", 1): 6,
 }
