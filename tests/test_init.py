@@ -240,6 +240,7 @@ def test_the_quickstart_is_copied_as_it_is_and_overwrites_nothing(
     assert main(["init", "--quickstart"]) == 0
     copied = [file for folder in ("configs", "examples") for file in (home / folder).rglob("*") if file.is_file()]
     assert len(copied) >= 10
+    assert home / "configs" / "recipes" / "llama-3.1-8b-full.yaml" in copied
     for file in copied:
         assert file.read_bytes() == (ROOT / file.relative_to(home)).read_bytes()
     for config in (home / "configs").glob("[!s]*.yaml"):

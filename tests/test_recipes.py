@@ -22,6 +22,7 @@ from tests.train.runs import make_model_folder, write_rows
 PUBLISHED = json.loads((ASSETS / "published_configs.json").read_text(encoding="utf-8"))["implemented"]
 # Its entry is that of the base model, whose sizes are the same.
 PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"] = PUBLISHED["meta-llama/Llama-3.1-8B"]
+PUBLISHED |= {name.removesuffix(" (text_config)"): config for name, config in PUBLISHED.items()}
 FILES = {path.name: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
 BY_NAME = {f"{recipe.name}-{way}.yaml": recipe for recipe in RECIPES for way in ("full", "lora")}
 
@@ -58,7 +59,7 @@ def test_every_recipe_has_a_file_for_each_way_and_the_rates_that_init_takes() ->
         assert recipe_of(LlamaConfig.from_hf(PUBLISHED[recipe.model])) == recipe
 
 
-@pytest.mark.parametrize("name", rest_nightly(BY_NAME, fast=["smollm3-3b-lora.yaml"]))
+@pytest.mark.parametrize("name", rest_nightly(BY_NAME, fast=["smollm3-3b-lora.yaml", "gpt-oss-20b-lora.yaml"]))
 def test_a_recipe_states_the_memory_that_is_predicted(name: str) -> None:
     stated = re.search(r"^# Memory: (\d+) GPUs? with ([\d.]+) GB", FILES[name].read_text(encoding="utf-8"), re.M)
     assert stated, "there is no line '# Memory: N GPUs with G GB'"
@@ -67,17 +68,21 @@ def test_a_recipe_states_the_memory_that_is_predicted(name: str) -> None:
     assert memory < 80
 
 
-# One with all weights, one with adapters, and one with matrices in NF4.
-FAST = ["olmo-3-7b-full.yaml", "granite-3.3-2b-lora.yaml", "llama-3.1-8b-lora.yaml"]
+NOT_THE_FIRST = {"phi-4-mini": "Phi 4 mini", "gemma-4-31b": "Gemma 4 31B"}
+"""Tiny models that are not the first of their type."""
+# One with all weights, one with adapters, one with matrices in NF4, and a mixture.
+FAST = ["olmo-3-7b-full.yaml", "granite-3.3-2b-lora.yaml", "llama-3.1-8b-lora.yaml", "gpt-oss-20b-lora.yaml"]
 
 
 @pytest.mark.parametrize("name", rest_nightly(BY_NAME, FAST))
 def test_a_recipe_passes_a_dry_run_with_the_tiny_model_of_its_family(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    family = "Phi 4 mini" if name.startswith("phi-4") else FIRST_OF_TYPE[BY_NAME[name].model_type]
+    recipe = BY_NAME[name]
+    family = NOT_THE_FIRST.get(recipe.name, FIRST_OF_TYPE[recipe.model_type])
     # NF4 rounds blocks of 64 weights of a row.
-    wide = {"hidden_size": 64, "intermediate_size": 128} if "nf4" in FILES[name].read_text(encoding="utf-8") else {}
+    has_nf4 = load_config(FILES[name]).model.frozen_dtype == "nf4"
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16} if has_nf4 else {}
     folder = make_model_folder(tmp_path / "model", **FAMILIES[family] | wide)
     data = {"path": str(write_rows(tmp_path / "rows.jsonl"))}
     tiny = {"general.output_dir": tmp_path / "runs", "model.path": folder, "data.datasets": json.dumps([data])}

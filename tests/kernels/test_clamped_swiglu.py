@@ -5,6 +5,7 @@ import torch
 
 from sftron.kernels import clamped_swiglu as module
 from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
+from sftron.train.measured_memory import LiveMemory
 
 CONSTANTS = {"alpha": 1.702, "limit": 7.0}
 
@@ -47,3 +48,19 @@ def test_an_input_at_its_bound_has_the_gradient_of_torch_clamp() -> None:
     found, _ = clamped_swiglu_backward(torch.ones(1, 4), gate_up.detach(), **CONSTANTS)
     torch.testing.assert_close(found, gate_up.grad)
     assert (found == 0).tolist() == [[False, False, False, False, True, True, False, True]]
+
+
+def test_two_blocks_on_the_meta_device_need_the_memory_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions of memory would take minutes with all of them."""
+    monkeypatch.setattr(module, "_VALUES_ON_CPU", 100 // torch.get_num_threads())
+    peaks = {}
+    for device in ("cpu", "meta"):
+        gate_up, grad = torch.zeros(37, 48, device=device), torch.zeros(37, 24, device=device)
+        num_blocks = len(list(module._blocks(gate_up, grad)))
+        assert num_blocks > 8 if device == "cpu" else num_blocks < 3
+        with LiveMemory() as product:
+            clamped_swiglu(gate_up, **CONSTANTS)
+        with LiveMemory() as gradient:
+            clamped_swiglu_backward(grad, gate_up, **CONSTANTS)
+        peaks[device] = product.peak, gradient.peak
+    assert peaks["meta"] == peaks["cpu"]

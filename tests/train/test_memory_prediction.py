@@ -16,7 +16,7 @@ from sftron.models.adapters import AdapterStart
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4
 from sftron.train import memory
-from sftron.train.measured_memory import MeasuredPeak, peak_of_step, resident_memory
+from sftron.train.measured_memory import LiveMemory, MeasuredPeak, peak_of_step, resident_memory
 from sftron.train.memory import GROWTH_OF_TENSORS, StepMemory, default_spec, make_unloaded, predict
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions
@@ -167,6 +167,23 @@ def measure_and_predict(
     stored = (value.nbytes for each in optimizer.state.values() for key, value in each.items() if key != "step")
     assert predicted.optimizer == sum(stored)
     return peak(), predicted
+
+
+def test_the_peak_is_that_of_the_tensors_alive_at_a_time() -> None:
+    with LiveMemory() as memory:
+        first = torch.empty(100, dtype=torch.uint8)
+        view = first[:10]
+        del first  # the view keeps its storage
+        second = torch.empty(30, dtype=torch.uint8)
+        assert (memory.live(), memory.peak) == (130, 130)
+        del view
+        third, fourth = torch.empty(60, dtype=torch.uint8), torch.empty(50, dtype=torch.uint8)
+        assert memory.peak == 140
+        del third, fourth
+        third = torch.empty(90, dtype=torch.uint8)  # the tensors that were freed do not count
+        assert (memory.live(), memory.peak) == (120, 140)
+        del second, third
+        assert (memory.live(), memory.peak) == (0, 140)
 
 
 def test_a_dry_run_compares_its_own_peak_and_the_ways_to_train(

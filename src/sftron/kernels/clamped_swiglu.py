@@ -7,6 +7,7 @@ fp32 and rounded once.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -52,7 +53,12 @@ def _clamped(gate_up_B2F: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Returns the rows of all tensors in blocks."""
+    """Returns the rows of all tensors in blocks.
+
+    On the meta device, where memory is all that counts, these are two blocks: while the second one is computed, the
+    temporaries of the first still exist, and no later block needs more.
+    """
     size = _VALUES_ON_GPU if tensors[0].is_cuda else _VALUES_ON_CPU * torch.get_num_threads()
     num_rows = max(1, 2 * size // max(each.shape[1] for each in tensors))
-    return zip(*(each.split(num_rows) for each in tensors), strict=True)
+    blocks = zip(*(each.split(num_rows) for each in tensors), strict=True)
+    return islice(blocks, 2) if tensors[0].is_meta else blocks

@@ -49,6 +49,9 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self.sizes: dict[StorageWeakRef, int] = {}
+        self._most = 0
+        """The bytes that exist now if none was freed since they were last counted: as long as these are no more than
+        the peak, there is no need to count, which takes as long as an operation on the meta device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,14 +59,17 @@ class LiveMemory(TorchDispatchMode):
         made = func(*args, **kwargs)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor) and _storage(leaf) not in given:
-                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        self.peak = max(self.peak, self.live())
+                self.sizes[_storage(leaf)] = size = leaf.untyped_storage().nbytes()
+                self._most += size
+        if self._most > self.peak:
+            self.peak = max(self.peak, self.live())
         return made
 
     def live(self) -> int:
         """Returns the bytes of the storages made inside that exist now."""
         self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        return sum(self.sizes.values())
+        self._most = sum(self.sizes.values())
+        return self._most
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -30,6 +30,10 @@ RECIPES = (
     Recipe("phi-4-mini", "microsoft/Phi-4-mini-instruct", "phi3", 3072, 32, 5e-6, 5e-6),
     Recipe("olmo-3-7b", "allenai/Olmo-3-7B-Instruct", "olmo3", 4096, 32, 8e-5, 2e-4),
     Recipe("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", "granite", 2048, 40, 2e-5, 2e-4),
+    Recipe("gpt-oss-20b", "openai/gpt-oss-20b", "gpt_oss", 2880, 24, 2e-5, 2e-4),
+    Recipe("qwen-3.5-4b", "Qwen/Qwen3.5-4B", "qwen3_5_text", 2560, 32, 1e-5, 1e-4),
+    Recipe("qwen-3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", 2048, 40, 1e-5, 1e-4),
+    Recipe("gemma-4-31b", "google/gemma-4-31B-it", "gemma4_text", 5376, 60, 5e-6, 5e-5),
 )
 
 
