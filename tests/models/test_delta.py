@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.models.delta import CachedRecur, RecurInDocuments, causal_convolution
+from sftron.models.causal_convolution import causal_convolution
+from sftron.models.delta import CachedRecur, RecurInDocuments
 from sftron.models.delta_rule import CHUNK_SIZE, Chunks, recurrent_gated_delta_rule, require_arguments
 from sftron.models.generation import greedy_generate
 from tests.conftest import rest_nightly
