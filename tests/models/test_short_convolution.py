@@ -27,7 +27,7 @@ def test_documents_of_each_length_have_the_logits_and_gradients_of_transformers(
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_a_document_of_nan_changes_no_bit_of_another_or_of_its_gradients(mode: str, dtype: torch.dtype) -> None:
     """Law 7, in every layer with a convolution: NaN would show any product of two documents, even one by zero."""
-    options = BIASED | {"layer_types": ["conv"] * 3}
+    options: dict[str, Any] = BIASED | {"layer_types": ["conv"] * 3}
     native = make_native(make_reference(**options), compute_dtype=dtype, activation_checkpointing=mode)
     assert all(isinstance(block, ShortConvolutionBlock) for block in native.blocks)
     input_ids, *rest = pack(LENGTHS)
@@ -83,7 +83,7 @@ def test_generation_with_a_cache_has_the_margins_of_whole_documents(num_prompt: 
     ids=str,
 )
 def test_the_names_of_published_configurations_mean_what_they_mean_to_transformers(stated: dict[str, Any]) -> None:
-    config = TINY | LFM2 | {"layer_types": None} | stated
+    config: dict[str, Any] = TINY | LFM2 | {"layer_types": None} | stated
     reference, native = make_reference(**config), LlamaConfig.from_hf(config)
     layers = reference.model.layers
     assert native.intermediate_size == layers[0].feed_forward.w1.out_features

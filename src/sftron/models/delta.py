@@ -48,7 +48,10 @@ class DeltaSizes:
 class Recur(Protocol):
     """The recurrent functions of one batch, or of one layer in generation."""
 
-    convolve: Convolve
+    @property
+    def convolve(self) -> Convolve:
+        """The convolution of the channels of queries, keys and values, with its activation."""
+        ...
 
     def __call__(self, q_TKD: Tensor, k_TKD: Tensor, v_TNE: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
         """Returns the outputs of the gated delta rule within each document, [T, N, E]."""
