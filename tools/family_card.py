@@ -115,6 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
     | _WINDOW
     | {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": _ROPE_GPT_OSS},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 128},
     "qwen3_next": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 128, "rope_parameters": _ROPE_3_5},

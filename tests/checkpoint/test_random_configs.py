@@ -73,6 +73,9 @@ VALUES: dict[str, list[Any]] = {
     "linear_key_head_dim": [8, 12],
     "linear_value_head_dim": [8, 10],
     "linear_conv_kernel_dim": [2, 4],
+    "conv_L_cache": [1, 3, 4],
+    "full_attn_idxs": [None, [], [0, 2]],
+    "block_multiple_of": [1, 10],
     "logit_scale": [0.5, 1.7],
     "hidden_size_per_layer_input": [0, 10],
     "vocab_size_per_layer_input": [97],
@@ -91,8 +94,7 @@ def _value(field: Any, model_type: str, has_delta: bool, choose: random.Random) 
     name, kind = field.name, str(field.type)
     if name == "layer_types":
         other = "linear_attention" if has_delta else "sliding_attention"
-        if model_type == "granitemoehybrid":
-            other = "full_attention"
+        other = {"granitemoehybrid": "full_attention", "lfm2": "conv"}.get(model_type, other)
         return choose.choice([None, choose.choices(["full_attention", other], k=3)])
     if name in VALUES:
         return choose.choice(VALUES[name])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sftron.models import delta_layer
+from sftron.models import delta_layer, short_convolution
 from sftron.models.block import Documents
 from sftron.models.context import ContextAttention
 from sftron.models.llama import LlamaForSFT
@@ -157,8 +157,8 @@ def _rotate_by_the_part() -> Any:
     return patch.object(LlamaForSFT, "_hidden_states", mutated)
 
 
-def _delta_bounds_of_the_part() -> Any:
-    original = delta_layer._recur_within
+def _bounds_of_the_part(module: Any, name: str) -> Any:
+    original = getattr(module, name)
 
     def mutated(documents: Documents) -> Any:
         assert documents.context is not None
@@ -167,7 +167,7 @@ def _delta_bounds_of_the_part() -> Any:
         bounds = torch.cat([bounds, torch.tensor([documents.num_tokens])])
         return original(replace(documents, cu_seqlens=bounds.int()))
 
-    return patch.object(delta_layer, "_recur_within", mutated)
+    return patch.object(module, name, mutated)
 
 
 def _with_scores(change: Callable[[Any, Any, Tensor], Any]) -> Any:
@@ -199,7 +199,8 @@ def _none() -> Iterator[None]:
 MUTANTS: dict[str, Callable[[], Any]] = {
     "": _none,
     "rotations by the part": _rotate_by_the_part,
-    "bounds of the part in delta layers": _delta_bounds_of_the_part,
+    "bounds of the part in delta layers": lambda: _bounds_of_the_part(delta_layer, "_recur_within"),
+    "bounds of the part in convolutions": lambda: _bounds_of_the_part(short_convolution, "_convolve_within"),
     "sinks not cut": _sinks_not_cut,
     "window dropped": _window_dropped,
 }

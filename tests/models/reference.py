@@ -125,6 +125,17 @@ GRANITE_4: dict[str, Any] = GRANITE | {
     "tie_word_embeddings": True,
 }
 
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2",
+    "norm_eps": 0.02,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_hidden_layers": 3,
+    # Of 80, two thirds are 53; 1.3 times these are 68, and the next multiple is 70.
+    "intermediate_size": 80,
+    "block_ffn_dim_multiplier": 1.3,
+    "block_multiple_of": 10,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -265,6 +276,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Jais 2": {"model_type": "jais2", "layer_norm_eps": 0.02},
     "Apertus": {"model_type": "apertus", "rms_norm_eps": 0.02, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 3e4}},
     "gpt-oss": GPT_OSS,
+    "LFM2": LFM2,
+    "LFM2 with biases, untied": LFM2
+    | {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
     "Qwen 3.5 MoE": QWEN_3_5_MOE,

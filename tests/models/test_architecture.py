@@ -69,7 +69,7 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         reference.num_hidden_layers, layer_types = 1, getattr(reference, "layer_types", None)
         if layer_types is not None:
             # Of a hybrid, a layer with attention.
-            reference.layer_types = [each for each in layer_types if each != "linear_attention"][:1]
+            reference.layer_types = [each for each in layer_types if each not in ("linear_attention", "conv")][:1]
         # Of a mixture with dense layers, a layer with experts.
         reference.first_k_dense_replace, reference.mlp_layer_types = 0, ["sparse"]
         layer = transformers.AutoModelForCausalLM.from_config(reference).model.layers[0]
@@ -91,6 +91,8 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     found = {key: getattr(reference, key, unused.get(key)) for key in _SAME}
     if getattr(layer, "block_sparse_moe", layer) is None:  # the MLP beside experts is the only one
         found["intermediate_size"] = layer.shared_mlp.hidden_size
+    if hasattr(layer, "feed_forward"):  # LFM2's is not the stated one
+        found["intermediate_size"] = layer.feed_forward.w1.out_features
     return found | {
         "num_hidden_layers": num_layers,
         "head_dim": _head_dim_by_transformers(layer.self_attn),
@@ -108,7 +110,7 @@ def _head_dim_by_transformers(attention: Any) -> int:
 def _mlp_by_transformers(layer: Any) -> Any:
     """Granite names its experts after Mixtral's, and has those of all tokens beside them."""
     if not hasattr(layer, "block_sparse_moe"):
-        return layer.mlp
+        return layer.mlp if hasattr(layer, "mlp") else layer.feed_forward
     if layer.block_sparse_moe is not None:
         layer.block_sparse_moe.shared_expert = getattr(layer, "shared_mlp", None)
     return layer.block_sparse_moe or layer.shared_mlp
@@ -246,6 +248,7 @@ NULLABLE = {
     "gemma4_unified_text": {"final_logit_softcapping"},
     "qwen3_5_moe_text": set(),
     "qwen3_next": {"mlp_only_layers"},
+    "lfm2": {"layer_types", "full_attn_idxs"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
@@ -507,6 +510,18 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
             {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, "shared_intermediate_size": 0},
             "shared_intermediate_size: 0 is not a whole number",
         ),
+        (
+            {"model_type": "lfm2_moe", "conv_L_cache": 3, "num_experts": 8},
+            "experts .num_experts: 8.*, short convolutions",
+        ),
+        ({"model_type": "lfm2", "conv_L_cache": 0}, "conv_L_cache: 0 is not a whole number from 1"),
+        ({"model_type": "lfm2", "block_multiple_of": 0}, "block_multiple_of: 0 is not a whole number from 1"),
+        ({"model_type": "lfm2", "block_ff_dim": 3.0}, "block_ff_dim: 3.0 is not a whole number from 1"),
+        ({"model_type": "lfm2", "block_ffn_dim_multiplier": "1"}, "block_ffn_dim_multiplier: '1' is not a finite"),
+        ({"model_type": "lfm2", "block_ffn_dim_multiplier": 1e7}, "48 and block_ffn_dim_multiplier: 10000000.0 give"),
+        ({"model_type": "lfm2", "block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier: inf is not a"),
+        ({"model_type": "lfm2", "full_attn_idxs": 3}, "full_attn_idxs: 3 is not a list of whole numbers"),
+        ({"model_type": "lfm2", "tie_embedding": 1}, "tie_embedding: 1 is neither true nor false"),
         ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True, implemented is False"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes' is neither true nor false"),
     ],

@@ -57,7 +57,8 @@ def test_graphs_traced_with_their_gradients_give_the_same_bits(mode: str) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "family", ["Mistral 0.1", "Gemma 2", "Cohere 2", "OLMo 3", "Phi 4 mini", "Apertus", "Qwen 3.5", "Gemma 4 E2B"]
+    "family",
+    ["Mistral 0.1", "Gemma 2", "Cohere 2", "OLMo 3", "Phi 4 mini", "Apertus", "Qwen 3.5", "Gemma 4 E2B", "LFM2"],
 )
 def test_compiled_blocks_with_windows_and_of_hybrids_give_the_same_bits(family: str) -> None:
     plain = make_native(make_reference(**FAMILIES[family]))

@@ -33,15 +33,16 @@ ROUNDED_OTHERWISE = {
     ("Qwen3-Next with dense layers", 3): 4,
     ("Phi 4 mini", 1): 1.5,
     ("Qwen 3.5", 1): 6,
+    ("LFM2", 1): 1.5,
 }
 """The families, with the fewest tokens of a part, that need so many times the limits of float32: products of few rows
 are rounded otherwise than those of a whole row. On 2 ranks, most hidden states are equal to the bit."""
 MARGINS = {"hidden": 1e5, "loss": 200, "gradient": 1e5}
 """How many times the limits of float32 a mistake has to exceed: half of what the least visible one does."""
 # Grouped and single key-value heads, heads that ranks do not divide, longrope, query scaling, soft caps and windows,
-# parallel blocks, experts, sinks, states, keys of another layer, and latents.
+# parallel blocks, experts, sinks, states, keys of another layer, latents, and convolutions.
 KINDS = ["Llama 3", "SmolLM2", "TinyLlama, Yi", "Ministral 3", "Phi 4 mini", "Gemma 2", "Cohere 2", "Qwen 3 MoE"]
-KINDS += ["gpt-oss", "Qwen 3.5", "Gemma 4 E2B", "DeepSeek V3"]
+KINDS += ["gpt-oss", "Qwen 3.5", "Gemma 4 E2B", "DeepSeek V3", "LFM2"]
 REST = [family for family in FAMILIES if family not in KINDS]
 
 
@@ -73,7 +74,7 @@ def test_hidden_states_loss_and_gradients_are_those_of_one_rank(tmp_path: Path, 
 
 @pytest.mark.parametrize("num_ranks", rest_nightly([2, 4], [4]))
 def test_parts_of_any_size_cut_documents_anywhere(tmp_path: Path, num_ranks: int) -> None:
-    families = ("Phi 4 mini", "Qwen 3.5")
+    families = ("Phi 4 mini", "Qwen 3.5", "LFM2")
     cases = [Case(family, row) for family in families for row in RAGGED[num_ranks]]
     require_equal(cases, differences(tmp_path, num_ranks, cases))
 
@@ -87,7 +88,7 @@ def test_windows_about_the_length_of_a_part_cross_its_border(tmp_path: Path) -> 
 @pytest.mark.parametrize("compiled", rest_nightly([False, True], [False]))
 def test_what_is_computed_again_or_compiled_is_exchanged_in_the_same_order(tmp_path: Path, compiled: bool) -> None:
     cases = [Case("Qwen 3.5", ROWS[2], mode="full", compiled=compiled), Case("Qwen 3.5", ROWS[2], mode="selective")]
-    cases += [Case("Gemma 4 E2B", ROWS[2], mode="full", compiled=compiled)]
+    cases += [Case(name, ROWS[2], mode="full", compiled=compiled) for name in ("Gemma 4 E2B", "LFM2")]
     require_equal(cases, differences(tmp_path, 2, cases))
 
 
@@ -96,6 +97,7 @@ def test_mistakes_of_others_are_seen(tmp_path: Path, num_ranks: int) -> None:
     cases = [
         Case("Phi 4 mini", ROWS[num_ranks], "rotations by the part"),
         Case("Qwen 3.5", ROWS[num_ranks], "bounds of the part in delta layers"),
+        Case("LFM2", ROWS[num_ranks], "bounds of the part in convolutions"),
         Case("gpt-oss", ROWS[num_ranks], "sinks not cut"),
         Case("Gemma 2", ROWS[num_ranks], "window dropped"),
     ]
@@ -106,7 +108,7 @@ def test_mistakes_of_others_are_seen(tmp_path: Path, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", rest_nightly([2, 4], [2]))
 def test_a_changed_document_changes_no_bit_of_another_on_any_rank(tmp_path: Path, num_ranks: int) -> None:
-    families = ["Llama 3", "Gemma 2", "Qwen 3.5", "gpt-oss"]
+    families = ["Llama 3", "Gemma 2", "Qwen 3.5", "gpt-oss", "LFM2"]
     run(num_ranks, save_isolation, families, ROWS[num_ranks], tmp_path / "found", folder=tmp_path)
     for rank in range(num_ranks):
         found = json.loads((tmp_path / f"found-{rank}").read_text())

@@ -1,6 +1,7 @@
 """The gated delta rule and its convolution in packed documents, against a token-by-token computation in fp64."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.models.delta import CachedRecur, RecurInDocuments, causal_convolution
+from sftron.models.causal_convolution import causal_convolution
+from sftron.models.delta import CachedRecur, RecurInDocuments
 from sftron.models.delta_rule import CHUNK_SIZE, Chunks, recurrent_gated_delta_rule, require_arguments
 from sftron.models.generation import greedy_generate
 from tests.conftest import rest_nightly
@@ -54,13 +56,13 @@ def naive_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     return torch.stack(outputs)
 
 
-def naive_convolution(x: Tensor, weight: Tensor) -> Tensor:
+def naive_convolution(x: Tensor, weight: Tensor, *, activates: bool = True) -> Tensor:
     num_taps = weight.shape[1]
     rows = [
         sum((weight[:, j] * x[t - num_taps + 1 + j] for j in range(num_taps) if t - num_taps + 1 + j >= 0), 0 * x[0])
         for t in range(len(x))
     ]
-    return F.silu(torch.stack(rows))
+    return F.silu(torch.stack(rows)) if activates else torch.stack(rows)
 
 
 def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -103,15 +105,16 @@ def test_outputs_and_gradients_are_those_of_one_token_after_another(lengths: lis
     require_close(narrow, expected, 2e-5)
 
 
+@pytest.mark.parametrize("activates", [True, False])
 @pytest.mark.parametrize("lengths", [LENGTHS, [2], [1, 1, 1]], ids=str)
-def test_the_convolution_starts_again_in_each_document(lengths: list[int]) -> None:
+def test_the_convolution_starts_again_in_each_document(lengths: list[int], activates: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator).double() for shape in ((sum(lengths), 5), (5, 4)))
-    expected = results(by_document(naive_convolution, lengths, 1), [x, weight])
-    found = results(lambda x, weight: causal_convolution(x, weight, bounds(lengths)), [x, weight])
-    require_close(found, expected, 1e-12)
-    narrow = results(lambda x, weight: causal_convolution(x, weight, bounds(lengths)), [x.float(), weight.float()])
-    require_close(narrow, expected, 1e-5)
+    naive = partial(naive_convolution, activates=activates)
+    ours = partial(causal_convolution, cu_seqlens=bounds(lengths), activates=activates)
+    expected = results(by_document(naive, lengths, 1), [x, weight])
+    require_close(results(ours, [x, weight]), expected, 1e-12)
+    require_close(results(ours, [x.float(), weight.float()]), expected, 1e-5)
 
 
 def test_what_happens_in_a_document_even_nan_changes_no_bit_of_another_on_either_side() -> None:
@@ -121,6 +124,7 @@ def test_what_happens_in_a_document_even_nan_changes_no_bit_of_another_on_either
     functions: list[tuple[Callable[..., Tensor], list[Tensor], int]] = [
         (lambda *inputs: chunk_gated_delta_rule(*inputs, cu_seqlens), inputs, 5),
         (lambda x: causal_convolution(x, weight, cu_seqlens), [x], 1),
+        (lambda x: causal_convolution(x, weight, cu_seqlens, activates=False), [x], 1),
     ]
     for function, packed, num_packed in functions:
         before = [each.split(lengths) for each in results(function, packed)]

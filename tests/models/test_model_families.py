@@ -64,6 +64,7 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
 GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "SmolLM3", "OLMo 1", "OLMo 3"]
 GENERATED += ["Granite 3", "Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B", "Gemma 2", "Gemma 3", "GLM 4", "Cohere 2"]
 GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss", "Gemma 4 E2B", "Gemma 4 31B", "ERNIE 4.5", "Hunyuan"]
+GENERATED += ["LFM2", "LFM2 with biases, untied"]
 GENERATED += ["EXAONE 4 32B", "Apertus", "GLM 4.5", "GLM 4.5 Air", "GLM 4.7 Flash", "DeepSeek V3", "Granite 4"]
 SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3, "Apertus": 2}
 """For families whose random model of seed 0 repeats few tokens; every one of StarCoder 2 does."""
@@ -71,7 +72,7 @@ SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3, "Apertus": 2}
 
 # No cache, window, multiplier or state is without one of these.
 FAST = ["Llama 3.2", "OLMo 3", "Granite 3", "Phi 1.5, 2", "Gemma 2", "GLM 4", "Cohere 2", "Ministral 3", "Qwen 3.5"]
-FAST += ["Gemma 4 E2B", "DeepSeek V3"]
+FAST += ["Gemma 4 E2B", "DeepSeek V3", "LFM2"]
 
 
 @pytest.mark.parametrize("family", rest_nightly(GENERATED, FAST))
@@ -122,7 +123,8 @@ def test_greedy_tokens_through_a_window_are_those_of_transformers(name: str) -> 
 
 
 KINDS = ["OLMo 2", "Gemma 2", "Gemma 3", "StarCoder 2", "Phi 1.5, 2", "StableLM 2 12B", "Cohere 2", "gpt-oss"]
-KINDS += ["Gemma 4 E2B", "Gemma 4 31B", "Apertus", "DeepSeek V3 without experts"]
+KINDS += ["Gemma 4 E2B", "Gemma 4 31B", "Apertus", "DeepSeek V3 without experts", "LFM2"]
+KINDS += ["LFM2 with biases, untied"]
 """A family of each block, norm, MLP and attention."""
 
 

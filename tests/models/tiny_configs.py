@@ -47,6 +47,8 @@ _BOUND: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     # By default it has no attention at all.
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["full_attention"] * NUM_LAYERS},
+    # By default it has no convolution at all.
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 10},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
     "mamba2": {"num_heads": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},

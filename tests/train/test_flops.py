@@ -15,7 +15,7 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
-from sftron.models.delta import causal_convolution
+from sftron.models.causal_convolution import causal_convolution
 from sftron.models.delta_layer import DeltaBlock
 from sftron.models.delta_rule import recurrent_gated_delta_rule
 from sftron.models.llama import LlamaForSFT, blocks_without_weights

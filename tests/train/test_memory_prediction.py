@@ -51,6 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     families |= {"qwen2_moe": experts | {"shared_expert_intermediate_size": 256}, "qwen3_5_text": DELTA}
     latent = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
     families |= {"deepseek_v3": LATENT | latent | GROUPS | {"moe_intermediate_size": 128}}
+    families |= {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
     for name, options in families.items():
         found[name] = tmp_path_factory.mktemp(name)
         make_reference(model_type=name, **SIZES | options).save_pretrained(found[name])
@@ -77,6 +78,8 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen2_moe", {"mode": "selective"}, "LoRA"),
     ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}, None),
     ("deepseek_v3", {"mode": "none"}, "LoRA"),
+    ("lfm2", {"mode": "none"}, "full"),
+    ("lfm2", {"mode": "selective", "dtype": torch.bfloat16}, "LoRA"),
     ("deepseek_v3", {"mode": "selective", "dtype": torch.bfloat16}, "full"),
     ("qwen3_5_text", {"mode": "none"}, "full"),
     ("qwen3_5_text", {"mode": "selective"}, None),

@@ -20,7 +20,7 @@ from tests.train.killed_run import run_killed
 from tests.train.ranks import launch, train
 from tests.train.runs import make_config, make_model_folder, metrics, result, run, write_rows
 
-TRAINED = ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code", "Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B"]
+TRAINED = ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code", "Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B", "LFM2"]
 
 
 # Phi has parallel blocks, biases and a plain MLP, Gemma 2 norms on both sides, windows, soft caps and tied embeddings,
@@ -71,7 +71,7 @@ def test_the_loss_of_documents_longer_than_the_window_is_that_of_transformers(
 
 
 MOVED = ["Phi 4 mini", "Cohere 2", "OLMo 3", "Gemma 2", "Mixtral", "Qwen 2 MoE", "gpt-oss", "Qwen 3.5", "Qwen 3.5 MoE"]
-MOVED += ["GLM 4.5", "Apertus", *WRAPPERS]
+MOVED += ["GLM 4.5", "Apertus", "LFM2", *WRAPPERS]
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from sftron.kernels.table import RopeSpec
+from sftron.models.causal_convolution import ConvolutionSizes
 from sftron.models.config_keys import (
     DEFAULTS,
     DROPOUTS,
@@ -126,6 +127,9 @@ class LlamaConfig:
 
     latent: LatentSizes | None = field(default=None, metadata=ADDED_LATER)
     """The sizes of latent attention, if the layers have it; `head_dim` is that of padded heads then."""
+
+    convolution: ConvolutionSizes | None = field(default=None, metadata=ADDED_LATER)
+    """What the layers with a short convolution have, if there are any."""
 
     @property
     def head_has(self) -> str | None:

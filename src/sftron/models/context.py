@@ -8,8 +8,8 @@ heads on 2 ranks:
     token 2      0 1 2             <- to tokens            0 1      2
     token 3, 4            0 1 2                            0 1      2
 
-So the functions of attention and of the delta rule are those of one rank, for a whole row with fewer heads. A part may
-have any number of tokens and of heads.
+So the functions of attention and of the delta rule are those of one rank, for a whole row with fewer heads. Of a
+convolution without a state, the heads are its channels. A part may have any number of tokens and of heads.
 
     shape suffixes: T tokens of this rank, S tokens of the packed row, N query or value heads, K key-value or key heads,
     D head size, W, V numbers per token, J taps
@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from sftron.models.attention import Attend
 from sftron.models.attention_kernels import PLAIN, Scores, outside_of_graphs
+from sftron.models.causal_convolution import Convolve
 from sftron.models.delta import DeltaSizes, MixDelta
 
 
@@ -149,7 +150,7 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadShares
     return HeadShares(tuple(queries), tuple(map(len, keys)), tuple(copies[head] for head in range(num_kv_heads)))
 
 
-# --- Attention and the delta rule ---
+# --- Attention, convolutions and the delta rule ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,21 @@ class ContextAttention:
         out_SND = self.attend(q_SND, k_SKD, v_SKD, scores)
         out_TV = context.to_tokens(out_SND.flatten(1), [head_dim * count for count in shares.queries])
         return out_TV.unflatten(1, (-1, head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class ContextConvolution:
+    """The convolution of the tokens of this rank, by one for the whole row. Ranks share channels as they do heads."""
+
+    convolve: Convolve
+    context: Context
+
+    @outside_of_graphs
+    def __call__(self, x_TW: Tensor, weight_WJ: Tensor) -> Tensor:
+        context, num_channels = self.context, x_TW.shape[1]
+        counts = share_heads(num_channels, num_channels, context.size).queries
+        own_taps_WJ = weight_WJ.split(counts)[context.rank]
+        return context.to_tokens(self.convolve(context.to_heads(x_TW, counts), own_taps_WJ), counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.block import Documents, Flops, ResidualBlock
+from sftron.models.causal_convolution import Taps
 from sftron.models.context import ContextDelta
 from sftron.models.delta import CachedRecur, ConvolvedRecur, DeltaSizes, MixDelta, RecurInDocuments
 from sftron.models.feed_forward import MLPS
@@ -35,7 +36,7 @@ class GatedDeltaNet(nn.Module):
         self.sizes = sizes
         options = {"bias": False, "initializer_range": config.initializer_range, "recompute": recompute}
         self.in_proj = NormedLinear(hidden_size, sum(sizes.rows), parts=self.parts(sizes), **options)
-        self.conv1d = _Taps(sizes.rows[0], sizes.num_taps, config.initializer_range)
+        self.conv1d = Taps(sizes.rows[0], sizes.num_taps, config.initializer_range)
         self.A_log = nn.Parameter(torch.zeros(sizes.num_value_heads))
         self.dt_bias = nn.Parameter(torch.ones(sizes.num_value_heads))
         self.norm = RMSNorm(sizes.value_dim, config.norm_eps)
@@ -85,15 +86,6 @@ class GroupedDeltaNet(GatedDeltaNet):
 
 
 DELTA_NETS: dict[str, type[GatedDeltaNet]] = {"delta": GatedDeltaNet, "grouped_delta": GroupedDeltaNet}
-
-
-class _Taps(nn.Module):
-    """The weights of a convolution of each channel for itself, in the shape of nn.Conv1d."""
-
-    def __init__(self, num_channels: int, num_taps: int, initializer_range: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
-        nn.init.normal_(self.weight, std=initializer_range)
 
 
 class DeltaBlock(ResidualBlock):

@@ -29,14 +29,17 @@ from sftron.models.gemma4 import Gemma4Block, add_layer_inputs, layer_inputs
 from sftron.models.head import Head
 from sftron.models.layers import Linear
 from sftron.models.projections import make_norm
+from sftron.models.short_convolution import ShortConvolutionBlock
 
-BLOCKS: dict[str, type[LlamaBlock | DeltaBlock]] = {
+AnyBlock = LlamaBlock | DeltaBlock | ShortConvolutionBlock
+BLOCKS: dict[str, type[AnyBlock]] = {
     "norm_before": LlamaBlock,
     "norm_after": NormAfterBlock,
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
     "delta": DeltaBlock,
     "gemma4": Gemma4Block,
+    "short_convolution": ShortConvolutionBlock,
 }
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
@@ -44,7 +47,7 @@ ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 the proportions of an 8B model, is 17 for "none", 11.5 for "selective" and 1 for "full"."""
 
 
-def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> LlamaBlock | DeltaBlock:
+def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> AnyBlock:
     """Returns the block of a layer; activation_checkpointing is one of ACTIVATION_CHECKPOINTING."""
     block = BLOCKS[layer.block](config.of_layer(layer), layer, recompute=activation_checkpointing == "selective")
     if activation_checkpointing == "full":

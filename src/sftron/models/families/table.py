@@ -10,6 +10,7 @@ from sftron.models.families.family import Family
 from sftron.models.families.gemma import GEMMA_FAMILIES
 from sftron.models.families.glm import GLM_FAMILIES
 from sftron.models.families.granite import GRANITE_FAMILIES
+from sftron.models.families.liquid import LIQUID_FAMILIES
 from sftron.models.families.llama import LLAMA_FAMILIES
 from sftron.models.families.others import OTHER_FAMILIES
 from sftron.models.families.qwen import QWEN_FAMILIES
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     **GLM_FAMILIES,
     **DEEPSEEK_FAMILIES,
     **GRANITE_FAMILIES,
+    **LIQUID_FAMILIES,
     **OTHER_FAMILIES,
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""
