@@ -6,10 +6,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from transformers import configuration_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 NUM_LAYERS = 4
+_KINDS = sorted(
+    {
+        name
+        for constant, names in vars(configuration_utils).items()
+        if constant.startswith("ALLOWED_") and constant.endswith("LAYER_TYPES")
+        for name in names
+    }
+)
+"""The kinds of layers of the installed transformers, whose constants have other names in other versions."""
 _SIZES = (
     # A window and the original positions are shorter than the documents of the tests.
     ("vocab_size", 97),
@@ -43,6 +52,8 @@ _KEPT = {"model_type", "initializer_range"}
 _BOUND: dict[str, dict[str, Any]] = {
     # transformers divides by head_dim, whose default is null in these classes.
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")},
+    # The first releases of transformers 5 compute with it, not with the sum of its two parts.
+    **{name: {"qk_head_dim": 16} for name in ("deepseek_v3", "glm4_moe_lite")},
     # The heads of a state-space layer times their size are expand times hidden_size.
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     # By default it has no attention at all.
@@ -161,7 +172,7 @@ def changed_keys(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _other_values(key: str, value: Any, kind: str) -> list[Any]:
     if key.endswith("layer_types"):
         stated = value or ["full_attention"] * NUM_LAYERS
-        return [[name, *stated[1:]] for name in ALLOWED_LAYER_TYPES] + [[name] * NUM_LAYERS for name in set(stated)]
+        return [[name, *stated[1:]] for name in _KINDS] + [[name] * NUM_LAYERS for name in set(stated)]
     if key == "rope_parameters":
         types = [each for each in value or {} if isinstance(value[each], Mapping)]
         ropes = [{"rope_theta": 1e4} | rope for rope in _ROPES]

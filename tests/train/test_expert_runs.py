@@ -95,6 +95,23 @@ def test_adapters_of_attention_and_the_shared_expert_are_trained_and_those_of_ex
             build_run(refused, start_ranks())
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "shared_experts.up_proj"]])
+def test_adapters_that_peft_would_take_for_those_of_experts_are_refused(
+    tmp_path: Path, corrected: Path, targets: Any
+) -> None:
+    """peft loads such an adapter without them, and its logits are others."""
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, corrected, tokens__train_steps=1)
+    for chosen in (targets, ["q_proj", "o_proj"]):
+        lora = {"rank": 4, "targets": chosen}
+        config = load_config(write_config(tmp_path / "a.yaml", tree | {"lora": lora}))
+        if chosen is targets:
+            with pytest.raises(ValueError, match=r"In glm4_moe, peft takes them for experts.*set lora\.targets: \["):
+                run(config)
+        else:
+            run(config)
+
+
 def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
     tmp_path: Path, folder: Path, model_folder: Path, corrected: Path
 ) -> None:

@@ -55,6 +55,12 @@ def complete_latent_sizes(values: dict[str, Any], largest: int) -> list[str]:
         problems.append(f"num_key_value_heads: {values['num_key_value_heads']}, implemented is {num_heads}, as queries")
     if values.get("head_dim") not in (None, sizes.qk_rope_head_dim):
         problems.append(f"head_dim: {values['head_dim']!r}, implemented is qk_rope_head_dim: {sizes.qk_rope_head_dim}")
+    if values.get("qk_head_dim") not in (None, sizes.qk_head_dim):
+        # The first releases of transformers 5 take it, and later ones the sum.
+        problems.append(
+            f"qk_head_dim: {values['qk_head_dim']!r}, implemented is qk_nope_head_dim + qk_rope_head_dim: "
+            f"{sizes.qk_head_dim}"
+        )
     if sizes.q_lora_rank is None and values["attention_bias"]:
         problems.append("attention_bias: True, which is not implemented if q_lora_rank is null")
     values["head_dim"] = sizes.head_dim

@@ -192,6 +192,7 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
         start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
         return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
     names = match_targets(options.targets, projections, has_experts=has_experts)
+    _require_loadable(names, model.config.model_type)
     rank = options.rank or DEFAULT_RANK
     spec = LoraSpec(
         ranks=dict.fromkeys(names, rank),
@@ -201,6 +202,26 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
         modules_to_save=options.modules_to_save,
     )
     return AdapterStart(spec=spec, seed=config.general.seed, init=options.init), ""
+
+
+_TAKEN_FOR_EXPERTS = frozenset(
+    {
+        *("qwen3_moe", "qwen3_next", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open"),
+    }
+)
+"""The model types in which peft (0.21) takes an adapter of any gate_proj, up_proj or down_proj for one of experts."""
+_OF_MLPS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _require_loadable(names: Sequence[str], model_type: str) -> None:
+    """Raises ValueError if peft would leave out tensors of the trained adapter, with no more than a warning."""
+    lost = [name for name in names if name.endswith(_OF_MLPS)] if model_type in _TAKEN_FOR_EXPERTS else []
+    if lost:
+        others = sorted({name.rpartition(".")[2] for name in names} - {*_OF_MLPS})
+        raise ValueError(
+            f"lora.targets: {lost[0]} and {len(lost) - 1} more are of dense layers or shared experts. In {model_type}, "
+            f"peft takes them for experts and drops their adapters; set lora.targets: [{', '.join(others)}]"
+        )
 
 
 def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> None:
