@@ -46,9 +46,15 @@ settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("sftron")
 
 
+_HANDLERS: dict[signal.Signals, Any] = {}
+
+
 def pytest_configure() -> None:
-    """Undoes nohup, which has SIGHUP ignored: a run respects that, and the tests of signals need the default."""
+    """Undoes nohup and a shell's `&`, which have SIGHUP and SIGINT ignored: a run respects that, and the tests of
+    signals need the default."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _HANDLERS.update((number, signal.getsignal(number)) for number in STOP_SIGNALS)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -110,11 +116,13 @@ def conversation() -> Callable[..., Conversation]:
 
 
 @pytest.fixture(autouse=True)
-def _handlers_as_before() -> Iterator[None]:
-    """A run listens to signals; what a later test forks would inherit that, and not end by the SIGTERM of its Pool."""
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+def _handlers_as_at_the_start() -> Iterator[None]:
+    """A run listens to signals, also one of a module's fixture; what a later test forks would inherit that, and not end
+    by the SIGTERM of its Pool."""
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
     yield
-    for number, handler in zip(STOP_SIGNALS, before, strict=True):
+    for number, handler in _HANDLERS.items():
         signal.signal(number, handler)
 
 
