@@ -106,10 +106,32 @@ def test_adapters_that_peft_would_take_for_those_of_experts_are_refused(
         lora = {"rank": 4, "targets": chosen}
         config = load_config(write_config(tmp_path / "a.yaml", tree | {"lora": lora}))
         if chosen is targets:
-            with pytest.raises(ValueError, match=r"In glm4_moe, peft takes them for experts.*set lora\.targets: \["):
+            with pytest.raises(
+                ValueError, match=r"^lora\.targets: .* peft in glm4_moe takes .*; set lora\.targets: \["
+            ):
                 run(config)
         else:
             run(config)
+
+
+def test_a_run_does_not_go_on_from_an_adapter_that_peft_would_load_in_part(
+    tmp_path: Path, corrected: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, corrected, tokens__train_steps=1)
+    for targets in (["q_proj", "shared_experts.up_proj"], ["q_proj", "o_proj"]):
+        lora = {"rank": 4, "targets": targets}
+        with monkeypatch.context() as earlier:  # in which such an adapter was trained
+            earlier.setattr(build_model, "_TAKEN_FOR_EXPERTS", frozenset())
+            trainer = run(load_config(write_config(tmp_path / "a.yaml", tree | {"lora": lora})))
+        adapter = trainer.directory.adapter(1).rename(tmp_path / targets[1])
+        shutil.rmtree(trainer.directory.folder)
+        config = load_config(write_config(tmp_path / "b.yaml", tree | {"lora": {"adapter": str(adapter)}}))
+        if "o_proj" in targets:
+            run(config)
+        else:
+            with pytest.raises(ValueError, match=r"^lora\.adapter: .* peft in glm4_moe takes .* drops; merge it into"):
+                run(config)
 
 
 def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(

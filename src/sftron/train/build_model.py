@@ -189,10 +189,17 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
         except ValueError as error:
             raise ValueError(f"adapter: {error}") from error
         _require_same(options, found.spec, projections)
+        if lost := _lost_by_peft(list(found.spec.ranks), model.config.model_type):
+            raise ValueError(
+                f"adapter: {options.adapter} has {lost}; merge it into the base (sftron convert ADAPTER TARGET --model "
+                "BASE) and train a new adapter of that without them"
+            )
         start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
         return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
     names = match_targets(options.targets, projections, has_experts=has_experts)
-    _require_loadable(names, model.config.model_type)
+    if lost := _lost_by_peft(names, model.config.model_type):
+        others = sorted({name.rpartition(".")[2] for name in names} - {*_OF_MLPS})
+        raise ValueError(f"targets: they select {lost}; set lora.targets: [{', '.join(others)}]")
     rank = options.rank or DEFAULT_RANK
     spec = LoraSpec(
         ranks=dict.fromkeys(names, rank),
@@ -213,15 +220,16 @@ _TAKEN_FOR_EXPERTS = frozenset(
 _OF_MLPS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _require_loadable(names: Sequence[str], model_type: str) -> None:
-    """Raises ValueError if peft would leave out tensors of the trained adapter, with no more than a warning."""
+def _lost_by_peft(names: Sequence[str], model_type: str) -> str:
+    """Returns which of the adapted projections peft would load without their adapters, with no more than a warning; an
+    empty string if it loads all of them."""
     lost = [name for name in names if name.endswith(_OF_MLPS)] if model_type in _TAKEN_FOR_EXPERTS else []
-    if lost:
-        others = sorted({name.rpartition(".")[2] for name in names} - {*_OF_MLPS})
-        raise ValueError(
-            f"lora.targets: {lost[0]} and {len(lost) - 1} more are of dense layers or shared experts. In {model_type}, "
-            f"peft takes them for experts and drops their adapters; set lora.targets: [{', '.join(others)}]"
-        )
+    if not lost:
+        return ""
+    return (
+        f"adapters of {lost[0]} and {len(lost) - 1} more, of dense layers or shared experts, which peft in "
+        f"{model_type} takes for those of experts and drops"
+    )
 
 
 def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> None:
