@@ -10,6 +10,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import fuse_state_dict, split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
+from sftron.models.mixtures import spelling_of
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -354,8 +355,9 @@ def require_same_model(native: LlamaForSFT, reference: Any, lengths: list[int]) 
     torch.testing.assert_close(native.head.logits(hidden), expected_logits, atol=2e-4, rtol=1e-5)
     torch.testing.assert_close(loss, expected_loss, atol=0, rtol=1e-5)
     trained = {name: each for name, each in native.named_parameters() if each.requires_grad}
-    gradients = dict(split_state_dict(((name, each.grad) for name, each in trained.items()), native.config))
     expected = {n: p.grad for n, p in reference.named_parameters()}
+    own = ((name, each.grad) for name, each in trained.items())
+    gradients = dict(split_state_dict(own, native.config, spelling_of(expected)))
     assert gradients.keys() == expected.keys()
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for key, gradient in expected.items():

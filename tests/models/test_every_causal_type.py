@@ -4,9 +4,12 @@ The configurations are made from transformers' config classes (tiny_configs.py),
 its own types and keys.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,10 +18,10 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from sftron.checkpoint.hf_weights import load_model
 from sftron.models.architecture import FAMILIES, LlamaConfig
-from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
-from sftron.models.wrappers import TEXT_MODEL, WRAPPED, WRAPPERS, wrapper_of
+from sftron.models.wrappers import WRAPPERS, wrapper_of
 from tests.conftest import rest_nightly
 from tests.models.reference import make_reference, pack, require_same_model
 from tests.models.tiny_configs import changed_keys, tiny_config, without_defaults
@@ -33,7 +36,9 @@ def _quiet() -> Iterator[None]:
     """transformers warns of many of these configurations; what it computes is compared."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     yield
+    transformers.logging.enable_progress_bar()
     transformers.logging.set_verbosity(level)
 
 
@@ -59,13 +64,12 @@ def _make_theirs(config: dict[str, Any], seed: int) -> Any:
     return model
 
 
-def _make_ours(theirs: Any, config: LlamaConfig) -> LlamaForSFT:
-    model = LlamaForSFT(config, compute_dtype=torch.float32, num_positions=128)
-    # Of a wrapper, the text model.
-    stored = {name.replace(WRAPPED, TEXT_MODEL): tensor for name, tensor in theirs.state_dict().items()}
-    names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(fuse_state_dict(names, config, stored.__getitem__)))
-    return model
+def _make_ours(theirs: Any, config: Mapping[str, Any]) -> LlamaForSFT:
+    """Reads the weights that transformers saves: its names in memory differ between releases."""
+    with TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return load_model(folder, compute_dtype=torch.float32, num_positions=128)
 
 
 @torch.no_grad()
@@ -99,7 +103,7 @@ def _compare(model_type: str) -> str:
         return REFUSED
     assert LlamaConfig.from_hf(without_defaults(config)) == architecture
     theirs = _make_theirs(config, 0)
-    ours = _make_ours(theirs, architecture)
+    ours = _make_ours(theirs, config)
     if wrapper_of(config) is None:
         require_same_model(ours, theirs, LENGTHS)
     else:
@@ -110,8 +114,7 @@ def _compare(model_type: str) -> str:
 def _compare_changed(config: Mapping[str, Any], change: Mapping[str, Any]) -> str:
     """Returns how a configuration with another value of one key ends, as `_compare` does."""
     changed = {**config, **change}
-    architecture = _read(changed)
-    if architecture is None:
+    if _read(changed) is None:
         return REFUSED
     differences = []
     for seed in range(3):
@@ -120,7 +123,7 @@ def _compare_changed(config: Mapping[str, Any], change: Mapping[str, Any]) -> st
             expected = _expected_logits(theirs)
         except Exception as error:  # of any type, from transformers alone
             return f"{NOT_BUILT}: {error}"
-        differences.append(_difference(_make_ours(theirs, architecture), expected))
+        differences.append(_difference(_make_ours(theirs, changed), expected))
         if differences[-1] < 1:
             return EQUAL
         if not differences[-1] < 20:
