@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What reads and writes with other libraries' code: data, templates, weights, adapters, the Python API, whole runs, and
 # the packages of the extras: loggers, wandb, peft and bitsandbytes.
 VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests/checkpoint/test_hf_export.py \
-    tests/checkpoint/test_adapter.py tests/models/test_generation.py \
+    tests/checkpoint/test_adapter.py tests/models/test_generation.py tests/models/test_every_causal_type.py \
     tests/models/test_quantization.py tests/report \
     tests/verify/test_verify_trainer.py tests/verify/test_isolation.py tests/test_install.py \
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
@@ -113,8 +113,7 @@ versions-%: install
 	@# torch and the tools of the tests come from .venv, which is searched after the environment itself.
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/$*/env/lib/python3*/site-packages)/tools.pth
 	@# Warnings of other versions are no faults.
-	build/$*/env/bin/python -m pytest -p no:cacheprovider -W ignore $(VERSION_TESTS) \
-	    $(if $(filter highest,$*),tests/models/test_every_causal_type.py)
+	build/$*/env/bin/python -m pytest -p no:cacheprovider -W ignore $(VERSION_TESTS)
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models

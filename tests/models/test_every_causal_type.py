@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sftron.checkpoint.hf_weights import load_model
@@ -29,6 +31,7 @@ from tests.models.tiny_configs import changed_keys, tiny_config, without_default
 LENGTHS = [3, 45]
 """Shorter than a window of 7, and longer than it and the original positions."""
 EQUAL, REFUSED, NOT_BUILT = "equal", "refused by name", "not built by transformers"
+ANOTHER = "another model in this release of transformers"
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +135,10 @@ def _compare_changed(config: Mapping[str, Any], change: Mapping[str, Any]) -> st
 
 
 _TYPES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-_SUPPORTED = [name for name in _TYPES if name in {*FAMILIES, *WRAPPERS}]
+# Some releases have several names of one class.
+_SUPPORTED = [name for name in _TYPES if CONFIG_MAPPING[name].model_type in {*FAMILIES, *WRAPPERS}]
+# Until then, all layers of OLMo 3 have the rope of its full layers.
+_ANOTHER = ["olmo3"] if Version(transformers.__version__) < Version("5.13") else []
 
 
 def test_every_causal_type_of_transformers_is_equal_or_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,13 +147,17 @@ def test_every_causal_type_of_transformers_is_equal_or_refused_by_name(capsys: p
         try:
             results[model_type] = _compare(model_type)
         except Exception as error:
+            if model_type in _ANOTHER and isinstance(error, AssertionError):
+                results[model_type] = ANOTHER
+                continue
             error.add_note(f"in the tiny configuration of {model_type}")
             raise
     counts = Counter(result.partition(":")[0] for result in results.values())
     with capsys.disabled():
         print(f"\n{len(_TYPES)} causal types of transformers {transformers.__version__}: {dict(counts)}")
         print(*(f"  {name} {result}" for name, result in results.items() if result.startswith(NOT_BUILT)), sep="\n")
-    assert [name for name, result in results.items() if result == EQUAL] == _SUPPORTED
+    assert [name for name, result in results.items() if result == ANOTHER] == _ANOTHER
+    assert [name for name, result in results.items() if result in (EQUAL, ANOTHER)] == _SUPPORTED
     assert counts[EQUAL] + counts[REFUSED] > 0.9 * len(_TYPES)
 
 

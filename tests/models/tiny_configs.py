@@ -57,7 +57,8 @@ _BOUND: dict[str, dict[str, Any]] = {
     # The heads of a state-space layer times their size are expand times hidden_size.
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     # By default it has no attention at all.
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["full_attention"] * NUM_LAYERS},
+    # The first releases of transformers 5 have only this name, which later ones take as "full_attention".
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention"] * NUM_LAYERS},
     # By default it has no convolution at all.
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 10},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
