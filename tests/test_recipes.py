@@ -83,6 +83,8 @@ def test_a_recipe_passes_a_dry_run_with_the_tiny_model_of_its_family(
     # NF4 rounds blocks of 64 weights of a row.
     has_nf4 = load_config(FILES[name]).model.frozen_dtype == "nf4"
     wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16} if has_nf4 else {}
+    if has_nf4 and FAMILIES[family].get("hidden_size_per_layer_input"):
+        wide["hidden_size_per_layer_input"] = 64
     folder = make_model_folder(tmp_path / "model", **FAMILIES[family] | wide)
     data = {"path": str(write_rows(tmp_path / "rows.jsonl"))}
     tiny = {"general.output_dir": tmp_path / "runs", "model.path": folder, "data.datasets": json.dumps([data])}

@@ -72,6 +72,7 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
             reference.layer_types = [each for each in layer_types if each not in ("linear_attention", "conv")][:1]
         # Of a mixture with dense layers, a layer with experts.
         reference.first_k_dense_replace, reference.mlp_layer_types = 0, ["sparse"]
+        reference.num_kv_shared_layers = 0  # those of others cannot be read by the first
         layer = transformers.AutoModelForCausalLM.from_config(reference).model.layers[0]
     # Mistral has no layer_types, as each of its layers slides.
     num_layers, window = config["num_hidden_layers"], getattr(reference, "sliding_window", None)
@@ -150,6 +151,11 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     assert _native(config) == _by_transformers(config)
 
 
+_MOST = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+_MOST |= {"num_experts_per_tok": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 10}
+_MOST |= {"vocab_size_per_layer_input": 97}
+
+
 def _small(config: dict[str, Any]) -> dict[str, Any]:
     """The config of a tiny model with all keys of a published one but the sizes."""
     kv_heads = config.get("num_key_value_heads")
@@ -161,10 +167,7 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype" if "dtype" in config else "torch_dtype": "float32",
     }
-    small |= {
-        key: min(config[key], 8) for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config
-    }
-    small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
+    small |= {key: min(config[key], most) for key, most in _MOST.items() if config.get(key) is not None}
     small |= {"num_key_value_heads": None if kv_heads is None else 2} if "num_key_value_heads" in config else {}
     small |= {"dtype": "float32"} if "dtype" in config else {}
     if "kv_lora_rank" in config:
@@ -179,7 +182,9 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
     small |= {"n_group": 4, "topk_group": 2} if config.get("n_group", 1) > 1 else {}
     small |= {key: 16 for key in ("head_dim",) if key in config}
     small |= {"shared_intermediate_size": 40, "mamba_d_head": 1} if "mamba_d_head" in config else {}
-    small |= {key: config[key][:4] for key in ("layer_types", "no_rope_layers") if key in config}
+    small |= {key: config[key][-4:] for key in ("layer_types", "no_rope_layers") if key in config}
+    if config.get("num_kv_shared_layers"):  # those that share need one of their kind before them
+        small["layer_types"] = ["sliding_attention", "full_attention"] * 2
     small |= {key: 7 for key in ("sliding_window",) if config.get(key) is not None}
     rope = config.get("rope_scaling") or {}
     if "long_factor" in rope:
