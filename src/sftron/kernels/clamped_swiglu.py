@@ -55,10 +55,11 @@ def _clamped(gate_up_B2F: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Returns the rows of all tensors in blocks.
 
-    On the meta device, where memory is all that counts, these are two blocks: while the second one is computed, the
-    temporaries of the first still exist, and no later block needs more.
+    On the meta device, where memory is all that counts, these are two blocks of a GPU, the larger ones: while the
+    second is computed, the temporaries of the first still exist, and no later block needs more.
     """
-    size = _VALUES_ON_GPU if tensors[0].is_cuda else _VALUES_ON_CPU * torch.get_num_threads()
+    is_on_cpu = tensors[0].device.type == "cpu"
+    size = _VALUES_ON_CPU * torch.get_num_threads() if is_on_cpu else _VALUES_ON_GPU
     num_rows = max(1, 2 * size // max(each.shape[1] for each in tensors))
     blocks = zip(*(each.split(num_rows) for each in tensors), strict=True)
     return islice(blocks, 2) if tensors[0].is_meta else blocks

@@ -27,9 +27,12 @@ DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 0
 """The defaults of the keys that every family reads."""
 
 _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapping", "attention_multiplier")
-NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", *_NULLABLE_NUMBERS)
-"""Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window, latent or
-bound."""
+NULL_IS_A_VALUE = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", *_NULLABLE_NUMBERS),
+    *("global_head_dim", "per_layer_config"),
+)
+"""Keys for which null is not the default: as many as query heads, hidden_size / heads, and no window, latent or bound.
+In the last two it is refused."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 

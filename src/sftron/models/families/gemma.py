@@ -10,6 +10,8 @@ from sftron.models.families.family import COMMON, Family, Values, key, not_every
 from sftron.models.rope_config import FULL, PROPORTIONAL, SLIDING, RopeKeys
 
 _LARGEST = 2**27
+_NOT_STATED = ()
+"""The default of per_layer_config, a value that JSON does not have."""
 
 _CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
 _GEMMA: dict[str, Any] = {"norm": "rms_offset", "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5}
@@ -40,7 +42,7 @@ def _stated_sizes(values: Values) -> list[dict[str, Any]]:
     The released files have keys for all full layers, and transformers 5 writes `per_layer_config`, by the number.
     """
     stated = values["per_layer_config"]
-    if stated is None:
+    if stated == _NOT_STATED:
         of_full = {"head_dim": values["global_head_dim"]}
         if values["attention_k_eq_v"] and values["num_global_key_value_heads"] is not None:
             of_full["num_key_value_heads"] = values["num_global_key_value_heads"]
@@ -83,6 +85,10 @@ def _problems_of_gemma_4(values: Values) -> list[str]:
         problems.append(f"layer_types: the last is {types[-1]!r}, which transformers replaces by {FULL!r}")
     if type(num_shared) is not int or not 0 <= num_shared < num_layers:
         return [*problems, f"num_kv_shared_layers: {num_shared!r} is not a whole number below {num_layers}"]
+    if num_shared and size == 0:
+        problems.append(
+            f"num_kv_shared_layers: {num_shared}, which transformers cannot compute with hidden_size_per_layer_input: 0"
+        )
     if num_shared and {*types} - {*types[:-num_shared]}:
         problems.append(f"num_kv_shared_layers: {num_shared}, but no layer before has keys of each of the layer_types")
     return problems + _wrong_sizes_of_gemma_4(values)
@@ -90,8 +96,8 @@ def _problems_of_gemma_4(values: Values) -> list[str]:
 
 def _wrong_sizes_of_gemma_4(values: Values) -> list[str]:
     stated, num_heads = values["per_layer_config"], values["num_attention_heads"]
-    name = "global_head_dim, num_global_key_value_heads" if stated is None else "per_layer_config"
-    if stated is not None:
+    name = "global_head_dim, num_global_key_value_heads" if stated == _NOT_STATED else "per_layer_config"
+    if stated != _NOT_STATED:
         is_table = isinstance(stated, Mapping) and all(isinstance(sizes, Mapping) for sizes in stated.values())
         numbers = {str(number) for number in range(values["num_hidden_layers"])}
         if not is_table or not stated.keys() <= numbers:
@@ -123,7 +129,7 @@ _GEMMA_4 = Family(
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072}
     | {"attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     | {"sliding_window": 512, "layer_types": None, "final_logit_softcapping": None}
-    | {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
+    | {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": _NOT_STATED}
     | {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
     | {"use_bidirectional_attention": None, "enable_moe_block": False},
