@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any
 
 from sftron.kernels.table import RopeSpec
-from sftron.models.causal_convolution import ConvolutionSizes
 from sftron.models.config_keys import (
     DEFAULTS,
     DROPOUTS,
@@ -26,7 +25,6 @@ from sftron.models.config_keys import (
 from sftron.models.delta import DeltaSizes
 from sftron.models.families.family import MODEL, Family
 from sftron.models.families.table import FAMILIES, family_of
-from sftron.models.latent_sizes import LatentSizes
 from sftron.models.mixtures import ADDED_LATER, Mixture, read_mixture
 from sftron.models.rope_config import FULL, SLIDING, read_ropes
 from sftron.models.wrappers import text_config, wrapper_ties, wrong_head
@@ -114,6 +112,8 @@ class LlamaConfig:
     per_layer_input_size: int | None = field(default=None, metadata=ADDED_LATER)
     """The size of what each layer reads of a token besides the residual stream, 0 if that is nothing; see gemma4.py.
     None in families of other blocks."""
+    mixing: object | None = field(default=None, metadata=ADDED_LATER)
+    """A dataclass of the sizes that only one kind of layer has, such as latent attention; its file reads them."""
 
     def of_layer(self, layer: Layer) -> LlamaConfig:
         """Returns the parameters with the sizes of one layer."""
@@ -124,12 +124,6 @@ class LlamaConfig:
     @property
     def largest_head_dim(self) -> int:
         return max(self.head_dim, *(layer.head_dim or 0 for layer in self.layers))
-
-    latent: LatentSizes | None = field(default=None, metadata=ADDED_LATER)
-    """The sizes of latent attention, if the layers have it; `head_dim` is that of padded heads then."""
-
-    convolution: ConvolutionSizes | None = field(default=None, metadata=ADDED_LATER)
-    """What the layers with a short convolution have, if there are any."""
 
     @property
     def head_has(self) -> str | None:

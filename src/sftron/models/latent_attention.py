@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sftron.kernels.rope import Heads, rotate_heads
 from sftron.models.architecture import Layer, LlamaConfig
+from sftron.models.latent_sizes import LatentSizes
 from sftron.models.layers import Linear, Norm, NormedLinear, RMSNorm
 
 _EPS = 1e-6
@@ -30,9 +31,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
         super().__init__()
-        assert config.latent is not None
+        assert isinstance(config.mixing, LatentSizes)
         assert layer.rope is not None
-        self.sizes = sizes = config.latent
+        self.sizes = sizes = config.mixing
         self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.interleaved = config.ropes[layer.rope].interleaved
         options = {"initializer_range": config.initializer_range, "recompute": recompute}

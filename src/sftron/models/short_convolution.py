@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.block import Documents, Flops, ResidualBlock
-from sftron.models.causal_convolution import CachedConvolve, Convolve, ConvolveInDocuments, Taps
+from sftron.models.causal_convolution import CachedConvolve, ConvolutionSizes, Convolve, ConvolveInDocuments, Taps
 from sftron.models.context import ContextConvolution
 from sftron.models.feed_forward import MLPS
 from sftron.models.layers import Linear, NormedLinear, made_again
@@ -31,12 +31,12 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
-        assert config.convolution is not None
-        size, bias = config.hidden_size, config.convolution.bias
+        assert isinstance(config.mixing, ConvolutionSizes)
+        size, bias = config.hidden_size, config.mixing.bias
         options = {"bias": bias, "initializer_range": config.initializer_range, "recompute": recompute}
         self.recompute = recompute
         self.in_proj = NormedLinear(size, 3 * size, **options)
-        self.conv = Taps(size, config.convolution.num_taps, config.initializer_range, bias=bias)
+        self.conv = Taps(size, config.mixing.num_taps, config.initializer_range, bias=bias)
         self.out_proj = Linear(size, size, **options)
 
     def output(self, convolved_TH: Tensor, gate_TH: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ LATENT: dict[str, Any] = {
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     "fixed": CORRECTED_FIXED | {"mlp_bias": False},
     "irrelevant": CORRECTED_IRRELEVANT | {"qk_head_dim"},
-    "model": {"latent": LatentSizes.of},
+    "model": {"mixing": LatentSizes.of},
     "layer": {"attention": "latent", "mlp": "added_experts", "scale": _scale},
     "router": "corrected",
     "rope": RopeKeys(size="qk_rope_head_dim"),

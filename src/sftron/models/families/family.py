@@ -84,7 +84,7 @@ MODEL: dict[str, Any] = {
     "output_gate": False,
     "delta": None,
     "per_layer_input_size": None,
-    "latent": None,
+    "mixing": None,
 }
 """The fields of LlamaConfig that a family may change, as in Llama."""
 

@@ -76,7 +76,7 @@ LIQUID_FAMILIES: dict[str, Family] = {
             "activation": "silu",
             "intermediate_size": _size_of_mlp,
             "tie_word_embeddings": _ties,
-            "convolution": lambda values: ConvolutionSizes(num_taps=values["conv_L_cache"], bias=values["conv_bias"]),
+            "mixing": lambda values: ConvolutionSizes(num_taps=values["conv_L_cache"], bias=values["conv_bias"]),
         },
         layer={"attention": "normed_rotary"},
         types=_attends_by_index,
