@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from sftron.kernels.activation import ACTIVATIONS
-from sftron.models.families.family import Family
+from sftron.models.families.family import LARGEST_SIZE, Family
 from sftron.models.families.table import FAMILIES
 from sftron.models.latent_sizes import complete_latent_sizes
 from sftron.models.mxfp4 import quant_method
@@ -20,8 +20,7 @@ _OWN_SIZES = (
 )
 """Sizes that some families have."""
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
-_LARGEST_SIZE = 2**27
-"""The bound of all other sizes: above any model's, but low enough to compute the memory before it is allocated."""
+"""The bounds of sizes with one lower than LARGEST_SIZE."""
 
 DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 0.02}
 """The defaults of the keys that every family reads."""
@@ -143,7 +142,7 @@ def complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     # Beside layer_types, a pattern has no effect; EXAONE 4 states one in letters.
     without = {"sliding_window_pattern"} if values.get("layer_types") is not None else set()
     own = [key for key in _OWN_SIZES if key in values and key not in without]
-    largest = dict.fromkeys((*SIZES, *own, "num_key_value_heads", "max_position_embeddings"), _LARGEST_SIZE) | _LARGEST
+    largest = dict.fromkeys((*SIZES, *own, "num_key_value_heads", "max_position_embeddings"), LARGEST_SIZE) | _LARGEST
     problems = [
         f"{key}: {values[key]!r} is not a whole number from 1 to {bound}"
         for key, bound in largest.items()
@@ -152,7 +151,7 @@ def complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     if problems:
         return problems
     if "kv_lora_rank" in family.defaults:
-        return complete_latent_sizes(values, _LARGEST_SIZE)
+        return complete_latent_sizes(values, LARGEST_SIZE)
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     derived, head_dim = values["hidden_size"] // num_heads, values.get("head_dim")
     if head_dim is None and family.defaults.get("head_dim") is None:
@@ -164,7 +163,7 @@ def complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     delta_heads, delta_kv_heads = values.get("linear_num_value_heads", 1), values.get("linear_num_key_heads", 1)
     if delta_heads % delta_kv_heads:
         problems.append(f"linear_num_key_heads: {delta_kv_heads} does not divide linear_num_value_heads: {delta_heads}")
-    if type(head_dim) is not int or not 0 < head_dim <= _LARGEST_SIZE or head_dim % 2:
+    if type(head_dim) is not int or not 0 < head_dim <= LARGEST_SIZE or head_dim % 2:
         problems.append(f"head_dim: {head_dim!r} is not a positive even number; halves of a head are rotated")
     if family.types is not None and values["layer_types"] is None:
         values["layer_types"] = family.types(values)

@@ -12,6 +12,7 @@ from sftron.models.families.family import (
     CORRECTED_MIXTURE,
     Family,
     Values,
+    beyond_max_window_layers,
 )
 from sftron.models.latent_sizes import LatentSizes
 from sftron.models.rope_config import RopeKeys
@@ -46,11 +47,6 @@ _UNREAD = CORRECTED_IRRELEVANT | {"scoring_func", "topk_method"}
 """The published folders of these families have other words for the same router."""
 
 
-def _beyond_max_window_layers(values: Values) -> list[bool]:
-    has_window = values["sliding_window"] is not None
-    return [has_window and number >= values["max_window_layers"] for number in range(values["num_hidden_layers"])]
-
-
 DEEPSEEK_FAMILIES: dict[str, Family] = {
     # The code in the folders of the published models is what became transformers' class.
     "deepseek_v3": Family(**LATENT | {"irrelevant": LATENT["irrelevant"] | {"auto_map"}}),
@@ -65,7 +61,7 @@ DEEPSEEK_FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False, "moe_layer_freq": 1},
         irrelevant=_UNREAD,
         layer={"attention": "normed_rotary", "mlp": "added_experts"},
-        slides=_beyond_max_window_layers,
+        slides=beyond_max_window_layers,
         router="corrected",
     ),
     "solar_open": Family(

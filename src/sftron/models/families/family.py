@@ -88,6 +88,9 @@ MODEL: dict[str, Any] = {
 }
 """The fields of LlamaConfig that a family may change, as in Llama."""
 
+LARGEST_SIZE = 2**27
+"""The bound of all sizes: above any model's, but low enough to compute the memory before it is allocated."""
+
 COMMON: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -125,6 +128,11 @@ QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_
 
 def without(*keys: str) -> dict[str, Any]:
     return {key: value for key, value in COMMON.items() if key not in keys}
+
+
+def beyond_max_window_layers(values: Values) -> list[bool]:
+    has_window = values.get("use_sliding_window", True) and values["sliding_window"] is not None
+    return [has_window and number >= values["max_window_layers"] for number in range(values["num_hidden_layers"])]
 
 
 def not_every(number: int) -> Pattern:

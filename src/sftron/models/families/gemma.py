@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sftron.models.families.family import COMMON, Family, Values, key, not_every, without
+from sftron.models.families.family import COMMON, LARGEST_SIZE, Family, Values, key, not_every, without
 from sftron.models.rope_config import FULL, PROPORTIONAL, SLIDING, RopeKeys
 
-_LARGEST = 2**27
 _NOT_STATED = ()
 """The default of per_layer_config, a value that JSON does not have."""
 
@@ -75,8 +74,8 @@ def _problems_of_gemma_4(values: Values) -> list[str]:
     if values["use_bidirectional_attention"] not in (None, "vision"):
         stated = values["use_bidirectional_attention"]
         problems.append(f"use_bidirectional_attention: {stated!r}, implemented are null and 'vision'")
-    if type(size) is not int or not 0 <= size <= _LARGEST:
-        problems.append(f"hidden_size_per_layer_input: {size!r} is not a whole number from 0 to {_LARGEST}")
+    if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
+        problems.append(f"hidden_size_per_layer_input: {size!r} is not a whole number from 0 to {LARGEST_SIZE}")
     elif size and num_tokens != values["vocab_size"]:
         problems.append(
             f"vocab_size_per_layer_input: {num_tokens!r}, implemented is vocab_size: {values['vocab_size']}"
@@ -109,7 +108,7 @@ def _wrong_sizes_of_gemma_4(values: Values) -> list[str]:
     for layer_type, sizes in zip(values["layer_types"], _stated_sizes(values), strict=True):
         whole = usual | sizes
         head_dim, num_kv_heads = whole["head_dim"], whole["num_key_value_heads"]
-        if type(head_dim) is not int or not 0 < head_dim <= _LARGEST or head_dim % 2:
+        if type(head_dim) is not int or not 0 < head_dim <= LARGEST_SIZE or head_dim % 2:
             return [f"{name}: a head_dim of {head_dim!r} is not a positive even number"]
         if type(num_kv_heads) is not int or num_kv_heads < 1 or num_heads % num_kv_heads:
             return [f"{name}: {num_kv_heads!r} key-value heads do not divide num_attention_heads: {num_heads}"]

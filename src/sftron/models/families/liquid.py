@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sftron.models.causal_convolution import ConvolutionSizes
-from sftron.models.families.family import Family, Values, key, without
+from sftron.models.families.family import LARGEST_SIZE, Family, Values, key, without
 from sftron.models.rope_config import FULL, RopeKeys, is_finite
 
 CONVOLUTION = "conv"
@@ -41,9 +41,9 @@ def _ties(values: Values) -> bool:
 def _problems(values: Values) -> list[str]:
     sizes = {name: values[name] for name in ("conv_L_cache", "block_multiple_of", "block_ff_dim")}
     problems = [
-        f"{name}: {size!r} is not a whole number from 1 to {_LARGEST}"
+        f"{name}: {size!r} is not a whole number from 1 to {LARGEST_SIZE}"
         for name, size in sizes.items()
-        if (type(size) is not int or not 0 < size <= _LARGEST) and not (name == "block_ff_dim" and size is None)
+        if (type(size) is not int or not 0 < size <= LARGEST_SIZE) and not (name == "block_ff_dim" and size is None)
     ]
     indices, ties = values["full_attn_idxs"], values["tie_embedding"]
     if indices is not None and not (isinstance(indices, list) and all(type(each) is int for each in indices)):
@@ -53,14 +53,11 @@ def _problems(values: Values) -> list[str]:
     # That the factor is a finite number above 0 is checked as of all such keys.
     if not problems and is_finite(values["block_ffn_dim_multiplier"]):
         size = _size_of_mlp(values)
-        if not 0 < size <= _LARGEST:
+        if not 0 < size <= LARGEST_SIZE:
             stated = f"{_stated_size(values)} and block_ffn_dim_multiplier: {values['block_ffn_dim_multiplier']}"
-            problems.append(f"intermediate_size: {stated} give {size}, which is not from 1 to {_LARGEST}")
+            problems.append(f"intermediate_size: {stated} give {size}, which is not from 1 to {LARGEST_SIZE}")
     return problems
 
-
-_LARGEST = 2**27
-"""As of all sizes; see config_keys.py."""
 
 LIQUID_FAMILIES: dict[str, Family] = {
     "lfm2": Family(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from sftron.models.delta import DeltaSizes
-from sftron.models.families.family import COMMON, MIXTURE, QWEN_WINDOW, Family, Values, key, without
+from sftron.models.families.family import (
+    COMMON,
+    MIXTURE,
+    QWEN_WINDOW,
+    Family,
+    Values,
+    beyond_max_window_layers,
+    key,
+    without,
+)
 from sftron.models.rope_config import FULL, RopeKeys
 
 LINEAR = "linear_attention"
 """The value of `layer_types` for layers with a state in place of attention."""
-
-
-def _beyond_max_window_layers(values: Values) -> list[bool]:
-    has_window = values["use_sliding_window"] and values["sliding_window"] is not None
-    return [has_window and number >= values["max_window_layers"] for number in range(values["num_hidden_layers"])]
 
 
 def _every_other_up_to_max_window_layers(values: Values) -> list[bool]:
@@ -77,7 +81,7 @@ QWEN_FAMILIES: dict[str, Family] = {
         defaults=COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32} | QWEN_WINDOW,
         fixed={"attention_bias": True, "mlp_bias": False},
         model={"qkv_bias": True, "o_bias": False},
-        slides=_beyond_max_window_layers,
+        slides=beyond_max_window_layers,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
@@ -86,7 +90,7 @@ QWEN_FAMILIES: dict[str, Family] = {
         | QWEN_WINDOW,
         fixed={"mlp_bias": False},
         layer={"attention": "normed_rotary"},
-        slides=_beyond_max_window_layers,
+        slides=beyond_max_window_layers,
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
