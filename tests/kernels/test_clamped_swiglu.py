@@ -50,11 +50,12 @@ def test_an_input_at_its_bound_has_the_gradient_of_torch_clamp() -> None:
     assert (found == 0).tolist() == [[False, False, False, False, True, True, False, True]]
 
 
-def test_two_blocks_on_the_meta_device_need_the_memory_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_blocks_on_the_meta_device_need_the_memory_of_all_blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions of memory would take minutes with all of them."""
-    monkeypatch.setattr(module, "_VALUES_ON_CPU", 100 // torch.get_num_threads())
+    monkeypatch.setattr(module, "_VALUES_ON_GPU", 100)
     peaks = {}
-    for device in ("cpu", "meta"):
+    for device, on_cpu in (("cpu", 100 // torch.get_num_threads()), ("meta", 1)):
+        monkeypatch.setattr(module, "_VALUES_ON_CPU", on_cpu)
         gate_up, grad = torch.zeros(37, 48, device=device), torch.zeros(37, 24, device=device)
         num_blocks = len(list(module._blocks(gate_up, grad)))
         assert num_blocks > 8 if device == "cpu" else num_blocks < 3
