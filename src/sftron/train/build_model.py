@@ -35,7 +35,7 @@ from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.models.wrappers import text_config
-from sftron.train.exports.exporter import read_export_parts
+from sftron.train.exports.parts import read_export_parts
 from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks

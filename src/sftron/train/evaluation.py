@@ -22,6 +22,7 @@ from sftron.models.sharding import whole_head
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
+from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run import EvaluationSet, Question, Setup
 
@@ -262,6 +263,11 @@ class Evaluator:
     def is_patience_over(self) -> bool:
         """Whether evaluation.patience ends the run; the same on all ranks."""
         return is_patience_over(self._setup, self.watched)
+
+    def reason_of_early_end(self, progress: Progress) -> str | None:
+        """Returns why the run is done before its full length; None if it has its full length, or is not done."""
+        is_early = self.is_patience_over and not self._setup.length.is_done(progress)
+        return f"evaluation.patience: {self.watched.reason()}" if is_early and self.watched else None
 
     @property
     def best_step(self) -> int | None:

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from sftron.models.loss import loss_function
 from sftron.train.build_data import maximal_batch
 from sftron.train.build_model import load_model, make_optimizer
-from sftron.train.health import require_finite
 from sftron.train.logs import console
 from sftron.train.objective import loss_of
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.run import Setup
+from sftron.train.step import require_finite
 
 
 @dataclass(frozen=True, slots=True)

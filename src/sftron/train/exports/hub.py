@@ -145,9 +145,7 @@ def _seconds_for(folder: Path) -> float:
 
 
 def require_hub(options: Hub) -> None:
-    """Raises ValueError if exports are to be pushed but huggingface_hub is offline or has no token."""
-    if options.push_to is None:
-        return
+    """Raises ValueError if huggingface_hub, which is to push exports, is offline or has no token."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:

@@ -13,11 +13,13 @@ _MOST_POINTS, _MOST_MEANS = 400, 40
 """The maximum number of points in the faint line of the steps, and in the line of their means."""
 
 
-def write_loss_chart(directory: RunDirectory, title: str) -> Path | None:
+def write_loss_chart(directory: RunDirectory) -> Path | None:
     """Draws loss.png from metrics.jsonl and evaluations.jsonl. Returns its path, or None if there is nothing to draw.
 
-    A failure is reported and ends nothing.
+    Only the main rank draws. A failure is reported and ends nothing.
     """
+    if not directory.is_main:
+        return None
     try:
         steps = _points((record["step"], record["loss"]) for record in read_records(directory.metrics))
         sets: dict[str, list[Point]] = {}
@@ -31,7 +33,7 @@ def write_loss_chart(directory: RunDirectory, title: str) -> Path | None:
         for style, (name, points) in enumerate(sets.items(), start=1):
             lines.append(Line(tuple(points), style, letter="e" if len(sets) == 1 else f"e{style}"))
             names.append(f"{lines[-1].letter}  evaluation, {name}")
-        chart = Chart("loss", title, "step", "loss", tuple(lines))
+        chart = Chart("loss", directory.folder.name, "step", "loss", tuple(lines))
         if not chart.points:
             return None
         write_images([chart], directory.folder, names=names)

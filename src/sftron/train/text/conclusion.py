@@ -10,7 +10,9 @@ from typing import Any
 from sftron.config import Config
 from sftron.report.terminal import wants_color
 from sftron.train.logs import console
+from sftron.train.logs.loss_chart import write_loss_chart
 from sftron.train.run import Question
+from sftron.train.run_directory import RunDirectory
 from sftron.visible_text import visible_text
 
 
@@ -44,7 +46,8 @@ def _one_line(text: str) -> str:
     return " ".join(visible_text(text).split())
 
 
-def conclude_not_finite(step: int, saved_step: int) -> None:
+def conclude_not_finite(directory: RunDirectory, step: int, saved_step: int) -> None:
+    write_loss_chart(directory)
     newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
     console.write(
         f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
@@ -52,10 +55,9 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
     )
 
 
-def conclude(
-    status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None, divergence: str | None
-) -> None:
+def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path | None, divergence: str | None) -> None:
     """Prints the result of the run. `status` is the status in result.json: completed, diverged or preempted."""
+    chart, run_dir = write_loss_chart(directory), directory.folder
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")

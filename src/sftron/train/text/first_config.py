@@ -21,7 +21,7 @@ from sftron.errors import show
 from sftron.report.counts import LengthCount
 from sftron.train import build_data
 from sftron.train.build_run import download, open_run
-from sftron.train.exports.base_model import hub_id
+from sftron.train.exports.parts import hub_id
 from sftron.train.logs import console
 from sftron.train.measured_memory import total_memory
 from sftron.train.memory import RESERVE_OF, StepMemory
