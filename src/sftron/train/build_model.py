@@ -277,7 +277,7 @@ def base_digest(folder: Path, ranks: Ranks) -> str:
 # --- Weights and optimizer ---
 
 
-def load_model(setup: Setup) -> LlamaForSFT:
+def load_run_model(setup: Setup) -> LlamaForSFT:
     """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json."""
     config, mesh = setup.config, setup.ranks.mesh
 
@@ -299,7 +299,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
 def load_whole_model(
     setup: Setup, adapters: AdapterStart | None, shard: Callable[[LlamaForSFT], None] | None = None
 ) -> LlamaForSFT:
-    """Loads the run's model with these adapters, whole unless `shard` shards it. Raises ValueError as `load_model`."""
+    """Loads the run's model with these adapters, whole unless `shard` shards it; raises as `load_run_model` does."""
     config, model = setup.config, setup.model
     return hf_weights.load_model(
         model.folder,

@@ -151,7 +151,7 @@ class Evaluation:
             return "none" if loss is None else f"{loss:.4f}"
 
         for name, each in self.sets.items():
-            roles = ", ".join(f"{role} {rounded(found['loss'])}" for role, found in each.roles.items())
+            roles = ", ".join(f"{role} {found['loss']:.4f}" for role, found in each.roles.items())
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
             yield (
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)} | accuracy {accuracy} "
@@ -176,11 +176,6 @@ class Best:
     """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
     num_worse: int = 0
     """The number of evaluations since this one."""
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None) -> Best | None:
-        """Returns the best of a checkpoint's state; None if it has none."""
-        return cls(**state) if state else None
 
     def after(self, value: float | None, step: int) -> Best:
         """Returns the best after one more evaluation.
@@ -343,7 +338,7 @@ class Evaluator:
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
         """Restores the state that a checkpoint of the run has."""
         self.evaluated_step = state["evaluated_step"]
-        watched, best = (Best.from_state(state[name]) for name in ("watched", "best"))
+        watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
             if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
                 self.watched = watched

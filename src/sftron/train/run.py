@@ -30,7 +30,7 @@ from sftron.train.exports.parts import ExportParts
 from sftron.train.flops import Peak, TrainedMatrices
 from sftron.train.progress import RunLength
 from sftron.train.ranks import Ranks
-from sftron.train.sample import Projection, Sample
+from sftron.train.sample import RunProjection, Sample
 
 # --- The data ---
 
@@ -70,7 +70,7 @@ class RunData:
     chat_tokenizer: ChatTokenizer
     dataset: PackedDataset
     sample: Sample
-    projection: Projection
+    projection: RunProjection
     evaluation_sets: tuple[EvaluationSet, ...]
     questions: list[Question]
     file_stamps: list[tuple[str, int, int, int, int]]

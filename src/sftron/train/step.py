@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +23,7 @@ from sftron.train.flops import StepFlops
 from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses
 from sftron.train.objective import Objective, TokenLoss, hidden_states
 from sftron.train.progress import Progress, StepCounts
-from sftron.train.ranks import Ranks, peak_memory_bytes
+from sftron.train.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,14 @@ def next_step_batches(
         peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
         packs=[PackDigest(*digest) for facts in reports for digest in facts["packs"]],
     )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory so far: allocated on the GPU, or resident in this process if the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux gives kibibytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @dataclass(frozen=True, slots=True)

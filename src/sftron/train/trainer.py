@@ -16,7 +16,7 @@ from sftron.data.loader import PackLoader
 from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
 from sftron.train.build_data import make_loader
-from sftron.train.build_model import load_model, make_optimizer
+from sftron.train.build_model import load_run_model, make_optimizer
 from sftron.train.build_run import build_run, require_one_folder
 from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
@@ -142,7 +142,7 @@ class Trainer:
 
     def _load(self, start: Start) -> None:
         setup, directory, ranks = self.setup, self.directory, self.ranks
-        self.model = ranks.all_or_raise(lambda: load_model(setup))
+        self.model = ranks.all_or_raise(lambda: load_run_model(setup))
         self.optimizer = make_optimizer(self.config, self.model)
         # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
         # On a CPU, it would only waste computation.
