@@ -187,11 +187,6 @@ class Best:
             return replace(self, value=value, step=step, num_worse=0)
         return replace(self, num_worse=self.num_worse + 1)
 
-    def reason(self) -> str:
-        """Returns why the run ends."""
-        best = f"{self.value:.4f}, of step {self.step}"
-        return f"{self.metric} has had no better value than {best}, in {self.num_worse} evaluations"
-
 
 def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
     """Returns the metric with a name such as "eval/held_out/loss"; None if it is missing or not finite."""
@@ -256,13 +251,15 @@ class Evaluator:
 
     @property
     def is_patience_over(self) -> bool:
-        """Whether evaluation.patience ends the run; the same on all ranks."""
         return is_patience_over(self._setup, self.watched)
 
     def reason_of_early_end(self, progress: Progress) -> str | None:
         """Returns why the run is done before its full length; None if it has its full length, or is not done."""
-        is_early = self.is_patience_over and not self._setup.length.is_done(progress)
-        return f"evaluation.patience: {self.watched.reason()}" if is_early and self.watched else None
+        watched = self.watched
+        if watched is None or not self.is_patience_over or self._setup.length.is_done(progress):
+            return None
+        best = f"{watched.value:.4f}, of step {watched.step}, in {watched.num_worse} evaluations"
+        return f"evaluation.patience: {watched.metric} has had no better value than {best}"
 
     @property
     def best_step(self) -> int | None:

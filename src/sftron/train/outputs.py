@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sftron.checkpoint.atomic import gather_or_raise, main_or_raise
-from sftron.checkpoint.export import read_trained_adapter
+from sftron.checkpoint.export import read_trained_adapter, write_export
 from sftron.checkpoint.merge import logits_of
 from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -43,6 +43,8 @@ class RunExports:
     """That of the saver: whether the weights after a step may be exported."""
 
     def __post_init__(self) -> None:
+        lora = self.setup.config.lora
+        self._is_merged = lora is not None and lora.merge
         hub, is_main = self.setup.config.hub, self.setup.ranks.is_main
         self.pusher = HubPusher(hub, self.directory.folder) if hub.push_to is not None and is_main else None
 
@@ -98,11 +100,6 @@ class RunExports:
                 self._push(pusher, folder)
         return folder
 
-    @property
-    def _is_merged(self) -> bool:
-        lora = self.setup.config.lora
-        return lora is not None and lora.merge
-
     def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
         config, parts, folder = self.setup.config, self.setup.model.export_parts, self.directory.folder
         assert parts is not None
@@ -129,7 +126,7 @@ class RunExports:
 
         def write() -> None:
             try:
-                exporter.write_model(weights, folder)
+                write_export(exporter.plan(), weights, folder)
             finally:
                 gather_the_rest()
 

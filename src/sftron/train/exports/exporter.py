@@ -18,7 +18,6 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
 from sftron.config import Config
 from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
@@ -85,10 +84,6 @@ class Exporter:
             card=card,
         )
         return plan
-
-    def write_model(self, weights: NamedTensors, folder: Path) -> None:
-        """Writes a Hugging Face folder. Raises OSError."""
-        write_export(self.plan(), weights, folder)
 
     def write_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""

@@ -72,7 +72,9 @@ class HubPusher:
             The facts for result.json.
         """
         self._jobs.put(None)
-        seconds = sum(_seconds_for(folder) for folder in self._pushes.keys() - self._problems.keys())
+        waiting = self._pushes.keys() - self._problems.keys()
+        num_bytes = sum(file.stat().st_size for each in waiting for file in each.rglob("*") if file.is_file())
+        seconds = len(waiting) * _LEAST_TIME_S + num_bytes / _LEAST_BYTES_PER_S
         if seconds:
             console.write(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
         deadline, is_hurried = time.monotonic() + seconds, False
@@ -137,11 +139,6 @@ class HubPusher:
             f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:"
         )
         console.write(f"             {shlex.join(command)}")
-
-
-def _seconds_for(folder: Path) -> float:
-    """Returns the longest time that the run waits for the push of a folder."""
-    return _LEAST_TIME_S + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / _LEAST_BYTES_PER_S
 
 
 def require_hub(options: Hub) -> None:
