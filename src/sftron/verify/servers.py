@@ -309,8 +309,8 @@ class Server:
 
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}
-"""The types in which llama.cpp computes with F32, F16 and BF16, by general.file_type; other files are quantized. With F32
-too, it keeps keys and values in F16."""
+"""The types in which llama.cpp computes with F32, F16 and BF16, by general.file_type; other files are quantized.
+With F32 too, it keeps keys and values in F16."""
 
 
 class GgufFile:
