@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sftron.checkpoint.atomic import gather_or_raise, main_or_raise
-from sftron.checkpoint.export import read_trained_adapter, write_export
+from sftron.checkpoint.export import opened, write_export
 from sftron.checkpoint.merge import logits_of
 from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -187,7 +187,8 @@ class RunExports:
         if config.lora is None:
             export_checkpoint(config, checkpoint, directory.hf(step), parts=parts)
             return
-        state, tensors, vocab_size = read_trained_adapter(checkpoint, parts.source)
+        with opened(checkpoint, parts.source) as (state, read, vocab_size):
+            tensors = dict(read())
         logits = []
         if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
             start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
