@@ -14,7 +14,7 @@ from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import LlamaConfig
 from sftron.train.memory import RESERVE_OF, make_unloaded, predict
 from sftron.train.run import frozen_dtype
-from sftron.train.text.recipes import RECIPES, recipe_of
+from sftron.train.text.first_config import RECIPES, recipe_of
 from tests.conftest import ASSETS, ROOT, rest_nightly
 from tests.models.reference import FAMILIES, FIRST_OF_TYPE
 from tests.train.runs import make_model_folder, write_rows

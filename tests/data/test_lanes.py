@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Stream
-from sftron.data.lanes.mixture import Mixture
+from sftron.data.lanes.lane import EpochFetcher, Lane, LanePack, PoolDelay, Stream
+from sftron.data.lanes.mixture import MixtureFetcher
 from sftron.data.packing import MinibatchPacking, PoolPacking
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
 
@@ -40,7 +40,7 @@ class Case:
             return [(read or self.read)(position) for position in positions]
 
         stream = Stream(read_many, self.num_rows)
-        sampler = EpochSampler(number, self.num_lanes, stream, num_epochs=self.num_epochs)
+        sampler = EpochFetcher(number, self.num_lanes, stream, num_epochs=self.num_epochs)
         packing = PoolPacking(self.pool_size) if self.is_pool else MinibatchPacking(2)
         lane = Lane(sampler, packing=packing, token_budget=BUDGET, delay=PoolDelay())
         if state is not None:
@@ -126,9 +126,9 @@ def test_the_state_is_small_and_does_not_grow_with_the_steps(num_sets: int) -> N
         return LabeledConversation(blank, blank, blank, blank, key) if len(blank) else Dropped("short", "", key)
 
     stream = Stream(lambda positions: [item(position) for position in positions], 10_000_000)
-    sampler = EpochSampler(0, 240, stream, num_epochs=None)
+    sampler = EpochFetcher(0, 240, stream, num_epochs=None)
     if num_sets > 1:
-        sampler = Mixture(0, 240, [stream] * num_sets, range(1, num_sets + 1))
+        sampler = MixtureFetcher(0, 240, [stream] * num_sets, range(1, num_sets + 1))
     lane = Lane(sampler, packing=PoolPacking(256), token_budget=4096, delay=PoolDelay())
     sizes = []
     for _ in range(2000):

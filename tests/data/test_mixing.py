@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.lanes.lane import Lane, PoolDelay, Sample, Stream
-from sftron.data.lanes.mixture import Mixture
+from sftron.data.lanes.lane import Fetched, Lane, PoolDelay, Stream
+from sftron.data.lanes.mixture import MixtureFetcher
 from sftron.data.packing import PoolPacking
 from sftron.data.prepare import whole_weights
 from sftron.data.types import ConversationKey, Dropped, LabeledConversation
@@ -26,7 +26,7 @@ class Case:
     lengths: list[list[int]]
     num_lanes: int = 1
 
-    def mixture(self, lane: int = 0) -> Mixture:
+    def mixture(self, lane: int = 0) -> MixtureFetcher:
         def stream(source: int) -> Stream:
             def item(position: int) -> LabeledConversation | Dropped:
                 key = ConversationKey(source, position)
@@ -36,7 +36,7 @@ class Case:
 
             return Stream(lambda positions: [item(p) for p in positions], len(self.lengths[source]))
 
-        return Mixture(lane, self.num_lanes, [stream(n) for n in range(len(self.weights))], self.weights)
+        return MixtureFetcher(lane, self.num_lanes, [stream(n) for n in range(len(self.weights))], self.weights)
 
     def lane(self, state: str | None = None) -> Lane:
         lane = Lane(self.mixture(), packing=PoolPacking(20), token_budget=40, delay=PoolDelay())
@@ -56,7 +56,7 @@ cases = st.integers(1, 5).flatmap(
 )
 
 
-def sources(samples: Sequence[Sample]) -> list[int]:
+def sources(samples: Sequence[Fetched]) -> list[int]:
     return [each.conversation.key.source for each in samples]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
+from sftron.data.lanes.lane import EpochFetcher, Lane, PoolDelay, Stream
 from sftron.data.packing import BestFitPacking, PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 
@@ -41,7 +41,7 @@ def lane_of(
     """Returns a lane of conversations of these lengths; a conversation's ids are all its number."""
     rows = [conversation(length, number) for number, length in enumerate(lengths)]
     stream = Stream(lambda positions: [rows[position % len(rows)] for position in positions], len(rows))
-    sampler, delay = EpochSampler(0, 1, stream, num_epochs=num_epochs), PoolDelay()
+    sampler, delay = EpochFetcher(0, 1, stream, num_epochs=num_epochs), PoolDelay()
     return Lane(sampler, packing=PoolPacking(pool_size), token_budget=budget, delay=delay), delay
 
 

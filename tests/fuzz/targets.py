@@ -32,8 +32,8 @@ from sftron.config import ConfigError, dump_config, load_config  # noqa: E402
 from sftron.data.chat.tokenizer import ChatTokenizer  # noqa: E402
 from sftron.data.formats.messages import apply_reasoning_policy  # noqa: E402
 from sftron.data.formats.table import Format, RowFormat, parse_conversation  # noqa: E402
-from sftron.data.lanes.lane import EpochSampler, Stream  # noqa: E402
-from sftron.data.lanes.mixture import Mixture  # noqa: E402
+from sftron.data.lanes.lane import EpochFetcher, Stream  # noqa: E402
+from sftron.data.lanes.mixture import MixtureFetcher  # noqa: E402
 from sftron.data.sources.jsonl import parse_row  # noqa: E402
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role  # noqa: E402
 
@@ -133,7 +133,7 @@ def lane_state(data: bytes) -> None:
     """A lane's state is taken and given back as it was, or refused."""
     text = data.decode("utf-8", "replace")
     stream = Stream(lambda _: [], None)
-    for sampler in (EpochSampler(0, 4, stream, num_epochs=None), Mixture(0, 4, [stream, stream], [1, 2])):
+    for sampler in (EpochFetcher(0, 4, stream, num_epochs=None), MixtureFetcher(0, 4, [stream, stream], [1, 2])):
         try:
             sampler.load_state(text)
         except ValueError:

@@ -72,7 +72,7 @@ def _prepare(fault: Fault, came: Path) -> None:
     if fault.at == "save":
         before(saving, "write_checkpoint")
     elif fault.at == "load":
-        before(trainer, "load_model")
+        before(trainer, "load_run_model")
     elif fault.at == "answers":
         before(evaluation.Evaluator, "_answer")
     elif fault.at == "export":

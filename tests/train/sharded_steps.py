@@ -19,7 +19,7 @@ from sftron.models.routing import is_correction
 from sftron.models.sharding import local_shard, shard_model, whole, whole_head
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions, Ranks, end_ranks, start_ranks
-from sftron.train.step import train_step
+from sftron.train.step import StepResult, train_step
 from tests.models.reference import make_ours, make_theirs
 from tests.train.test_step import batch_of, conversation
 
@@ -41,6 +41,20 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.mode}, {self.dtype}, compiled {self.compiled}, copies {self.dp_replicate}, {self.model}"
+
+
+def one_step(model: Any, optimizer: Any, ranks: Ranks, num_ranks: int, step: int, num_batches: int) -> StepResult:
+    """A step of this rank's batches, of which the second one has nothing to train."""
+    conversations = [conversation(5 + 3 * n, 100 * step + n, share_trained=0.6 * (n != 1)) for n in range(num_batches)]
+    batches = [batch_of([each]) for each in conversations]
+    return train_step(
+        model,
+        optimizer,
+        batches[ranks.dp_rank :: num_ranks],
+        max_grad_norm=0.5,
+        denominator=sum(batch.weight_sum for batch in batches),
+        sum_over_ranks=ranks.sum,
+    )
 
 
 def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
@@ -71,19 +85,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
             # Or a checkpoint would be made of whole weights, and their update be missed by whoever reads them next.
             weights = {name: each for name, each in model.named_parameters() if not is_correction(name)}
             assert num_ranks == 1 or all(isinstance(each, DTensor) for each in weights.values())
-        # The second batch of each step has nothing to train.
-        conversations = [
-            conversation(5 + 3 * n, 100 * step + n, share_trained=0.6 * (n != 1)) for n in range(NUM_BATCHES)
-        ]
-        batches = [batch_of([each]) for each in conversations]
-        result = train_step(
-            model,
-            optimizer,
-            batches[ranks.dp_rank :: num_ranks],
-            max_grad_norm=0.5,
-            denominator=sum(batch.weight_sum for batch in batches),
-            sum_over_ranks=ranks.sum,
-        )
+        result = one_step(model, optimizer, ranks, num_ranks, step, NUM_BATCHES)
         measured["losses"].append(result.loss)
         measured["norms"].append(result.grad_norm)
         if step == 0:
@@ -163,19 +165,7 @@ def take_lora_steps(case: LoraCase, ranks: Ranks, num_batches: int = 4) -> dict[
         )
     )
     for step in range(NUM_STEPS):
-        # The second batch of each step has nothing to train.
-        conversations = [
-            conversation(5 + 3 * n, 100 * step + n, share_trained=0.6 * (n != 1)) for n in range(num_batches)
-        ]
-        batches = [batch_of([each]) for each in conversations]
-        result = train_step(
-            model,
-            optimizer,
-            batches[ranks.dp_rank :: num_ranks],
-            max_grad_norm=0.5,
-            denominator=sum(batch.weight_sum for batch in batches),
-            sum_over_ranks=ranks.sum,
-        )
+        result = one_step(model, optimizer, ranks, num_ranks, step, num_batches)
         measured["losses"].append(result.loss)
         measured["norms"].append(result.grad_norm)
     with whole_head(model):

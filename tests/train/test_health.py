@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.checkpoint import read_state
 from sftron.commands.train import run as main
 from sftron.train import loop, objective
-from sftron.train.health import Health
+from sftron.train.run_directory import RunDirectory
+from sftron.train.saving import Saver
 from tests.train.runs import bits, chat_line, make_config, run
 
 CONSTANT = {"optimizer__schedule": "constant", "tokens__batch_accumulation_per_replica": 1, "logging__interval": 1}
@@ -151,12 +152,14 @@ def test_a_source_whose_weights_are_not_finite_is_refused_by_the_name_of_the_ten
     assert not (config.run_dir / "metrics.jsonl").exists()
 
 
-def test_the_batch_that_proves_the_weights_has_a_target() -> None:
+def test_the_batch_that_proves_the_weights_has_a_target(tmp_path: Path) -> None:
     """The last step of an epoch may end in packs without a conversation, whose loss is zero for any weights."""
-    health = Health(None, None, None)  # pyright: ignore[reportArgumentType]
+    setup: Any = SimpleNamespace(ranks=None, config=SimpleNamespace(checkpoints=SimpleNamespace(asynchronous=False)))
+    nothing: Any = None
+    saver = Saver(setup, RunDirectory(tmp_path), nothing, nothing, dict)
     full, empty = SimpleNamespace(weight_sum=3.0), SimpleNamespace(weight_sum=0.0)
     finite: Any = SimpleNamespace(is_finite=True, loss=1.0)
-    health.note(finite, [full, empty])  # pyright: ignore[reportArgumentType]
-    assert health._batch is full
-    health.note(finite, [empty, empty])  # pyright: ignore[reportArgumentType]
-    assert health._batch is full
+    for batches in ([full, empty], [empty, empty]):
+        fetched: Any = SimpleNamespace(batches=batches)
+        saver.note(fetched, finite)
+        assert saver._batch is full

@@ -19,7 +19,7 @@ from sftron.config import ConfigError, Hub
 from sftron.train.exports import hub
 from sftron.train.exports.exporter import export_checkpoint
 from sftron.train.exports.hub import HubPusher, require_hub
-from sftron.train.loop import TrainingLoop
+from sftron.train.loop import Steps
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, on_each_step, result, run, stop_in
 
@@ -156,7 +156,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
     api.hangs = True
     monkeypatch.setattr(hub, "_SHORT_TIME_S", 0.3)
     if status == "not finite":
-        monkeypatch.setattr(TrainingLoop, "_is_finite", lambda self, *_: self.progress.step < 3)
+        monkeypatch.setattr(Steps, "is_finite", lambda self, *_: self._progress.step < 3)
     else:
         on_each_step(monkeypatch, stop_in(3) if status == "preempted" else raise_in(3))
     trainer = Trainer(config_for(tmp_path, model_folder, checkpoints__export_interval=1, hub__every="exports"))
@@ -265,7 +265,6 @@ def test_without_a_token_or_offline_a_push_is_refused_at_the_start(monkeypatch: 
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ValueError, match=r"hub.push_to is me/tiny, .* no token"):
         require_hub(Hub(push_to="me/tiny"))
-    require_hub(Hub())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         require_hub(Hub(push_to="me/tiny"))

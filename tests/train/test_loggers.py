@@ -12,9 +12,9 @@ import pytest
 
 from sftron.config import Logging
 from sftron.train.logs import loggers as loggers_module
-from sftron.train.logs import make_loggers
+from sftron.train.logs import run_logs
 from sftron.train.logs.loggers import Answers, Loggers, LoggerThread, Numbers, run_id
-from sftron.train.logs.make_loggers import require_loggers
+from sftron.train.logs.run_logs import require_loggers
 from tests.train.runs import bits, make_config, metrics, on_each_step, result, run, stop_in
 
 NUM_STEPS = 4
@@ -177,7 +177,7 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "comet_ml", "wandb"])
 def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
-    monkeypatch.setattr(make_loggers, "find_spec", lambda _: None)
+    monkeypatch.setattr(run_logs, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=f"{name} is to log the run, but accelerate, .* is not installed"):
         require_loggers(Logging(to=(name,)))
     require_loggers(Logging())
@@ -217,7 +217,7 @@ def test_another_tracker_of_accelerate_gets_the_configuration_and_every_number(
             calls.append("end")
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "aim", Aim)
-    monkeypatch.setattr(make_loggers, "find_spec", lambda _: True)
+    monkeypatch.setattr(run_logs, "find_spec", lambda _: True)
     folder = run(make_config(tmp_path, model_folder, logging__to=["aim"], **options)).directory.folder
     losses = {(step["step"], step["loss"]) for step in metrics(folder)}
     assert (calls[0], calls[1], calls[-1]) == (("sftron", str(folder)), NUM_STEPS, "end")

@@ -18,7 +18,7 @@ from sftron.checkpoint.model_folder import local_folder
 from sftron.config import load_config
 from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
-from sftron.train import preflight
+from sftron.train import build_run
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions, end_ranks, start_ranks
 from tests.checkpoint.saving import save_checkpoint
@@ -199,7 +199,7 @@ def look_for_one_folder(folders: list[Path]) -> int:
     ranks = start_ranks()
     ranks = replace(ranks, local_rank=0)  # each on a node of its own
     try:
-        preflight.require_one_folder(folders[ranks.dp_rank], ranks, patience_s=0.3)
+        build_run.require_one_folder(folders[ranks.dp_rank], ranks, patience_s=0.3)
     except ValueError as error:
         print(error)
         return 2

@@ -13,7 +13,7 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.digest import pack_digest, step_rows
 from sftron.data.types import Pack
-from sftron.train import loop, resume
+from sftron.train import resume, trainer
 from sftron.train.logs import run_logs
 from sftron.train.logs.run_logs import LineFile
 from sftron.train.run_directory import read_records
@@ -144,6 +144,6 @@ def test_the_lines_of_steps_are_on_the_disk_before_a_checkpoint_that_knows_them(
         return state(*arguments)
 
     monkeypatch.setattr(run_logs.os, "fsync", fsync_and_count)
-    monkeypatch.setattr(loop, "run_state", state_at_a_save)
+    monkeypatch.setattr(trainer, "run_state", state_at_a_save)
     run(config)
     assert saved == {2: 2, 4: 4}

@@ -15,8 +15,8 @@ import pytest
 from sftron.checkpoint.checkpoint import read_state, shards_to_store, write_checkpoint
 from sftron.config import Config, load_config
 from sftron.data.types import DataError
-from sftron.train.loop import TrainingLoop
 from sftron.train.run_directory import RunDirectory, read_result
+from sftron.train.saving import Saver
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.train.conftest import FinishedRun
@@ -108,12 +108,12 @@ def test_every_setting_that_changes_on_the_way_is_named_and_kept_with_the_steps_
 def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
     tmp_path: Path, finished: FinishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("killed before anything was saved")
 
     folder = copied(finished, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "save", fail)
+        patch.setattr(Saver, "save", fail)
         with pytest.raises(RuntimeError, match="killed before"):
             run(config_of(finished, tmp_path, tokens__train_steps=7, optimizer__learning_rate=0.5))
     run(config_of(finished, tmp_path, tokens__train_steps=7))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sftron.config import Logging, Wandb
-from sftron.train.logs import make_loggers
+from sftron.train.logs import run_logs
 from sftron.train.logs.loggers import run_id
-from sftron.train.logs.make_loggers import git_state, require_loggers
+from sftron.train.logs.run_logs import git_state, require_loggers
 from sftron.train.logs.trackers import final_figures
 
 
@@ -71,7 +71,7 @@ def test_the_commit_is_that_of_the_working_copy_and_no_program_that_it_names_is_
 
 
 def test_a_git_that_is_missing_or_hangs_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_loggers, "_TIME_FOR_GIT_S", 0.2)
+    monkeypatch.setattr(run_logs, "_TIME_FOR_GIT_S", 0.2)
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o700)
     for path in (f"{tmp_path}{os.pathsep}{os.environ['PATH']}", str(tmp_path / "none")):

@@ -157,7 +157,7 @@ def train_a_norm_too(patch: Patch) -> None:
         model.model.norm.weight.requires_grad_(True)
         return model
 
-    wrap(patch, subject_module, "load_model", wrong)
+    wrap(patch, subject_module, "load_run_model", wrong)
 
 
 @pytest.mark.parametrize(

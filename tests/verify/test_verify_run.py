@@ -165,7 +165,7 @@ def change_a_weight(patch: Patch, added: float = 0.5) -> None:
             model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += added
         return model
 
-    wrap(patch, subject_module, "load_model", wrong)
+    wrap(patch, subject_module, "load_run_model", wrong)
 
 
 def let_a_weight_be_no_number(patch: Patch) -> None:

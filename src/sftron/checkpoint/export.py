@@ -200,12 +200,6 @@ def opened(
         yield state | {"stop_token_ids": stops}, read, vocab_size
 
 
-def read_trained_adapter(checkpoint: Path, source: ExportSource) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-    """Returns what `opened` yields of a checkpoint of adapters, with the tensors themselves."""
-    with opened(checkpoint, source) as (state, read, vocab_size):
-        return state, dict(read()), vocab_size
-
-
 def lora_of(state: Mapping[str, Any]) -> LoraSpec | None:
     """Returns the adapters of a checkpoint, given its state; None if it holds whole weights."""
     stated = state.get("lora")

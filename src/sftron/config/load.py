@@ -334,10 +334,7 @@ def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits the arguments of `sftron train` into the path of the configuration and the overrides.
-
-    Raises ConfigError unless exactly one file is given.
-    """
+    """Returns the path of the configuration and the overrides; raises ConfigError unless exactly one file is given."""
     paths, overrides, rest = [], [], iter(arguments)
     for argument in rest:
         if argument == "--config":

@@ -9,17 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import resolve_format
 from sftron.data.formats.table import Format
-from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Sampler, Stream, parse_state
-from sftron.data.lanes.mixture import Mixture
+from sftron.data.lanes.lane import EpochFetcher, Fetcher, Lane, LanePack, PoolDelay, Stream, parse_state
+from sftron.data.lanes.mixture import MixtureFetcher
 from sftron.data.lanes.order import ShuffledOrder, StreamOrder
-from sftron.data.lanes.row_lengths import is_best_fit_fuller, is_plannable, measure_rows
+from sftron.data.lanes.row_lengths import (
+    is_best_fit_fuller,
+    is_plannable,
+    lengths_of_epoch,
+    measure_rows,
+    measured_row,
+    read_measured,
+)
 from sftron.data.packing import BestFitPacking, MinibatchPacking, PoolPacking, lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
@@ -137,10 +143,9 @@ class PackedDataset(IterableDataset[Pack]):
         """Sets and returns the result of `measure_rows` for all rows, which determines `is_best_fit`."""
         self.row_lengths = row_lengths
         if self.is_planned and isinstance(self.packing, PoolPacking) and self.preparation.weights is None:
-            order, _ = ShuffledOrder(len(row_lengths), seed=self.seed).compute(np.arange(len(row_lengths)))
-            kept = [length for row in order.tolist() if isinstance(length := row_lengths[row], int)]
+            lengths = lengths_of_epoch(row_lengths, self.seed)
             is_endless = self.num_epochs is None
-            self.is_best_fit = is_best_fit_fuller(kept, self.packing, self.token_budget, is_endless=is_endless)
+            self.is_best_fit = is_best_fit_fuller(lengths, self.packing, self.token_budget, is_endless=is_endless)
         return row_lengths
 
     @property
@@ -246,39 +251,30 @@ class PackedDataset(IterableDataset[Pack]):
         """Returns the conversations and the dropped rows of a pack; with planned packing, the rows are read here."""
         if not self.is_planned:
             return cast(tuple[LabeledConversation, ...], rows.conversations), rows.dropped_rows
-        measured = [*rows.conversations, *rows.dropped_rows]
-        read = self.preparation.read_many([each.key for each in measured])
-        for before, now in zip(measured, read, strict=True):
-            if (found := _length_or_reason(now)) != (expected := _length_or_reason(before)):
-                raise DataError(
-                    f"{self.preparation.location(now.key)}: {found}, but {expected} when the rows were measured at the "
-                    "start; the data or its tokenizer has changed since: restore it, or start another run"
-                )
-        conversations = [each for each in read if isinstance(each, LabeledConversation)]
-        return conversations, tuple(each for each in read if isinstance(each, Dropped))
+        return read_measured(self.preparation, [*rows.conversations, *rows.dropped_rows])
 
     def _lane(self, number: int) -> Lane:
         # Made on first use, so that the first pack waits for one pool only.
         if number not in self._lanes:
             if self.is_planned:
                 self.measure()
-            sampler = self._sampler(number)
+            fetcher = self._fetcher(number)
             packing = BestFitPacking() if self.is_best_fit else self.packing
-            lane = Lane(sampler, packing=packing, token_budget=self.token_budget, delay=self.pool_delay)
+            lane = Lane(fetcher, packing=packing, token_budget=self.token_budget, delay=self.pool_delay)
             if number in self._lane_states:
                 lane.load_state(self._lane_states[number])
             self._lanes[number] = lane
         return self._lanes[number]
 
-    def _sampler(self, lane: int) -> Sampler:
+    def _fetcher(self, lane: int) -> Fetcher:
         # Streams are opened on first use: in the loader worker that reads them, and after lane states are loaded.
         if not self._streams:
             self._streams = self._open_streams()
         if self.preparation.weights is None:
             num_epochs = None if self.num_epochs is None else self.num_epochs - self.first_epoch
             options = {"num_epochs": num_epochs, "num_pooled_epochs": 1 if self.is_best_fit else 2}
-            return EpochSampler(lane, self.num_lanes, self._streams[0], **options)
-        return Mixture(lane, self.num_lanes, self._streams, self.preparation.weights)
+            return EpochFetcher(lane, self.num_lanes, self._streams[0], **options)
+        return MixtureFetcher(lane, self.num_lanes, self._streams, self.preparation.weights)
 
     def _open_streams(self) -> list[Stream]:
         """Returns one stream of the rows of all data sets or, with weights, one stream per data set."""
@@ -303,7 +299,9 @@ class PackedDataset(IterableDataset[Pack]):
 
         def read(positions: Sequence[int]) -> Sequence[LabeledConversation | MeasuredRow | Dropped]:
             keys = [key(row, epoch) for row, epoch in order.rows(positions)]
-            return list(map(self._measured, keys)) if self.is_planned else self.preparation.read_many(keys)
+            if self.is_planned:
+                return [measured_row(key, self.measure()[self.preparation.row_number(key)]) for key in keys]
+            return self.preparation.read_many(keys)
 
         return Stream(read, order.num_rows)
 
@@ -314,12 +312,3 @@ class PackedDataset(IterableDataset[Pack]):
         weights = self.preparation.weights
         numbers, _ = parse_state(self._lane_states[lane], None if weights is None else len(weights))
         return lane + self.num_lanes * numbers[dataset][0]
-
-    def _measured(self, key: ConversationKey) -> MeasuredRow | Dropped:
-        """Returns the length of a row, or a Dropped whose detail is empty until the row is read for its pack."""
-        measured = self.measure()[self.preparation.row_number(key)]
-        return MeasuredRow(key, measured) if isinstance(measured, int) else Dropped(measured, "", key)
-
-
-def _length_or_reason(row: LabeledConversation | MeasuredRow | Dropped) -> str:
-    return f"dropped as {row.reason}" if isinstance(row, Dropped) else f"{len(row)} tokens"

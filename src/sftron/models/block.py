@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from sftron.models.feed_forward import MLPS
 from sftron.models.layers import Linear, Norm
 from sftron.models.projections import ATTENTIONS, make_norm
 from sftron.models.sdpa_attention import CachedAttention
+
+Mix = TypeVar("Mix")
+"""The type of the function by which a token of a kind of block reads others, such as `Attend`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,10 @@ class Flops(NamedTuple):
     """Those of products of tokens with each other, or with a state."""
 
 
-class Block(Protocol):
+class Block(Protocol[Mix]):
     """What the model, generation, checkpoints and the count of FLOPs need of a block."""
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, mix: Any) -> Tensor:
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, mix: Mix) -> Tensor:
         """Returns the output, [T, H].
 
         Args:
@@ -74,11 +77,11 @@ class Block(Protocol):
         """The number of heads in which tokens read others; no more ranks than that can share a row."""
         ...
 
-    def within(self, documents: Documents) -> Any:
+    def within(self, documents: Documents) -> Mix:
         """Returns the function by which a token reads others of its document in a batch."""
         ...
 
-    def cache(self, capacity: int) -> Any:
+    def cache(self, capacity: int) -> Mix:
         """Returns the function for one document of at most `capacity` tokens, which are given in several calls."""
         ...
 

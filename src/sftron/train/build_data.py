@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sftron.checkpoint.model_folder import check_files, read_config
 from sftron.config import Config
 from sftron.config.data_schema import Rows
@@ -20,21 +18,17 @@ from sftron.data.formats.detect import FORMAT_SAMPLE, resolve_format
 from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.labels import Targets
 from sftron.data.lanes.row_lengths import measure_rows
-from sftron.data.loader import PackLoader, collate
-from sftron.data.packing import lay_out
+from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import find_files, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import (
-    IGNORE_INDEX,
     WHOLE_ROW,
-    Batch,
     ContextRank,
     Conversation,
     ConversationKey,
     DataError,
     Dropped,
-    LabeledConversation,
     Role,
 )
 from sftron.train.logs import console
@@ -269,23 +263,6 @@ def make_loader(
 def num_workers(config: Config, dataset: PackedDataset) -> int:
     """Returns the configured number of workers, or the next lower one that divides the rank's lanes."""
     return next(number for number in range(config.data.num_workers, -1, -1) if dataset.takes_workers(number))
-
-
-def maximal_batch(config: Config, context: ContextRank = WHOLE_ROW) -> Batch:
-    """Returns the micro-batch that needs the most memory, or a rank's part of it: no padding, and a label wherever one
-    can be."""
-    length, size = config.tokens.sequence_length, config.tokens.micro_batch_size
-    is_labeled = np.arange(length) < length - 1
-    conversation = LabeledConversation(
-        input_ids=np.zeros(length, dtype=np.int32),
-        labels=np.where(is_labeled, 0, IGNORE_INDEX).astype(np.int32),
-        loss_weights=is_labeled.astype(np.float32),
-        role_ids=np.full(length, Role.ASSISTANT, dtype=np.uint8),
-        key=ConversationKey(0, 0),
-    )
-    isolated = config.data.remove_cross_attention
-    pack = lay_out([conversation] * size, token_budget=length * size, remove_cross_attention=isolated, pad_id=0)
-    return collate(pack, keep_tail=True, context=context)
 
 
 # --- Row lengths, for planned packing ---

@@ -35,7 +35,7 @@ from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.models.wrappers import text_config
-from sftron.train.exports.exporter import read_export_parts
+from sftron.train.exports.parts import read_export_parts
 from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks
@@ -285,7 +285,7 @@ def base_digest(folder: Path, ranks: Ranks) -> str:
 # --- Weights and optimizer ---
 
 
-def load_model(setup: Setup) -> LlamaForSFT:
+def load_run_model(setup: Setup) -> LlamaForSFT:
     """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json."""
     config, mesh = setup.config, setup.ranks.mesh
 
@@ -307,7 +307,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
 def load_whole_model(
     setup: Setup, adapters: AdapterStart | None, shard: Callable[[LlamaForSFT], None] | None = None
 ) -> LlamaForSFT:
-    """Loads the run's model with these adapters, whole unless `shard` shards it. Raises ValueError as `load_model`."""
+    """Loads the run's model with these adapters, whole unless `shard` shards it; raises as `load_run_model` does."""
     config, model = setup.config, setup.model
     return hf_weights.load_model(
         model.folder,

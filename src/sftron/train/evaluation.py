@@ -22,6 +22,7 @@ from sftron.models.sharding import whole_head
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
+from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run import EvaluationSet, Question, Setup
 
@@ -150,7 +151,7 @@ class Evaluation:
             return "none" if loss is None else f"{loss:.4f}"
 
         for name, each in self.sets.items():
-            roles = ", ".join(f"{role} {rounded(found['loss'])}" for role, found in each.roles.items())
+            roles = ", ".join(f"{role} {found['loss']:.4f}" for role, found in each.roles.items())
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
             yield (
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)} | accuracy {accuracy} "
@@ -176,11 +177,6 @@ class Best:
     num_worse: int = 0
     """The number of evaluations since this one."""
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None) -> Best | None:
-        """Returns the best of a checkpoint's state; None if it has none."""
-        return cls(**state) if state else None
-
     def after(self, value: float | None, step: int) -> Best:
         """Returns the best after one more evaluation.
 
@@ -190,11 +186,6 @@ class Best:
         if is_better:
             return replace(self, value=value, step=step, num_worse=0)
         return replace(self, num_worse=self.num_worse + 1)
-
-    def reason(self) -> str:
-        """Returns why the run ends."""
-        best = f"{self.value:.4f}, of step {self.step}"
-        return f"{self.metric} has had no better value than {best}, in {self.num_worse} evaluations"
 
 
 def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -260,8 +251,15 @@ class Evaluator:
 
     @property
     def is_patience_over(self) -> bool:
-        """Whether evaluation.patience ends the run; the same on all ranks."""
         return is_patience_over(self._setup, self.watched)
+
+    def reason_of_early_end(self, progress: Progress) -> str | None:
+        """Returns why the run is done before its full length; None if it has its full length, or is not done."""
+        watched = self.watched
+        if watched is None or not self.is_patience_over or self._setup.length.is_done(progress):
+            return None
+        best = f"{watched.value:.4f}, of step {watched.step}, in {watched.num_worse} evaluations"
+        return f"evaluation.patience: {watched.metric} has had no better value than {best}"
 
     @property
     def best_step(self) -> int | None:
@@ -337,7 +335,7 @@ class Evaluator:
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
         """Restores the state that a checkpoint of the run has."""
         self.evaluated_step = state["evaluated_step"]
-        watched, best = (Best.from_state(state[name]) for name in ("watched", "best"))
+        watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
             if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
                 self.watched = watched

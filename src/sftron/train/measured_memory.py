@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,14 +20,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sftron.config import Config
+from sftron.data.loader import collate
+from sftron.data.packing import lay_out
+from sftron.data.types import (
+    IGNORE_INDEX,
+    WHOLE_ROW,
+    Batch,
+    ContextRank,
+    ConversationKey,
+    LabeledConversation,
+    Role,
+)
 from sftron.models.loss import loss_function
-from sftron.train.build_data import maximal_batch
-from sftron.train.build_model import load_model, make_optimizer
-from sftron.train.health import require_finite
+from sftron.train.build_model import load_run_model, make_optimizer
 from sftron.train.logs import console
 from sftron.train.objective import loss_of
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.run import Setup
+from sftron.train.step import require_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +148,7 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     """
     ranks, baseline = setup.ranks, resident_memory()
     console.write("dry run    loading the weights")
-    model = ranks.all_or_raise(lambda: load_model(setup))
+    model = ranks.all_or_raise(lambda: load_run_model(setup))
     require_finite(model, ranks, f"model.path: {setup.model.folder}")
     optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config, ranks.context)
     set_learning_rate(optimizer, 0.0)
@@ -155,3 +167,20 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
         # With the optimizer's state, which the first step has made.
         loss_of(model, batch, loss_function(setup.model.loss)).backward()
     return peak()
+
+
+def maximal_batch(config: Config, context: ContextRank = WHOLE_ROW) -> Batch:
+    """Returns the micro-batch that needs the most memory, or a rank's part of it: no padding, and a label wherever one
+    can be."""
+    length, size = config.tokens.sequence_length, config.tokens.micro_batch_size
+    is_labeled = np.arange(length) < length - 1
+    conversation = LabeledConversation(
+        input_ids=np.zeros(length, dtype=np.int32),
+        labels=np.where(is_labeled, 0, IGNORE_INDEX).astype(np.int32),
+        loss_weights=is_labeled.astype(np.float32),
+        role_ids=np.full(length, Role.ASSISTANT, dtype=np.uint8),
+        key=ConversationKey(0, 0),
+    )
+    isolated = config.data.remove_cross_attention
+    pack = lay_out([conversation] * size, token_budget=length * size, remove_cross_attention=isolated, pad_id=0)
+    return collate(pack, keep_tail=True, context=context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sftron.checkpoint.atomic import gather_or_raise, main_or_raise
-from sftron.checkpoint.export import read_trained_adapter
+from sftron.checkpoint.export import opened, write_export
 from sftron.checkpoint.merge import logits_of
 from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -30,17 +30,45 @@ from sftron.train.run_directory import RunDirectory
 _NUM_TEXTS, _MOST_TOKENS = 4, 128
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunExports:
-    """Exports the weights of a run. All ranks call the same methods at the same step."""
+    """Exports the weights of a run, and pushes them to the Hub. All ranks call the same methods at the same step."""
 
     setup: Setup
     directory: RunDirectory
     model: LlamaForSFT
     progress: Progress
     settings: Settings
-    pusher: HubPusher | None
-    """What pushes exports to the Hub, on the main rank; None if nothing is pushed."""
+    is_healthy: Callable[[int, str], bool]
+    """That of the saver: whether the weights after a step may be exported."""
+
+    def __post_init__(self) -> None:
+        lora = self.setup.config.lora
+        self._is_merged = lora is not None and lora.merge
+        hub, is_main = self.setup.config.hub, self.setup.ranks.is_main
+        self.pusher = HubPusher(hub, self.directory.folder) if hub.push_to is not None and is_main else None
+
+    def start(self) -> None:
+        """Starts the pushes to the Hub."""
+        if self.pusher:
+            self.pusher.start()
+
+    def finish(self, should_hurry: Callable[[], bool]) -> None:
+        """Waits for the pushes to the Hub, and adds them to result.json; see `HubPusher.finish`."""
+        if self.pusher:
+            self.directory.add_to_result(hub=self.pusher.finish(should_hurry))
+
+    def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
+        """Exports if an export is due. A failed one does not end the run: the checkpoints hold the same weights."""
+        interval, step = self.setup.config.checkpoints.export_interval, self.progress.step
+        if not interval or step == 0 or step % interval:
+            return
+        if (only_if_missing and self.is_there(step)) or not self.is_healthy(step, "exported"):
+            return
+        try:
+            self.export(is_last=False)
+        except OSError as error:
+            console.write(f"WARNING    the export of step {step} could not be written: {error}")
 
     def is_there(self, step: int) -> bool:
         """Returns whether all exports of a step have been written."""
@@ -72,11 +100,6 @@ class RunExports:
                 self._push(pusher, folder)
         return folder
 
-    @property
-    def _is_merged(self) -> bool:
-        lora = self.setup.config.lora
-        return lora is not None and lora.merge
-
     def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
         config, parts, folder = self.setup.config, self.setup.model.export_parts, self.directory.folder
         assert parts is not None
@@ -103,7 +126,7 @@ class RunExports:
 
         def write() -> None:
             try:
-                exporter.write_model(weights, folder)
+                write_export(exporter.plan(), weights, folder)
             finally:
                 gather_the_rest()
 
@@ -164,7 +187,8 @@ class RunExports:
         if config.lora is None:
             export_checkpoint(config, checkpoint, directory.hf(step), parts=parts)
             return
-        state, tensors, vocab_size = read_trained_adapter(checkpoint, parts.source)
+        with opened(checkpoint, parts.source) as (state, read, vocab_size):
+            tensors = dict(read())
         logits = []
         if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
             start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)

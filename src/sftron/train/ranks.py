@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import resource
 import sys
 import threading
 import time
@@ -344,11 +343,3 @@ def end_ranks() -> None:
     """Destroys the process group, as torch wants it; not to be called after a failure, because it may wait."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory so far: allocated on the GPU, or resident in this process if the device is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Linux gives kibibytes, macOS bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

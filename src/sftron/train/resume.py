@@ -220,7 +220,7 @@ def _read_start(setup: Setup, folder: Path) -> Start:
     state = read_state(folder)
     try:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
-        watched = Best.from_state(state["evaluation"]["watched"])
+        watched = (best := state["evaluation"]["watched"]) and Best(**best)
         changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(

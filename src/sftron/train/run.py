@@ -17,7 +17,6 @@ import torch
 from pydantic import ValidationError
 
 from sftron.checkpoint.export import BASE_WEIGHTS
-from sftron.checkpoint.hf_export import ExportSource
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
@@ -27,11 +26,11 @@ from sftron.errors import without_secrets
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.quantization import NF4
-from sftron.train.exports.base_model import BaseModel
+from sftron.train.exports.parts import ExportParts
 from sftron.train.flops import Peak, TrainedMatrices
 from sftron.train.progress import RunLength
 from sftron.train.ranks import Ranks
-from sftron.train.sample import Projection, Sample
+from sftron.train.sample import RunProjection, Sample
 
 # --- The data ---
 
@@ -71,7 +70,7 @@ class RunData:
     chat_tokenizer: ChatTokenizer
     dataset: PackedDataset
     sample: Sample
-    projection: Projection
+    projection: RunProjection
     evaluation_sets: tuple[EvaluationSet, ...]
     questions: list[Question]
     file_stamps: list[tuple[str, int, int, int, int]]
@@ -96,15 +95,6 @@ class RunData:
 
 
 # --- The model ---
-
-
-@dataclass(frozen=True, slots=True)
-class ExportParts:
-    """The parts of an export other than the weights and the logs of the run."""
-
-    source: ExportSource
-    base: BaseModel
-    chat_tokenizer: ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class RunDirectory:
     """The paths of a run, and the lock that keeps other runs out. Only the main rank locks and writes."""
 
     def __init__(self, folder: Path, *, is_main: bool = True) -> None:
-        self._is_main = is_main
+        self.is_main = is_main
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
@@ -153,7 +153,7 @@ class RunDirectory:
 
         Raises ValueError if it cannot be written, or another run holds the lock.
         """
-        if not self._is_main:
+        if not self.is_main:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -260,7 +260,7 @@ class RunDirectory:
         JSON is written without secrets, and text as it is: a configuration with a secret is refused before, and a page
         has none. A word of a configuration that equals a variable of the environment must stay readable.
         """
-        if not self._is_main:
+        if not self.is_main:
             return
         aside = self.folder / f"{name}.tmp"
         try:

@@ -202,7 +202,7 @@ class DataSetProjection:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class RunProjection:
     """The estimates for the whole run."""
 
     datasets: tuple[DataSetProjection, ...]
@@ -255,7 +255,7 @@ class Projection:
             yield f"WARNING    {pool} fills about {self.fill:.0%} of a pack: {remedy}"
 
 
-def project(config: Config, dataset: PackedDataset, sample: Sample, *, dp_world_size: int) -> Projection:
+def project(config: Config, dataset: PackedDataset, sample: Sample, *, dp_world_size: int) -> RunProjection:
     """Estimates the run from its sample of rows.
 
     With strategy `pool`, packs are assumed to be full if the pool holds enough, because it fills 99 % or more.
@@ -292,11 +292,11 @@ def project(config: Config, dataset: PackedDataset, sample: Sample, *, dp_world_
         for each, count, share, mean, tokens in zip(preparation.datasets, counts, shares, means, per_epoch, strict=True)
     )
     fill = conversations_per_pack / conversations_in_budget
-    return Projection(datasets, conversations_per_pack, round(tokens_per_step), steps_per_epoch, fill)
+    return RunProjection(datasets, conversations_per_pack, round(tokens_per_step), steps_per_epoch, fill)
 
 
 def mix_report(
-    config: Config, preparation: Preparation, sample: Sample, projection: Projection, progress: Progress
+    config: Config, preparation: Preparation, sample: Sample, projection: RunProjection, progress: Progress
 ) -> dict[str, Any]:
     """Returns the mix report, as JSON values: {"step", "tokens", "datasets": [{..., "sampled", "planned", "trained"}]}.
 

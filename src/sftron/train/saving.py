@@ -1,4 +1,4 @@
-"""Saving of checkpoints: when one is due, writing in the background or not, and handling of failed writes."""
+"""Saving of checkpoints: when one is due, of which weights, in the background or not, and after failed writes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
-from sftron.checkpoint.checkpoint import (
-    prune,
-    shards_to_store,
-    state_text,
-    write_checkpoint,
-)
+from sftron.checkpoint.checkpoint import prune, shards_to_store, state_text, write_checkpoint
 from sftron.checkpoint.shards import HostCopy, StoredShards
+from sftron.data.types import Batch
+from sftron.models.llama import LlamaForSFT
+from sftron.models.loss import loss_function
+from sftron.train.build_data import require_unchanged
+from sftron.train.evaluation import Best, Evaluator
 from sftron.train.logs import console
-from sftron.train.ranks import Ranks
+from sftron.train.objective import TokenLoss
+from sftron.train.run import Setup
+from sftron.train.run_directory import RunDirectory
+from sftron.train.step import StepBatches, StepResult, non_finite_tensors, train_step
 
 _MAX_MISSES_IN_A_ROW = 3
 _PATIENCE_S = 5.0
@@ -32,16 +33,17 @@ _LARGEST_SHARE = 1 / 20
 
 
 class Saver:
-    """Writes checkpoints under `root`, one at a time. All ranks call the same methods at the same step.
+    """Writes the checkpoints of a run directory, one at a time. All ranks call the same methods at the same step.
 
     A checkpoint that cannot be written (most often because of a full disk) does not end the run; the third consecutive
-    failure does.
+    failure does. With checkpoints.async, a thread writes while training continues; it has a process group of its own.
+
+    Weights are saved and exported only if they give a finite loss and finite gradients. Finite weights are not enough:
+    weights of 8e37 are finite, but their loss is not. So both are computed for a batch of the last step that was
+    finite, because a bad batch proves nothing about the weights.
 
     Args:
-        root: The folder of all checkpoints.
-        interval: The value of checkpoints.interval.
-        keep: The value of checkpoints.keep_last.
-        in_background: Whether a thread writes while training continues; it uses a process group of its own.
+        state: Returns the run state after the last finished step, see `resume.run_state`; a collective.
 
     Attributes:
         saved_step: The step of the newest complete checkpoint; 0 if there is none.
@@ -50,17 +52,28 @@ class Saver:
     """
 
     def __init__(
-        self, root: Path, *, interval: int | Literal["auto"] | None, keep: int, ranks: Ranks, in_background: bool
+        self,
+        setup: Setup,
+        directory: RunDirectory,
+        model: LlamaForSFT,
+        optimizer: torch.optim.Optimizer,
+        state: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.saved_step = self.tried_step = 0
         self.best_step: int | None = None
-        self._root, self._interval, self._keep, self._ranks = root, interval, keep, ranks
+        self._setup, self._ranks, self._options = setup, setup.ranks, setup.config.checkpoints
+        self._directory, self._root = directory, directory.checkpoints
+        self._model, self._optimizer, self._state = model, optimizer, state
         self._saved_at: float | None = None
         self._save_seconds = 0.0
-        self._writers = ranks.with_own_group() if in_background else ranks
+        in_background = self._options.asynchronous
+        self._writers = self._ranks.with_own_group() if in_background else self._ranks
         self._host_copy = HostCopy() if in_background else None
         self._running: Future[None] | None = None
         self._num_misses = 0
+        self._batch: Batch | None = None
+        self._was_skipped = False
+        self._judged: tuple[int, bool] | None = None
 
     def resume_from(self, step: int, *, best_step: int | None) -> None:
         self.saved_step = self.tried_step = step
@@ -68,25 +81,43 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after `step`; only the main rank's result counts, as clocks differ."""
-        if isinstance(self._interval, str):
+        interval = self._options.interval
+        if isinstance(interval, str):
             now = time.monotonic()
             if self._saved_at is None:  # the first step since this start; nothing earlier can be lost
                 self._saved_at = now
             return now - self._saved_at >= max(_SECONDS_BETWEEN_SAVES, self._save_seconds / _LARGEST_SHARE)
-        return self._interval is not None and step - self.tried_step >= self._interval
+        return interval is not None and step - self.tried_step >= interval
 
-    def save(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Saves the state after `step`, or starts to save it in the background.
+    def save(self, step: int, *, is_last: bool = False) -> None:
+        """Saves the state after `step`, the last finished one, unless its weights are broken.
 
-        Raises OSError at the third consecutive failure.
+        A save that `is_last` is complete when this returns, and none is made if the step is saved already; others may
+        go on in the background.
+
+        Raises:
+            DataError: The data files changed meanwhile, so the state would not describe what was trained.
+            OSError: The third consecutive checkpoint could not be written; of a save that `is_last`, the first one.
         """
+        require_unchanged(self._setup)
+        self._ranks.at(f"saving step {step}")
+        if not self.is_healthy(step, "saved"):
+            return
+        state = self._state()
+        if is_last:
+            self.wait()
+            if self.saved_step != step:
+                self.tried_step = step
+                self._write(step, self._shards(), state_text(step, state), self.best_step)
+                self._succeeded()
+            return
         began, earlier = time.monotonic(), self.tried_step
         if self._running:
             self.wait()
             waited = time.monotonic() - began
             console.write(f"waited     {waited:.1f} s until the checkpoint of step {earlier} was written")
         self.tried_step = step
-        shards, text, best_step = self._shards(model, optimizer), state_text(step, state), self.best_step
+        shards, text, best_step = self._shards(), state_text(step, state), self.best_step
         if self._host_copy is None:
             try:
                 self._write(step, shards, text, best_step)
@@ -99,15 +130,27 @@ class Saver:
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began
 
-    def save_last(
-        self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Waits for a background save, then saves the state after `step` if it is not saved yet. Raises OSError."""
-        self.wait()
+    def save_best(self, step: int, evaluator: Evaluator, before: Best | None) -> None:
+        """Saves the step that an evaluation found to be the best; if it cannot be saved, `before` stays the best."""
+        self.best_step = evaluator.best_step
         if self.saved_step != step:
-            self.tried_step = step
-            self._write(step, self._shards(model, optimizer), state_text(step, state), self.best_step)
-            self._succeeded()
+            self.save(step)
+            self.wait()
+        if self.saved_step != step:
+            evaluator.best = before
+            self.best_step = evaluator.best_step
+        elif best := evaluator.best:
+            facts = {"metric": best.metric, "value": best.value, "step": best.step}
+            self._directory.write("best.json", facts | {"checkpoint": f"checkpoints/step-{best.step}"})
+
+    def save_before_failure(self, step: int) -> None:
+        """Saves the last complete step before a bad row ends the run."""
+        try:
+            self.save(step, is_last=True)
+            if self.saved_step == step:
+                console.write(f"saved      step {step}, the last one before the failure")
+        except OSError as error:
+            console.write(f"WARNING    step {step} could not be saved: {error}")
 
     def poll(self) -> None:
         """Completes a background save once the threads of all ranks have ended, so at the same step on all ranks.
@@ -133,13 +176,58 @@ class Saver:
             with suppress(Exception):
                 self._running.result(_PATIENCE_S)
 
-    def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredShards:
-        return shards_to_store(model, optimizer, is_main=self._ranks.is_main)
+    # -- broken weights ----------------------------------------------------------------------------------------------
+
+    def note(self, fetched: StepBatches, result: StepResult) -> None:
+        """Records a batch of this rank from a finite step, for later checks.
+
+        It is the last batch with a target, because the loss of a batch without one is zero for any weights.
+        """
+        self._was_skipped = not result.is_finite
+        if result.is_finite and result.loss is not None:
+            trained = [batch for batch in fetched.batches if batch.weight_sum > 0]
+            if trained or self._batch is None:
+                self._batch = (trained or fetched.batches)[-1]
+
+    def is_healthy(self, step: int, done: str = "") -> bool:
+        """Returns whether the weights after `step` give a finite loss and finite gradients; computed once per step.
+
+        If they do not, and `done` is given, prints that they are not `done`. Those of a checkpoint were checked before.
+        """
+        if self.saved_step == step:
+            return True
+        if self._judged is None or self._judged[0] != step:
+            self._judged = (step, self._has_finite_loss())
+        if done and not self._judged[1]:
+            console.write(
+                f"WARNING    the weights after step {step} give no finite loss and gradients, so they are not {done}. "
+                "Lower optimizer.learning_rate if that happens again"
+            )
+        return self._judged[1]
+
+    def _has_finite_loss(self) -> bool:
+        if self._batch is None:  # no step has changed the weights since they were loaded
+            return not self._was_skipped
+        result = train_step(
+            self._model,
+            None,
+            [self._batch],
+            TokenLoss(loss_function=loss_function(self._setup.model.loss)),
+            max_grad_norm=None,
+            denominator=max(1.0, self._batch.weight_sum),
+            sum_over_ranks=self._ranks.sum,
+        )
+        return result.is_finite and not non_finite_tensors(self._model, self._ranks)
+
+    # -- the writing -------------------------------------------------------------------------------------------------
+
+    def _shards(self) -> StoredShards:
+        return shards_to_store(self._model, self._optimizer, is_main=self._ranks.is_main)
 
     def _write(self, step: int, shards: StoredShards, text: bytes, best_step: int | None) -> None:
         write_checkpoint(self._root / f"step-{step}", step, shards, state=text, ranks=self._writers)
         if self._ranks.is_main:
-            prune(self._root, step, self._keep, best_step)
+            prune(self._root, step, self._options.keep_last, best_step)
 
     def _succeeded(self) -> None:
         """Called on the main thread, so that `saved_step` changes at the same step on all ranks."""

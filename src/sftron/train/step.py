@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +18,12 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import Routing
-from sftron.models.sharding import sum_over_copies, whole
+from sftron.models.sharding import local_shard, sum_over_copies, whole
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses
 from sftron.train.objective import Objective, TokenLoss, hidden_states
 from sftron.train.progress import Progress, StepCounts
-from sftron.train.ranks import Ranks, peak_memory_bytes
+from sftron.train.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,14 @@ def next_step_batches(
         peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
         packs=[PackDigest(*digest) for facts in reports for digest in facts["packs"]],
     )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory so far: allocated on the GPU, or resident in this process if the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux gives kibibytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,3 +273,23 @@ def _measures_of_datasets(
         }
         for index, (dataset, count) in enumerate(zip(preparation.datasets, progress.datasets, strict=True))
     }
+
+
+# --- Finite weights ---
+
+
+def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
+    """Raises ValueError on all ranks if a weight is not finite. The message names `origin`, the weights' source."""
+    if bad := non_finite_tensors(model, ranks):
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"{origin} holds weights that are not finite (NaN or infinity), in {', '.join(bad[:5])}{more}; nothing can "
+            "be trained from them: use another copy of the model, or an earlier checkpoint"
+        )
+
+
+def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
+    """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once."""
+    named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
+    is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
+    return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]

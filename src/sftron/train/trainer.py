@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,31 +13,28 @@ import torch
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.loader import PackLoader
-from sftron.data.types import DataError
+from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
 from sftron.train.build_data import make_loader
-from sftron.train.build_model import load_model, make_optimizer
-from sftron.train.build_run import build_run
+from sftron.train.build_model import load_run_model, make_optimizer
+from sftron.train.build_run import build_run, require_one_folder
 from sftron.train.divergence import divergence
 from sftron.train.evaluation import Evaluator
-from sftron.train.exports.hub import HubPusher, require_hub
-from sftron.train.health import require_finite
+from sftron.train.exports.hub import require_hub
 from sftron.train.logs import console
-from sftron.train.logs.loss_chart import write_loss_chart
-from sftron.train.logs.make_loggers import make_loggers, require_loggers
-from sftron.train.logs.run_logs import RunLogs
-from sftron.train.loop import TrainingLoop
+from sftron.train.logs.run_logs import RunLogs, make_loggers, require_loggers
+from sftron.train.loop import Steps
 from sftron.train.measured_memory import measure_step_memory
 from sftron.train.outputs import RunExports
-from sftron.train.preflight import require_one_folder
 from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
-from sftron.train.resume import Start, find_finished, find_start, load_start
+from sftron.train.resume import Start, find_finished, find_start, load_start, run_state
 from sftron.train.revisions import REVISIONS, find_commits, pin
-from sftron.train.run import Settings
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
+from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
 from sftron.train.signals import StopRequest
+from sftron.train.step import require_finite
 from sftron.train.text import conclusion, description
 
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
@@ -86,9 +83,8 @@ class Trainer:
         self.directory = RunDirectory(self.config.run_dir, is_main=self.ranks.is_main)
         self.setup = build_run(self.config, self.ranks)
         self.progress = Progress.of(len(self.setup.data.preparation.datasets))
-        self._evaluator = Evaluator(self.setup, lambda: self.ranks.any(self.stop_request.received))
+        self._evaluator = Evaluator(self.setup, self._is_stop_requested)
         self._logs = RunLogs(self.setup, self.directory)
-        self._pusher: HubPusher | None = None
         self._finished: str | None = None
         """The status in result.json of a run that has nothing left to do."""
         self._has_begun = False
@@ -97,6 +93,17 @@ class Trainer:
         """Calls `build()` and `train()`, for use in notebooks. Returns the exit status."""
         self.build()
         return self.train()
+
+    def dry_run(self) -> int:
+        """Prints the description of the run, and the peak memory of a training step on maximal batches.
+
+        No weight changes, and no run directory is written. One process that stands for several ranks reads no weights
+        and measures nothing. Raises ValueError if the weights give no finite loss.
+        """
+        description.describe_run(self.setup, None)
+        measured = None if self.ranks.is_planned else measure_step_memory(self.setup)
+        description.describe_dry_run(self.setup, measured)
+        return EXIT_COMPLETED
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
@@ -116,58 +123,16 @@ class Trainer:
         self._logs.open_console()
         with self._failure_reported(ValueError):
             self.ranks.at("loading")
-            self._build(find_start(self.setup, self.directory.checkpoints))
+            start = find_start(self.setup, self.directory.checkpoints)
+            self._describe(start)
+            self._load(start)
 
-    def _build(self, start: Start) -> None:
-        setup, config, directory, ranks = self.setup, self.config, self.directory, self.ranks
-        settings = start.settings_now(setup)
-        self._record_start(start, settings)
-        self.model = ranks.all_or_raise(lambda: load_model(setup))
-        self.optimizer = make_optimizer(config, self.model)
-        # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
-        # On a CPU, it would only waste computation.
-        on_gpu = ranks.device.type == "cuda"
-        options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": ranks.context}
-        self.loader = make_loader(config, setup.data.dataset, **options)
-        self._saver = Saver(
-            directory.checkpoints,
-            interval=config.checkpoints.interval,
-            keep=config.checkpoints.keep_last,
-            ranks=ranks,
-            in_background=config.checkpoints.asynchronous,
-        )
-        load_start(start, setup, model=self.model, optimizer=self.optimizer, loader=self.loader)
-        self.progress = start.progress
-        if start.state:
-            self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
-            self._saver.resume_from(self.progress.step, best_step=self._evaluator.best_step)
-        require_finite(self.model, ranks, str(start.folder or f"model.path: {setup.model.folder}"))
-        if config.hub.push_to is not None and ranks.is_main:
-            self._pusher = HubPusher(config.hub, directory.folder)
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
-        self._loop = TrainingLoop(
-            setup=setup,
-            directory=directory,
-            model=self.model,
-            optimizer=self.optimizer,
-            loader=self.loader,
-            progress=self.progress,
-            settings=settings,
-            evaluator=self._evaluator,
-            saver=self._saver,
-            exports=RunExports(setup, directory, self.model, self.progress, settings, self._pusher),
-            logs=self._logs,
-            stop_request=self.stop_request,
-            started=self._started,
-        )
-        self._loop.report_mix()
-
-    def _record_start(self, start: Start, settings: Settings) -> None:
+    def _describe(self, start: Start) -> None:
         """Writes what is known before the weights are loaded, and prints it."""
         setup, directory, is_done = self.setup, self.directory, start.is_done(self.setup)
+        self._settings = start.settings_now(setup)
         if not is_done or not (directory.folder / "config.yaml").exists():
-            directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
+            directory.write("config.yaml", self._settings.as_comment() + dump_config(setup.resolved_config))
         if self._commits:
             directory.write(REVISIONS, self._commits)
         self._has_begun = True
@@ -175,16 +140,36 @@ class Trainer:
         description.describe_settings(start.changed_settings(setup), is_done=is_done)
         description.describe_run(setup, directory)
 
-    def dry_run(self) -> int:
-        """Prints the description of the run, and the peak memory of a training step on maximal batches.
+    def _load(self, start: Start) -> None:
+        setup, directory, ranks = self.setup, self.directory, self.ranks
+        self.model = ranks.all_or_raise(lambda: load_run_model(setup))
+        self.optimizer = make_optimizer(self.config, self.model)
+        # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
+        # On a CPU, it would only waste computation.
+        on_gpu = ranks.device.type == "cuda"
+        options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": ranks.context}
+        self.loader = make_loader(self.config, setup.data.dataset, **options)
+        self._saver = Saver(setup, directory, self.model, self.optimizer, self._state)
+        load_start(start, setup, model=self.model, optimizer=self.optimizer, loader=self.loader)
+        self.progress = start.progress
+        if start.state:
+            self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
+            self._saver.resume_from(self.progress.step, best_step=self._evaluator.best_step)
+        require_finite(self.model, ranks, str(start.folder or f"model.path: {setup.model.folder}"))
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
+        self._exports = RunExports(setup, directory, self.model, self.progress, self._settings, self._saver.is_healthy)
+        parts = self.model, self.optimizer, self.loader, self.progress, self._settings, self._logs
+        self._steps = Steps(setup, *parts, started=self._started)
+        self._report_mix()
 
-        No weight changes, and no run directory is written. One process that stands for several ranks reads no weights
-        and measures nothing. Raises ValueError if the weights give no finite loss.
-        """
-        description.describe_run(self.setup, None)
-        measured = None if self.ranks.is_planned else measure_step_memory(self.setup)
-        description.describe_dry_run(self.setup, measured)
-        return EXIT_COMPLETED
+    def _state(self) -> dict[str, Any]:
+        """Returns the state of the run after the last finished step, of which its files are then. Every rank calls
+        this."""
+        self._logs.sync_steps()
+        self._report_mix()
+        state = run_state(self.setup, self._steps.data_state, self.progress, self._settings)
+        return state | {"evaluation": self._evaluator.state()}
 
     # -- the whole run -----------------------------------------------------------------------------------------------
 
@@ -202,9 +187,7 @@ class Trainer:
                     with self._failure_reported(DataError):
                         status = self._conclude(self._train())
                 finally:  # not within _failure_reported: the result of the run is known
-                    if self._pusher:
-                        found = self._pusher.finish(lambda: status != "completed" or self.stop_request.received)
-                        self.directory.add_to_result(hub=found)
+                    self._exports.finish(lambda: status != "completed" or self.stop_request.received)
         finally:
             self._saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
@@ -212,31 +195,57 @@ class Trainer:
 
     def _train(self) -> str:
         """Opens the logs and trains. Returns "completed", "preempted" or NOT_FINITE."""
-        loop = self._loop
         # This forks the loader's workers, so it comes before evaluation, trackers and saves start threads.
         batches = iter(self.loader)
         self._logs.open(step=self.progress.step, evaluated_step=self._evaluator.evaluated_step)
-        if self._pusher:
-            self._pusher.start()
+        self._exports.start()
         try:
-            status = loop.train(batches)
+            status = self._make_steps(batches)
             is_whole = status == "preempted" or not self.progress.non_finite_in_a_row
-            return status if is_whole and loop.is_healthy() else NOT_FINITE
+            return status if is_whole and self._saver.is_healthy(self.progress.step) else NOT_FINITE
         except DataError:
-            loop.save_before_failure()
+            self._saver.save_before_failure(self.progress.step)
             raise
         finally:
             console.hide_progress()
-            loop.report_mix()
+            self._report_mix()
+
+    def _make_steps(self, batches: Iterator[Batch]) -> str:
+        progress = self.progress
+        if self._is_stop_requested() or not self._evaluate():
+            return "preempted"
+        if not self._is_done():
+            self._exports.export_on_the_way(only_if_missing=True)  # the run may have ended before this export
+        while not self._is_done():
+            made = self._steps.next(batches)
+            if made is None:
+                continue
+            self._saver.note(*made)
+            if not self._steps.is_finite(*made):
+                return NOT_FINITE
+            progress.require_few_dropped(self.config.data.max_dropped_share, self.setup.length.rows_of_run(progress))
+            is_save_due = self.ranks.is_main and self._saver.is_due(progress.step)
+            wanted = self.ranks.any_of(stop=self.stop_request.received, save=is_save_due)
+            if wanted["stop"] or not self._evaluate():
+                return "preempted"
+            with self._logs.timed("checkpoint"):
+                self._exports.export_on_the_way()
+                self._saver.poll()
+                if wanted["save"] and self._saver.tried_step != progress.step:
+                    self._saver.save(progress.step)
+        if not self._evaluate():
+            return "preempted"
+        if reason := self._evaluator.reason_of_early_end(progress):
+            console.write(f"ends early {reason}")
+        return "completed"
 
     def _conclude(self, status: str) -> str:
         """Saves, exports and reports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
-        directory, loop, step = self.directory, self._loop, self.progress.step
+        directory, step = self.directory, self.progress.step
         if status == NOT_FINITE:
             self._saver.wait()
             directory.write_result("failed", step=step, error=NOT_FINITE)
-            self._draw()
-            conclusion.conclude_not_finite(step, self._saver.saved_step)
+            conclusion.conclude_not_finite(directory, step, self._saver.saved_step)
             return status
         problem = exported = diverged = None
         if status == "completed":
@@ -244,19 +253,19 @@ class Trainer:
             records = directory.metrics  # those before a resume included
             diverged = main_or_raise(self.ranks, lambda: divergence(intact_records(records), num_tokens))
         try:
-            loop.save(self._saver.save_last)
+            self._saver.save(step, is_last=True)
         except OSError as error:
             problem = error  # raised after the export, which may still save the weights
         if status == "completed" and self.config.checkpoints.export_hf:
-            if problem is None and loop.is_stop_requested():
+            if problem is None and self._is_stop_requested():
                 status = "preempted"  # training is complete and saved; the next start exports it
             else:
-                exported = loop.exports.export_at_end(self._evaluator.best, is_pushed=diverged is None)
+                exported = self._exports.export_at_end(self._evaluator.best, is_pushed=diverged is None)
         if problem is not None:
             raise problem
         facts: dict[str, Any] = {}
         if status == "completed":
-            if reason := loop.reason_of_early_end():
+            if reason := self._evaluator.reason_of_early_end(self.progress):
                 facts["reason"] = reason
             if diverged:
                 status, facts["error"] = "diverged", diverged
@@ -264,14 +273,14 @@ class Trainer:
         if status != "preempted":
             before, after = (self._logs.answers(each) for each in (0, step))
             conclusion.show_answers(self.setup.data.questions, before, after)
-        chart = self._draw()
-        conclusion.conclude(
-            status, directory.folder, step, exported=exported, chart=chart, divergence=facts.get("error")
-        )
+        conclusion.conclude(status, directory, step, exported=exported, divergence=facts.get("error"))
         return status
 
-    def _draw(self) -> Path | None:
-        return write_loss_chart(self.directory, self.config.general.run_name) if self.ranks.is_main else None
+    def _is_done(self) -> bool:
+        return self.setup.length.is_done(self.progress) or self._evaluator.is_patience_over
+
+    def _is_stop_requested(self) -> bool:
+        return self.ranks.any(self.stop_request.received)
 
     def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """Writes the first failure of any rank to result.json.
@@ -284,6 +293,28 @@ class Trainer:
                 self.directory.write_result("failed", step=self.progress.step, error=failure)
 
         return self.ranks.failure_reported(report, refusal=refusal)
+
+    def _evaluate(self) -> bool:
+        """Evaluates if an evaluation is due. Returns False if a stop was requested before it was complete."""
+        step, evaluator, best = self.progress.step, self._evaluator, self._evaluator.best
+        if not evaluator.is_due(step, is_last=self.setup.length.is_done(self.progress)):
+            return True
+        self.ranks.at(f"the evaluation after step {step}")
+        with self._logs.timed("evaluation"):
+            evaluation = evaluator.evaluate(self.model, step)
+        if evaluation is None:
+            return False
+        self._logs.write_evaluation(evaluation)
+        if evaluator.best_step == step:
+            with self._logs.timed("checkpoint"):
+                self._saver.save_best(step, evaluator, best)
+        return True
+
+    def _report_mix(self) -> None:
+        """Writes mix_report.json: the planned and the trained amount of each data set."""
+        data = self.setup.data
+        report = mix_report(self.config, data.preparation, data.sample, data.projection, self.progress)
+        self.directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})
 
 
 def _exit_status(status: str) -> int:

@@ -24,9 +24,8 @@ from sftron.train.build_model import adapter_tensors, make_optimizer
 from sftron.train.objective import TokenLoss
 from sftron.train.run import frozen_dtype
 from sftron.train.step import train_step
-from sftron.verify.model_checks import load_rounded_reference
 from sftron.verify.parity import FP32_TOLERANCE, check_logits
-from sftron.verify.reference import attach_adapter
+from sftron.verify.reference import attach_adapter, load_rounded_reference
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_adapter_round_trip, digest
 from sftron.verify.subject import Subject
@@ -185,7 +184,7 @@ def exported_is_trained(subject: Subject) -> Finding:
     documents, folder = _documents(subject), subject.scratch / "exported-adapter"
     source = ExportSource.read(subject.setup.model.folder)
     write_adapter(folder, adapter_tensors(subject.model), _spec(subject), source=source, base_model="base")
-    reference = load_rounded_reference(subject)
+    reference = load_rounded_reference(subject.setup)
     wrong = attach_adapter(reference, folder)
     with subject.in_fp32() as native, torch.inference_mode():
         logits, kl = check_logits(native.eval(), reference, documents, FP32_TOLERANCE)

@@ -24,7 +24,7 @@ from sftron.checkpoint.hf_weights import file_digests
 from sftron.config import Config, dump_config
 from sftron.errors import without_secrets
 from sftron.train.exports.model_card import VERIFY_CARD_SCHEMA, config_digest
-from sftron.train.logs.make_loggers import git_state
+from sftron.train.logs.run_logs import git_state
 from sftron.verify.report import Report
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import select

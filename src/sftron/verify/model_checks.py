@@ -18,13 +18,12 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from sftron.models.quantization import NF4, dtype_name, from_stored, is_matrix, to_stored
+from sftron.models.quantization import dtype_name
 from sftron.train.objective import hidden_states, loss_of
-from sftron.train.run import frozen_dtype
 from sftron.train.step import train_step
 from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, rounding_of_experts
-from sftron.verify.reference import load_reference
+from sftron.verify.reference import load_rounded_reference
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
@@ -71,7 +70,7 @@ def reference(subject: Subject) -> Finding:
     prompts, tolerance = _short_prompts(subject), FP32_TOLERANCE
     if subject.config.lora is not None and subject.config.lora.adapter is not None:
         raise NotMeasuredError("the run starts from lora.adapter: exported = trained compares that with peft")
-    model = load_rounded_reference(subject)
+    model = load_rounded_reference(subject.setup)
     with subject.at_start(), subject.in_fp32() as native, torch.inference_mode():
         checks = list(check_logits(native.eval(), model, documents, tolerance))
         measured, notes = f"logits {checks[0].measured.split()[0]} apart", []
@@ -89,19 +88,6 @@ def reference(subject: Subject) -> Finding:
     notes = [*(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks), *notes]
     detail = (f"{len(documents)} conversations of the rows", *notes)
     return Finding(all(check.passed for check in checks), measured, f"<= {tolerance.logits:.0e}, all", detail)
-
-
-def load_rounded_reference(subject: Subject) -> Any:
-    """Loads transformers' own model in fp32, with the rounding that `model.frozen_dtype` gives to frozen matrices."""
-    model = load_reference(subject.setup.model.folder, torch.float32, subject.ranks.device)
-    if subject.config.lora is not None:
-        saved, dtype = subject.config.lora.modules_to_save, frozen_dtype(subject.config)
-        outside = subject.setup.model.compute_dtype if dtype == NF4 else dtype
-        for name, parameter in model.named_parameters():
-            if is_matrix(name, parameter) and name.split(".")[-2] not in saved:
-                rounded = to_stored(parameter.detach(), dtype if ".layers." in name else outside)
-                parameter.data.copy_(from_stored(rounded, torch.float32))
-    return model
 
 
 def _require_own_rows(subject: Subject) -> Path:

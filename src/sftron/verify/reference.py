@@ -13,7 +13,9 @@ from sftron.checkpoint.hf_weights import SafetensorsFolder
 from sftron.checkpoint.model_folder import read_json
 from sftron.models.adapters import MAGNITUDE
 from sftron.models.mxfp4 import MXFP4, quant_method
+from sftron.models.quantization import NF4, from_stored, is_matrix, to_stored
 from sftron.models.wrappers import wrapper_of
+from sftron.train.run import Setup, frozen_dtype
 from sftron.verify.report import NotMeasuredError
 
 
@@ -39,6 +41,19 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
     model.generation_config = GenerationConfig()
     if adapter is not None and (wrong := attach_adapter(model, adapter)):
         raise ValueError(f"{adapter}: peft does not load it whole: {', '.join(wrong[:3])} ({len(wrong)} such keys)")
+    return model
+
+
+def load_rounded_reference(setup: Setup) -> Any:
+    """Loads transformers' own model in fp32, with the rounding that `model.frozen_dtype` gives to frozen matrices."""
+    model = load_reference(setup.model.folder, torch.float32, setup.ranks.device)
+    if setup.config.lora is not None:
+        saved, dtype = setup.config.lora.modules_to_save, frozen_dtype(setup.config)
+        outside = setup.model.compute_dtype if dtype == NF4 else dtype
+        for name, parameter in model.named_parameters():
+            if is_matrix(name, parameter) and name.split(".")[-2] not in saved:
+                rounded = to_stored(parameter.detach(), dtype if ".layers." in name else outside)
+                parameter.data.copy_(from_stored(rounded, torch.float32))
     return model
 
 

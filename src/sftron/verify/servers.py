@@ -81,8 +81,8 @@ def open_served(
             raise ValueError(f"--served-model is {served_model}, but a folder is the only model of its server")
         dtype = dtype or torch.float32
         # Twice as many positions: another template may make the prompts longer.
-        options = ["--dtype", dtype_name(dtype), "--enforce-eager"]
-        options += ["--max-model-len", str(min(2 * num_positions, max_positions))]
+        positions = str(min(2 * num_positions, max_positions))
+        options = ["--dtype", dtype_name(dtype), "--enforce-eager", "--max-model-len", positions]
         with _vllm_serve(where, options) as url:
             yield Server(url, None, timeout, vocab_size, dtype)
     else:
@@ -236,9 +236,8 @@ class Server:
         self.name = on_one_line(f"{self._model} at {self._url}")
 
     def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer:
-        request = {"model": self._model, "messages": list(prompt)}
+        request, path = {"model": self._model, "messages": list(prompt)}, "/v1/chat/completions"
         limits = {"temperature": 0, "max_tokens": max_new_tokens}
-        path = "/v1/chat/completions"
         try:
             reply = self._request(path, request | limits | {"return_token_ids": True})
         except RefusedError as error:
@@ -272,8 +271,8 @@ class Server:
         if not key.isprintable():
             raise ValueError("VLLM_API_KEY holds a character that no request can carry, such as a line end; correct it")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        data = None if body is None else json.dumps(body).encode()
         try:
+            data = None if body is None else json.dumps(body).encode()
             content = _fetch(urllib.request.Request(url, data, headers), self._timeout)
         except urllib.error.HTTPError as error:
             raise RefusedError(url, error) from error
@@ -311,7 +310,6 @@ class Server:
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}
 """The types in which llama.cpp computes with F32, F16 and BF16, by general.file_type; other files are quantized.
-
 With F32 too, it keeps keys and values in F16."""
 
 

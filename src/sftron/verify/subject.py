@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import json
 import platform
-import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,16 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sftron import __version__
-from sftron.checkpoint import adapter as adapter_files
 from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.hf_weights import SafetensorsFolder
-from sftron.checkpoint.model_folder import read_config, read_json
+from sftron.checkpoint.model_folder import read_config
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.dataset import PackedDataset
@@ -49,14 +43,14 @@ from sftron.models.layers import Adapter
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.models.quantization import from_stored
-from sftron.models.wrappers import text_config, with_text_config
 from sftron.train import build_data
-from sftron.train.build_model import load_model
+from sftron.train.build_model import load_run_model
 from sftron.train.build_run import open_run
 from sftron.train.ranks import Ranks
 from sftron.train.revisions import model_folder
 from sftron.train.run import Setup
 from sftron.train.sample import sampled_keys
+from sftron.verify.cut_model import cut_adapter, cut_model, layer_of
 from sftron.verify.report import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
@@ -130,7 +124,7 @@ class Subject:
             return config
         folder = self.scratch / f"first-{num_layers}-layers"
         if not folder.exists():
-            _cut_model(self.model_folder, folder, num_layers)
+            cut_model(self.model_folder, folder, num_layers)
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         at = {"path": config.tokenizer_path, "revision": config.tokenizer_revision}
         tokenizer = config.tokenizer.model_copy(update=at)
@@ -150,7 +144,7 @@ class Subject:
             kept = [
                 name
                 for name in match_targets(lora.targets, list(model_projections(read_config(self.model_folder))))
-                if _layer_of(name) < num_layers
+                if layer_of(name) < num_layers
             ]
             if not kept:
                 raise NotMeasuredError(f"the first {num_layers} of {self.total_layers} layers have no adapter")
@@ -158,7 +152,7 @@ class Subject:
         if lora.adapter is not None:
             folder = self.scratch / f"adapter-of-first-{num_layers}-layers"
             if not folder.exists():
-                _cut_adapter(Path(lora.adapter), folder, num_layers)
+                cut_adapter(Path(lora.adapter), folder, num_layers)
             updates["adapter"] = str(folder)
         return lora.model_copy(update=updates)
 
@@ -252,7 +246,7 @@ class Subject:
     @cached_property
     def model(self) -> LlamaForSFT:
         """The model. Adapters that start at zero are given random values, because a mistake in one would not show."""
-        model = load_model(self.setup)
+        model = load_run_model(self.setup)
         if self.config.lora is not None and self.config.lora.adapter is None:
             self._start = {name: each.detach().clone() for name, each in trained_parameters(model).items()}
             _randomize_adapters(model)
@@ -354,39 +348,3 @@ def _copy_into(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tens
     with torch.no_grad():
         for name, value in values.items():
             parameters[name].copy_(value)
-
-
-def _layer_of(name: str) -> int:
-    """Returns the number of the layer in the name of a tensor or module; -1 if it is in no layer."""
-    found = re.search(r"\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
-
-
-def _cut_adapter(source: Path, folder: Path, num_layers: int) -> None:
-    """Copies the adapter in `source` with only the tensors of the first `num_layers` layers to `folder`."""
-    folder.mkdir(parents=True)
-    shutil.copyfile(source / adapter_files.CONFIG, folder / adapter_files.CONFIG)
-    with SafetensorsFolder(source, adapter_files.WEIGHTS) as tensors:
-        kept = {name: tensors.read(name) for name in tensors.names() if _layer_of(name) < num_layers}
-    save_file(kept, folder / adapter_files.WEIGHTS, metadata={"format": "pt"})
-
-
-def _cut_model(source: Path, folder: Path, num_layers: int) -> None:
-    """Copies the model in `source` with only its first `num_layers` layers to `folder`."""
-    folder.mkdir(parents=True)
-    for path in source.glob("*.json"):
-        if not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
-    config = read_json(source / "config.json")
-    changes: dict[str, Any] = {"num_hidden_layers": num_layers}
-    if isinstance(layer_types := text_config(config)[0].get("layer_types"), list):
-        changes["layer_types"] = layer_types[:num_layers]
-    (folder / "config.json").write_text(json.dumps(with_text_config(config, changes)), encoding="utf-8")
-    with SafetensorsFolder(source) as weights:
-        names = weights.stored_names
-        kept = {names[name]: weights.read(name) for name in weights.names() if _layer_of(name) < num_layers}
-        for name, read in weights.carried().items():
-            # Layers elsewhere, such as those of a vision tower, stay.
-            if not (name.startswith("model.layers.") and _layer_of(name) >= num_layers):
-                kept[name] = read()
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

@@ -45,7 +45,7 @@ class Stream:
 
 
 # A tuple, since one is made for every row; a frozen dataclass takes three times as long.
-class Sample(NamedTuple):
+class Fetched(NamedTuple):
     """A conversation with its number in the lane, and the dropped rows directly before it."""
 
     number: int
@@ -73,14 +73,14 @@ class PoolDelay:
         return self.total / max(1, self.num_conversations)
 
 
-class Sampler(ABC):
+class Fetcher(ABC):
     """Fetches a lane's conversations in the order in which they are pooled, and records which were consumed."""
 
     def __init__(self) -> None:
         self._consumed = ConsumedSet()
 
     @abstractmethod
-    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
+    def fetch(self, limit: int, oldest: int | None) -> list[Fetched]:
         """Returns the next conversations, at most `limit`. Their order does not depend on any `limit`.
 
         The list is empty only at the end, or where the next conversation is too far ahead of `oldest`, the number of
@@ -90,9 +90,9 @@ class Sampler(ABC):
             DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
         """
 
-    def consume(self, sample: Sample) -> None:
+    def consume(self, fetched: Fetched) -> None:
         """Marks the conversation and its dropped rows as consumed."""
-        self._consumed.add(sample.number, len(sample.dropped) + 1)
+        self._consumed.add(fetched.number, len(fetched.dropped) + 1)
 
     def consume_rest(self) -> tuple[Dropped, ...]:
         """Marks the dropped rows after the last conversation as consumed, and returns them, once the lane has ended."""
@@ -108,19 +108,19 @@ class Sampler(ABC):
 
 
 class Lane:
-    """One lane: a pool of pending conversations, which is filled from a sampler and emptied pack by pack."""
+    """One lane: a pool of pending conversations, which is filled by a fetcher and emptied pack by pack."""
 
-    def __init__(self, sampler: Sampler, *, packing: Packing, token_budget: int, delay: PoolDelay) -> None:
-        self._sampler, self._packing, self._token_budget, self._delay = sampler, packing, token_budget, delay
-        # Three lists of equal length: the pending samples, their lengths in tokens, and the number of the first pack
-        # that each could have been in.
-        self._pool: list[Sample] = []
+    def __init__(self, fetcher: Fetcher, *, packing: Packing, token_budget: int, delay: PoolDelay) -> None:
+        self._fetcher, self._packing, self._token_budget, self._delay = fetcher, packing, token_budget, delay
+        # Three lists of equal length: the pending conversations, their lengths in tokens, and the number of the first
+        # pack that each could have been in.
+        self._pool: list[Fetched] = []
         self._lengths: list[int] = []
         self._since: list[int] = []
         self._num_packs = 0
 
     def next_pack(self) -> LanePack:
-        """Returns the next pack, and marks its rows as consumed. Raises DataError as `Sampler.fetch` does."""
+        """Returns the next pack, and marks its rows as consumed. Raises DataError as `Fetcher.fetch` does."""
         self._fill_pool()
         indices = self._packing.choose(self._lengths, self._token_budget) if self._pool else []
         chosen = [self._pool[index] for index in indices]
@@ -131,34 +131,34 @@ class Lane:
             self._delay.longest = max(self._delay.longest, delay)
             del self._pool[index], self._lengths[index], self._since[index]
         self._num_packs += 1
-        for sample in chosen:
-            self._sampler.consume(sample)
-        dropped = [drop for sample in chosen for drop in sample.dropped]
+        for each in chosen:
+            self._fetcher.consume(each)
+        dropped = [drop for each in chosen for drop in each.dropped]
         if not self._pool:
-            dropped += self._sampler.consume_rest()
-        return LanePack(tuple(sample.conversation for sample in chosen), tuple(dropped))
+            dropped += self._fetcher.consume_rest()
+        return LanePack(tuple(each.conversation for each in chosen), tuple(dropped))
 
     def state(self) -> str:
         """Returns which rows were consumed."""
-        return self._sampler.state()
+        return self._fetcher.state()
 
     def load_state(self, state: str) -> None:
         """Resumes after `state`; conversations that were pending are read again for the next pack."""
-        self._sampler.load_state(state)
+        self._fetcher.load_state(state)
         self._pool, self._lengths, self._since = [], [], []
 
     def _fill_pool(self) -> None:
         while (num_wanted := self._packing.pool_size - len(self._pool)) > 0:
-            samples = self._sampler.fetch(num_wanted, self._pool[0].number if self._pool else None)
-            if not samples:
+            fetched = self._fetcher.fetch(num_wanted, self._pool[0].number if self._pool else None)
+            if not fetched:
                 return
-            self._pool += samples
-            self._lengths += [len(each.conversation) for each in samples]
-            self._since += [self._num_packs] * len(samples)
+            self._pool += fetched
+            self._lengths += [len(each.conversation) for each in fetched]
+            self._since += [self._num_packs] * len(fetched)
 
 
-class EpochSampler(Sampler):
-    """Samples a single stream, each row once per epoch.
+class EpochFetcher(Fetcher):
+    """Fetches the rows of a single stream, each row once per epoch.
 
     Position g of the stream is number g // num_lanes of lane g % num_lanes. `num_epochs` is None for an endless stream.
     At most `num_pooled_epochs` epochs are pending at once. The state is "low-water mark:bitmap".
@@ -173,10 +173,10 @@ class EpochSampler(Sampler):
         self._reader = LaneReader(lane, num_lanes, stream)
         self._next = 0
 
-    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
+    def fetch(self, limit: int, oldest: int | None) -> list[Fetched]:
         while numbers := self._numbers(limit, oldest):
-            if samples := self._reader.read(numbers):
-                return samples
+            if fetched := self._reader.read(numbers):
+                return fetched
         return []
 
     def consume_rest(self) -> tuple[Dropped, ...]:
@@ -229,13 +229,13 @@ class LaneReader:
         self.dropped: list[Dropped] = []
         """The rows that were dropped after the last conversation."""
 
-    def read(self, numbers: Sequence[int]) -> list[Sample]:
-        """Returns the conversations among the lane's rows with these numbers. Raises DataError as `Sampler.fetch`."""
-        samples = []
+    def read(self, numbers: Sequence[int]) -> list[Fetched]:
+        """Returns the conversations among the lane's rows with these numbers. Raises DataError as `Fetcher.fetch`."""
+        fetched = []
         items = self._stream.read([self._lane + number * self._num_lanes for number in numbers])
         for number, item in zip(numbers, items, strict=True):
             if not isinstance(item, Dropped):
-                samples.append(Sample(number, item, tuple(self.dropped)))
+                fetched.append(Fetched(number, item, tuple(self.dropped)))
                 self.dropped.clear()
                 continue
             self.dropped.append(item)
@@ -246,7 +246,7 @@ class LaneReader:
                     f"none of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
                     f"{item.detail}; look at them with `sftron inspect`"
                 )
-        return samples
+        return fetched
 
 
 class ConsumedSet:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
-from sftron.data.lanes.lane import ConsumedSet, LaneReader, Sample, Sampler, Stream, parse_state
+from sftron.data.lanes.lane import ConsumedSet, Fetched, Fetcher, LaneReader, Stream, parse_state
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Account:
     low_tokens: int = 0
     low_cursor: int = 0
     """The number of tokens and of rows below the low-water mark."""
-    ahead: deque[Sample] = field(default_factory=deque)
+    ahead: deque[Fetched] = field(default_factory=deque)
     """The conversations that are read but not fetched yet."""
     num_read: int = 0
 
@@ -47,7 +47,7 @@ class _Account:
         self.ahead.clear()
         self.reader.dropped.clear()
 
-    def peek(self, num_wanted: int) -> Sample:
+    def peek(self, num_wanted: int) -> Fetched:
         """Returns the next conversation; if none is ahead, `num_wanted` rows are read at a time."""
         while not self.ahead:
             numbers = range(self.num_read, self.num_read + num_wanted)
@@ -56,8 +56,8 @@ class _Account:
         return self.ahead[0]
 
 
-class Mixture(Sampler):
-    """Samples several endless streams in proportion to their weights, in tokens.
+class MixtureFetcher(Fetcher):
+    """Fetches the rows of several endless streams in proportion to their weights, in tokens.
 
     The weights are integers. The state is "cursor.tokens,cursor.tokens,...:bitmap", in hexadecimal: the account of each
     stream at the low-water mark, and the bitmap of the consumed numbers above it.
@@ -72,26 +72,26 @@ class Mixture(Sampler):
         ]
         self._weight_sum = sum(weights)
         self._tokens = self._next = 0
-        # For each sample from the low-water mark on: number, account, the account's cursor after it, length in tokens.
+        # For each one from the low-water mark on: number, account, the account's cursor after it, length in tokens.
         self._above_low: deque[tuple[int, _Account, int, int]] = deque()
 
-    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
-        samples = []
-        while len(samples) < limit:
+    def fetch(self, limit: int, oldest: int | None) -> list[Fetched]:
+        fetched = []
+        while len(fetched) < limit:
             account = self._next_account(limit)
-            sample = account.ahead.popleft()
-            length = len(sample.conversation)
+            each = account.ahead.popleft()
+            length = len(each.conversation)
             account.tokens += length
             self._tokens += length
-            number = self._next + len(sample.dropped)
+            number = self._next + len(each.dropped)
             self._next = number + 1
-            self._above_low.append((number, account, sample.number + 1, length))
+            self._above_low.append((number, account, each.number + 1, length))
             if number not in self._consumed:
-                samples.append(Sample(number, sample.conversation, sample.dropped))
-        return samples
+                fetched.append(Fetched(number, each.conversation, each.dropped))
+        return fetched
 
-    def consume(self, sample: Sample) -> None:
-        super().consume(sample)
+    def consume(self, fetched: Fetched) -> None:
+        super().consume(fetched)
         while self._above_low and self._above_low[0][0] < self._consumed.low:
             _, account, account.low_cursor, length = self._above_low.popleft()
             account.low_tokens += length

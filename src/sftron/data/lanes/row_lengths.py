@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
+from sftron.data.lanes.lane import EpochFetcher, Lane, PoolDelay, Stream
+from sftron.data.lanes.order import ShuffledOrder
 from sftron.data.packing import PoolPacking, best_fit_decreasing
 from sftron.data.prepare import Preparation
-from sftron.data.types import ConversationKey, Dropped, MeasuredRow
+from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow
 
 _ENOUGH_PACKS = 3_000
 """With at least this many packs per epoch, 48 lanes waste less than 1 % of them at the end of an epoch: half a pack per
@@ -60,8 +61,8 @@ def is_best_fit_fuller(lengths: Sequence[int], packing: PoolPacking, token_budge
     stream = Stream(lambda positions: [rows[position % len(rows)] for position in positions], len(rows))
 
     def num_packs(num_epochs: int) -> int:
-        sampler = EpochSampler(0, 1, stream, num_epochs=num_epochs)
-        lane = Lane(sampler, packing=packing, token_budget=token_budget, delay=PoolDelay())
+        fetcher = EpochFetcher(0, 1, stream, num_epochs=num_epochs)
+        lane = Lane(fetcher, packing=packing, token_budget=token_budget, delay=PoolDelay())
         return sum(1 for _ in iter(lambda: lane.next_pack().conversations, ()))
 
     packs_full, packs_best = sum(lengths) / token_budget, len(best_fit_decreasing(lengths, token_budget))
@@ -82,3 +83,36 @@ def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | st
         tokenized = preparation.tokenize_many([preparation.key(row) for row in rows[start : start + _CHUNK]])
         measured += [each.reason if isinstance(each, Dropped) else len(each) for each in tokenized]
     return measured
+
+
+def lengths_of_epoch(row_lengths: Sequence[int | str], seed: int) -> list[int]:
+    """Returns the lengths of the conversations of the first epoch, in its order, from the result of `measure_rows`."""
+    order, _ = ShuffledOrder(len(row_lengths), seed=seed).compute(np.arange(len(row_lengths)))
+    return [length for row in order.tolist() if isinstance(length := row_lengths[row], int)]
+
+
+def measured_row(key: ConversationKey, measured: int | str) -> MeasuredRow | Dropped:
+    """Returns a row by its result of `measure_rows`; the detail of a dropped one is empty until `read_measured`."""
+    return MeasuredRow(key, measured) if isinstance(measured, int) else Dropped(measured, "", key)
+
+
+def read_measured(
+    preparation: Preparation, measured: Sequence[LabeledConversation | MeasuredRow | Dropped]
+) -> tuple[Sequence[LabeledConversation], tuple[Dropped, ...]]:
+    """Reads the measured rows of a pack: its conversations, and the dropped rows.
+
+    Raises DataError if one has another length, or is dropped for another reason, than when it was measured.
+    """
+
+    def words(row: LabeledConversation | MeasuredRow | Dropped) -> str:
+        return f"dropped as {row.reason}" if isinstance(row, Dropped) else f"{len(row)} tokens"
+
+    read = preparation.read_many([each.key for each in measured])
+    for before, now in zip(measured, read, strict=True):
+        if (found := words(now)) != (expected := words(before)):
+            raise DataError(
+                f"{preparation.location(now.key)}: {found}, but {expected} when the rows were measured at the start; "
+                "the data or its tokenizer has changed since: restore it, or start another run"
+            )
+    conversations = [each for each in read if isinstance(each, LabeledConversation)]
+    return conversations, tuple(each for each in read if isinstance(each, Dropped))

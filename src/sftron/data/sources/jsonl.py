@@ -196,12 +196,12 @@ def open_json_lines(
             yield iter(lambda: content.read(chunk_bytes), b"")
         else:
             is_csv = kind_of(path) in CSV_SUFFIXES
-            rows = _rows_of_csv(path, content, csv_lines) if is_csv else _rows_of_list(path, content)
+            rows = (
+                _rows_of_csv(path, content, csv_lines)
+                if is_csv
+                else parse_json(content.read().removeprefix(BOM), str(path), "one list of objects: [ {...}, {...} ]")
+            )
             yield (json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def _rows_of_list(path: Path, content: IO[bytes]) -> list[Any]:
-    return parse_json(content.read().removeprefix(BOM), str(path), "one list of objects: [ {...}, {...} ]")
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from sftron.config import load_config
 from sftron.errors import show
 from sftron.models.fusion import NamedTensors
 from sftron.train.build_data import load_chat_tokenizer
-from sftron.train.exports.base_model import hub_id, read_base_model
-from sftron.train.exports.exporter import Exporter, read_export_parts
+from sftron.train.exports.exporter import Exporter
 from sftron.train.exports.model_card import AdapterFacts, plain_model_card
+from sftron.train.exports.parts import hub_id, read_base_model, read_export_parts
 from sftron.train.revisions import model_folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,36 +14,19 @@ from torch import Tensor
 from sftron.checkpoint.adapter import vllm_limits
 from sftron.checkpoint.atomic import remove
 from sftron.checkpoint.export import ExportPlan, opened, plan_export, write_export
-from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
 from sftron.config import Config
-from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
-from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
 from sftron.train.build_data import load_chat_tokenizer
-from sftron.train.exports.base_model import read_base_model
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
+from sftron.train.exports.parts import ExportParts, read_export_parts
 from sftron.train.logs import console
-from sftron.train.revisions import model_folder, tokenizer_folder
-from sftron.train.run import ExportParts, frozen_dtype
-
-
-def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
-    """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
-    with tempfile.TemporaryDirectory() as saved:
-        if config.tokenizer.add_tokens:
-            chat_tokenizer.tokenizer.save_pretrained(saved)
-            tokenizer_files = Path(saved)
-        else:
-            tokenizer_files = tokenizer_folder(config, download=False)
-        source = ExportSource.read(base_folder, tokenizer_files)
-    if config.tokenizer.chat_template:
-        source = source.with_chat_template(chat_tokenizer.template.source)
-    return ExportParts(source, read_base_model(config.model.path, base_folder), chat_tokenizer)
+from sftron.train.revisions import model_folder
+from sftron.train.run import frozen_dtype
 
 
 class Exporter:
@@ -102,10 +84,6 @@ class Exporter:
             card=card,
         )
         return plan
-
-    def write_model(self, weights: NamedTensors, folder: Path) -> None:
-        """Writes a Hugging Face folder. Raises OSError."""
-        write_export(self.plan(), weights, folder)
 
     def write_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""

@@ -72,7 +72,9 @@ class HubPusher:
             The facts for result.json.
         """
         self._jobs.put(None)
-        seconds = sum(_seconds_for(folder) for folder in self._pushes.keys() - self._problems.keys())
+        waiting = self._pushes.keys() - self._problems.keys()
+        num_bytes = sum(file.stat().st_size for each in waiting for file in each.rglob("*") if file.is_file())
+        seconds = len(waiting) * _LEAST_TIME_S + num_bytes / _LEAST_BYTES_PER_S
         if seconds:
             console.write(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
         deadline, is_hurried = time.monotonic() + seconds, False
@@ -139,15 +141,8 @@ class HubPusher:
         console.write(f"             {shlex.join(command)}")
 
 
-def _seconds_for(folder: Path) -> float:
-    """Returns the longest time that the run waits for the push of a folder."""
-    return _LEAST_TIME_S + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / _LEAST_BYTES_PER_S
-
-
 def require_hub(options: Hub) -> None:
-    """Raises ValueError if exports are to be pushed but huggingface_hub is offline or has no token."""
-    if options.push_to is None:
-        return
+    """Raises ValueError if huggingface_hub, which is to push exports, is offline or has no token."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:

@@ -33,7 +33,7 @@ from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
 from sftron.train.build_data import token_budget
 from sftron.train.divergence import divergence
-from sftron.train.exports.base_model import BaseModel, hub_id, license_id
+from sftron.train.exports.parts import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.run import Settings, period_words, shown
 from sftron.train.run_directory import intact_records

@@ -1,26 +1,46 @@
-"""The files of lines that a run writes, and the loggers' copy of them. A failed write does not end the run."""
+"""The logs of a run: its files of lines, the console, and the loggers' copy. A failed write does not end the run."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import cached_property, partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sftron import __version__
+from sftron.config import Logging
+from sftron.data.digest import PackDigest, step_rows
+from sftron.errors import without_secrets
 from sftron.regular_file import read_lines
 from sftron.train.evaluation import Evaluation
 from sftron.train.logs import console
 from sftron.train.logs.loggers import Loggers
+from sftron.train.logs.trackers import Mlflow, TensorBoard, Tracker, Trackio, Wandb, has_key
 from sftron.train.metrics import StepMetrics
-from sftron.train.run import Setup
+from sftron.train.progress import Progress
+from sftron.train.resume import Start
+from sftron.train.run import Setup, data_fingerprint
 from sftron.train.run_directory import RunDirectory, intact_records, read_records
+from sftron.train.step import StepBatches, StepResult, measure_step
 
 _BUFFER_BYTES = 2**24
 """More than the lines of a run that waits for space on its disk."""
+_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
+"""The packages that a tracker imports, where it is not the one of its name."""
+_EXTRAS = ("wandb", "trackio", "tensorboard", "mlflow")
+_TIME_FOR_GIT_S = 5.0
 
 
 class LineFile:
@@ -97,7 +117,11 @@ class RunLogs:
 
     def __init__(self, setup: Setup, directory: RunDirectory) -> None:
         self.loggers: Loggers | None = None
+        self.packs: list[PackDigest] = []
+        """The digests of the packs of all ranks since the last step."""
         self._setup, self._directory = setup, directory
+        self._seconds: dict[str, float] = {}
+        """The time spent on checkpoints and evaluations since the last step."""
         self._console: LineFile | None = None
         self._metrics: LineFile | None = None
         self._evaluations: LineFile | None = None
@@ -114,7 +138,7 @@ class RunLogs:
             step: The last finished step.
             evaluated_step: The step of the last evaluation; None if there was none.
         """
-        setup = self._setup
+        setup, self._bar = self._setup, console.RunProgress()
         if setup.ranks.is_main:
             # After the loader has forked its workers: a fork while a logger holds a lock could hang the worker.
             if self.loggers:
@@ -124,6 +148,57 @@ class RunLogs:
             if setup.data.is_evaluated:
                 last_evaluated = -1 if evaluated_step is None else evaluated_step
                 self._evaluations = LineFile(self._directory.evaluations, last_step=last_evaluated)
+
+    @cached_property
+    def _data(self) -> dict[str, str]:
+        return data_fingerprint(self._setup.config, self._setup.data.dataset)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the time in the context, a checkpoint's or an evaluation's, to the metrics of the next step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
+
+    def log_step(
+        self,
+        progress: Progress,
+        fetched: StepBatches,
+        result: StepResult,
+        *,
+        learning_rate: float,
+        seconds: float,
+        first_epoch: int,
+        changed_settings: dict[str, list[Any]],
+    ) -> None:
+        """Writes the metrics of the step that was made in `seconds`, and prints them.
+
+        Args:
+            first_epoch: That of the loader.
+            changed_settings: The keys that changed at this step, each with its old and new value.
+        """
+        setup, config, num_steps = self._setup, self._setup.config, self._setup.config.tokens.train_steps
+        dataset, packs, self.packs = setup.data.dataset, self.packs, []
+        metrics = measure_step(
+            progress,
+            fetched,
+            result,
+            learning_rate=learning_rate,
+            preparation=setup.data.preparation,
+            step_seconds=seconds,
+            checkpoint_seconds=self._seconds.pop("checkpoint", 0.0),
+            evaluation_seconds=self._seconds.pop("evaluation", 0.0),
+            peak_tflops=setup.model.peak.tflops,
+            ranks=setup.ranks,
+            changed_settings=changed_settings,
+            rows=step_rows(packs, first_epoch=first_epoch, num_epochs=dataset.num_epochs, data=self._data),
+        )
+        self.write_step(metrics)
+        self._bar.update(setup.length.share_done(progress), metrics.for_terminal(num_steps))
+        if progress.step % config.logging.interval == 0 or result.skipped:
+            console.write_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, self._bar.time_left))
 
     def write_step(self, metrics: StepMetrics) -> None:
         if self._metrics:
@@ -170,3 +245,75 @@ def as_json(record: Mapping[str, Any]) -> bytes:
         return None if isinstance(value, float) and not isfinite(value) else value
 
     return json.dumps(finite(record), allow_nan=False).encode()
+
+
+# --- The loggers ---
+
+
+def require_loggers(options: Logging) -> None:
+    """Raises ValueError if a package of a logger is not installed, or an online run has no API key of wandb."""
+    mode = options.wandb_mode
+    for name in {*options.to, *(["wandb"] if mode != "disabled" else [])}:
+        packages = ("accelerate", *_PACKAGES.get(name, (name,)))
+        if missing := [package for package in packages if find_spec(package) is None]:
+            how = f"'sftron[{name}]'" if name in _EXTRAS else " ".join(missing)
+            raise ValueError(
+                f"{name} is to log the run, but {', '.join(missing)} is not installed: pip install {how}, or remove "
+                f"{name} from logging.to" + ", and logging.wandb.mode" * (name == "wandb")
+            )
+    if mode == "online" and not has_key():
+        raise ValueError(
+            "logging.wandb.mode is online but there is no API key for it: run `wandb login`, or set WANDB_API_KEY, or "
+            "set the mode to offline and run `wandb sync` later"
+        )
+    if mode != "disabled" and (other := os.environ.get("WANDB_MODE")) and other != mode:
+        console.write(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
+
+
+def make_loggers(setup: Setup, directory: RunDirectory, start: Start, *, num_parameters: int) -> Loggers | None:
+    """Returns the loggers of the run; None if there are none, and on all ranks but the main one."""
+    options = setup.config.logging
+    names = [*options.to, *(["wandb"] if "wandb" not in options.to and options.wandb_mode != "disabled" else [])]
+    if not names or not setup.ranks.is_main:
+        return None
+    started_from = str(start.folder) if start.folder else None
+    facts = partial(config_and_facts, setup, parameters=num_parameters, started_from=started_from)
+    kinds = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": Mlflow, "wandb": Wandb}
+    return Loggers([kinds.get(name, Tracker)(name, setup, directory.folder, facts) for name in names])
+
+
+def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
+    """Returns the configuration without secrets. Its key `run` has the facts besides it that influence the results.
+
+    Args:
+        facts: Facts in addition to those of `setup`.
+    """
+    config, device = setup.config, setup.ranks.device
+    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets")}
+    facts |= {
+        "versions": versions | {"python": platform.python_version(), "sftron": __version__},
+        "git": git_state(Path.cwd()),
+        "data": setup.fingerprint,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_ranks": setup.ranks.world_size,
+        "peak_tflops": setup.model.peak.tflops,
+        "attention": setup.model.attention,
+        "loss": setup.model.loss,
+        "tokens_per_epoch": setup.data.projection.tokens_per_epoch,
+    }
+    return without_secrets({**config.model_dump(mode="json"), "run": facts})
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Returns the commit of the git repository that contains `folder`, and whether tracked files differ from it.
+
+    Returns None if there is no repository. Programs that its own configuration names are not run.
+    """
+    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]  # the commit id, even if the commit has tags
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIME_FOR_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit = done.stdout.strip()
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}

@@ -1,17 +1,22 @@
-"""The lines that a run prints after its steps, or instead of them: its result, and its answers before and after."""
+"""What a run prints and draws after its steps, or instead of them: its result, its answers and its losses."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sftron.config import Config
+from sftron.report.charts import Chart, Line, Point, thinned, write_images
 from sftron.report.terminal import wants_color
 from sftron.train.logs import console
 from sftron.train.run import Question
+from sftron.train.run_directory import RunDirectory, read_records
 from sftron.visible_text import visible_text
+
+_MOST_POINTS, _MOST_MEANS = 400, 40
+"""The maximum number of points in the faint line of the steps, and in the line of their means."""
 
 
 def show_answers(
@@ -44,7 +49,8 @@ def _one_line(text: str) -> str:
     return " ".join(visible_text(text).split())
 
 
-def conclude_not_finite(step: int, saved_step: int) -> None:
+def conclude_not_finite(directory: RunDirectory, step: int, saved_step: int) -> None:
+    write_loss_chart(directory)
     newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
     console.write(
         f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
@@ -52,10 +58,9 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
     )
 
 
-def conclude(
-    status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None, divergence: str | None
-) -> None:
+def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path | None, divergence: str | None) -> None:
     """Prints the result of the run. `status` is the status in result.json: completed, diverged or preempted."""
+    chart, run_dir = write_loss_chart(directory), directory.folder
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
@@ -84,3 +89,40 @@ def describe_finished(config: Config, status: str, step: int, unused: Sequence[s
             "           To train further, raise tokens.train_steps, tokens.train_epochs or evaluation.patience; for a "
             "run with these settings, choose another general.run_name"
         )
+
+
+# --- The picture of the losses ---
+
+
+def write_loss_chart(directory: RunDirectory) -> Path | None:
+    """Draws loss.png from metrics.jsonl and evaluations.jsonl. Returns its path, or None if there is nothing to draw.
+
+    Only the main rank draws. A failure is reported and ends nothing.
+    """
+    if not directory.is_main:
+        return None
+    try:
+        steps = _points((record["step"], record["loss"]) for record in read_records(directory.metrics))
+        sets: dict[str, list[Point]] = {}
+        for record in read_records(directory.evaluations):
+            for name, found in record["sets"].items():
+                sets.setdefault(name, []).extend(_points([(record["step"], found["loss"])]))
+        lines, names = [Line(thinned(steps, _MOST_MEANS), 0)], ["training"]
+        if len(steps) > _MOST_MEANS:
+            lines.append(Line(thinned(steps, _MOST_POINTS), 0, is_faint=True))
+            names = [f"training: every step, and means of {_MOST_MEANS} spans of steps"]
+        for style, (name, points) in enumerate(sets.items(), start=1):
+            lines.append(Line(tuple(points), style, letter="e" if len(sets) == 1 else f"e{style}"))
+            names.append(f"{lines[-1].letter}  evaluation, {name}")
+        chart = Chart("loss", directory.folder.name, "step", "loss", tuple(lines))
+        if not chart.points:
+            return None
+        write_images([chart], directory.folder, names=names)
+        return directory.folder / f"{chart.name}.png"
+    except Exception as error:  # a full disk, a damaged line, a fault of matplotlib
+        console.write(f"WARNING    loss.png could not be drawn: {error}")
+        return None
+
+
+def _points(pairs: Iterable[tuple[int, float | None]]) -> list[Point]:
+    return [(float(step), loss) for step, loss in pairs if loss is not None]

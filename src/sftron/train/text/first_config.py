@@ -7,6 +7,7 @@ import re
 import shlex
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from sftron.config.data_schema import Data
 from sftron.data.formats.detect import suggested_readings
 from sftron.data.types import DataError
 from sftron.errors import show
+from sftron.models.architecture import LlamaConfig
 from sftron.report.counts import LengthCount
 from sftron.train import build_data
 from sftron.train.build_run import download, open_run
-from sftron.train.exports.base_model import hub_id
+from sftron.train.exports.parts import hub_id
 from sftron.train.logs import console
 from sftron.train.measured_memory import total_memory
 from sftron.train.memory import RESERVE_OF, StepMemory
@@ -30,7 +32,6 @@ from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import Setup
 from sftron.train.sample import Sample, check_sample
 from sftron.train.text.description import describe_memory, describe_setup
-from sftron.train.text.recipes import recipe_of
 from sftron.visible_text import visible_text
 
 _TEMPLATE = Path(__file__).with_name("sft.yaml.jinja")
@@ -43,7 +44,7 @@ _TOKENS_PER_PACK = 2**13
 """The size of a pack on a GPU, whose kernels need some thousands of tokens; on a CPU, a pack is one row."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 500
 _LEARNING_RATES = ((0.5e9, 1e-4), (2e9, 3e-5), (15e9, 1e-5), (float("inf"), 5e-6))
-"""Learning rates of full fine-tuning, each for models with fewer parameters than the number, if recipes.py has none."""
+"""Learning rates of full fine-tuning, each for models with fewer parameters than the number, if no recipe has one."""
 _LORA_FACTOR = 10
 """The learning rate of adapters / that of full fine-tuning, as in docs/lora.md."""
 _WARM_UP = 0.05
@@ -236,3 +237,44 @@ def _scalar(text: str) -> str:
     is_name = re.fullmatch(r"[A-Za-z_][\w.-]*|[\w.-]*(/[\w.-]+)+", text, re.ASCII)
     is_plain = is_name and text.lower() not in ("null", "true", "false")
     return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+# --- The learning rates of models that people fine-tune ---
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A model, told by its sizes, and the peaks of its learning rate; configs/recipes states where they are from."""
+
+    name: str
+    """The start of the names of its files in configs/recipes, NAME-full.yaml and NAME-lora.yaml."""
+    model: str
+    """The id on the Hub."""
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    learning_rate: float
+    """Of full fine-tuning."""
+    lora_rate: float
+
+
+RECIPES = (
+    Recipe("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama", 4096, 32, 2e-5, 3e-4),
+    Recipe("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", 4096, 32, 1e-5, 6e-5),
+    Recipe("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "smollm3", 2048, 36, 2e-5, 2e-4),
+    Recipe("phi-4-mini", "microsoft/Phi-4-mini-instruct", "phi3", 3072, 32, 5e-6, 5e-6),
+    Recipe("olmo-3-7b", "allenai/Olmo-3-7B-Instruct", "olmo3", 4096, 32, 8e-5, 2e-4),
+    Recipe("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", "granite", 2048, 40, 2e-5, 2e-4),
+    Recipe("gpt-oss-20b", "openai/gpt-oss-20b", "gpt_oss", 2880, 24, 2e-5, 2e-4),
+    Recipe("qwen-3.5-4b", "Qwen/Qwen3.5-4B", "qwen3_5_text", 2560, 32, 1e-5, 1e-4),
+    Recipe("qwen-3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", 2048, 40, 1e-5, 1e-4),
+    Recipe("gemma-4-e4b", "google/gemma-4-E4B-it", "gemma4_text", 2560, 42, 1e-5, 5e-5),
+    Recipe("gemma-4-31b", "google/gemma-4-31B-it", "gemma4_text", 5376, 60, 5e-6, 5e-5),
+)
+
+
+def recipe_of(architecture: LlamaConfig) -> Recipe | None:
+    """Returns the recipe of a model with these sizes, whatever its name; None if there is none."""
+    stated = (architecture.model_type, architecture.hidden_size, architecture.num_hidden_layers)
+    sizes = {(each.model_type, each.hidden_size, each.num_hidden_layers): each for each in RECIPES}
+    return sizes.get(stated)

@@ -1,18 +1,23 @@
-"""The model that a run starts from, as model cards name it: its Hub id, license and revision."""
+"""What the exports of a run take from the folders of its model and tokenizer, read before anything is trained."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.model_folder import MAX_JSON_BYTES
+from sftron.config import Config
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.regular_file import read_regular
+from sftron.train.revisions import tokenizer_folder
 
 _MAX_README_BYTES, _MAX_FRONT_MATTER = 16 * 2**20, 64 * 2**10
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -29,6 +34,29 @@ class BaseModel:
     license: str | None
     revision: str | None = None
     """The commit of a model in the Hub's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportParts:
+    """The parts of an export other than the weights and the logs of the run."""
+
+    source: ExportSource
+    base: BaseModel
+    chat_tokenizer: ChatTokenizer
+
+
+def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
+    """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
+    with tempfile.TemporaryDirectory() as saved:
+        if config.tokenizer.add_tokens:
+            chat_tokenizer.tokenizer.save_pretrained(saved)
+            tokenizer_files = Path(saved)
+        else:
+            tokenizer_files = tokenizer_folder(config, download=False)
+        source = ExportSource.read(base_folder, tokenizer_files)
+    if config.tokenizer.chat_template:
+        source = source.with_chat_template(chat_tokenizer.template.source)
+    return ExportParts(source, read_base_model(config.model.path, base_folder), chat_tokenizer)
 
 
 def read_base_model(path: str, folder: Path) -> BaseModel:
