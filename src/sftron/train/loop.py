@@ -13,6 +13,7 @@ import torch
 from sftron.data.digest import PackDigest, step_rows
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
+from sftron.models.exact_sums import ExactSums
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
 from sftron.train.build_data import require_unchanged
@@ -64,6 +65,8 @@ class TrainingLoop:
         """Those of all ranks since the last step."""
         self._data = data_fingerprint(self._config, self.setup.data.dataset)
         self._health = Health(self.model, self._ranks, loss_function(self.setup.model.loss))
+        is_exact = self._config.general.deterministic == "layout"
+        self._sums = ExactSums(self.model, self._ranks.mesh) if is_exact else None
         self._seconds: dict[str, float] = {}
         """The time spent on checkpoints and evaluations since the last step."""
 
@@ -156,6 +159,7 @@ class TrainingLoop:
             denominator=fetched.counts.weight_sum,
             router_aux_loss_coef=self.setup.model.router_aux_loss_coef,
             sum_over_ranks=self._ranks.sum,
+            sums=self._sums,
         )
         if is_first and self._ranks.world_size == 1 and self._ranks.device.type == "cpu":
             description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
