@@ -201,8 +201,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "8bit": AdamW8bit,
     "any layout": AdamWForAnyLayout,
 }
-"""The optimizers by `optimizer.state`, and that of `general.deterministic: layout`; each takes groups of parameters, lr,
-betas and eps."""
+"""The optimizers by `optimizer.state`, and that of `general.deterministic: layout`; each takes groups, lr, betas and
+eps."""
 
 
 @cache
