@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from sftron.config import load_config
+from sftron.config import ConfigError, load_config
+from sftron.models.exact_sums import ExactSums, exact_norm
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
 from tests.models.reference import EXPERTS
@@ -111,3 +113,32 @@ def test_fifty_steps_have_the_same_bits_on_eight_layouts_and_through_them(tmp_pa
 def test_without_it_the_bits_depend_on_the_layout(tmp_path: Path) -> None:
     found = digests_of(Runs(tmp_path, "float32", deterministic=True), FEW, 6)
     assert len(set(found.values())) > 1
+
+
+def test_what_it_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    refused = {"parallelism__context": 2, "optimizer__state": "8bit"}
+    options = {"general__deterministic": "layout", **refused}
+    with pytest.raises(ConfigError) as error:
+        load_config(write_config(tmp_path / "run.yaml", settings(tmp_path, tmp_path, **options)))
+    for name in refused:
+        assert name.replace("__", ".") in str(error.value)
+
+
+@pytest.mark.parametrize("value", [32.0, float("nan"), float("-inf")])
+def test_a_gradient_out_of_range_makes_the_loss_nan(value: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    sums = ExactSums(model)
+    for is_last, gradient in ((False, value), (True, 0.5)):
+        sums.before_backward(torch.tensor(1.0), is_last=is_last)
+        model.weight.grad = torch.tensor([[gradient, 0.25]])
+        sums.after_backward(is_last=is_last)
+    assert sums.finish().isnan()
+
+
+def test_the_norm_is_that_of_all_gradients() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 3), (5,), (2, 2, 2))]
+    generator = torch.Generator().manual_seed(0)
+    for scale, parameter in zip((1e-6, 1.0, 30.0), parameters, strict=True):
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+    expected = torch.cat([each.grad.double().flatten() for each in parameters if each.grad is not None]).norm()
+    assert float(exact_norm(parameters)) == pytest.approx(float(expected), rel=1e-6)
