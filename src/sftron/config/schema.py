@@ -44,8 +44,9 @@ class General(Section):
     """Where run directories are made. Like every relative path here, relative to the working directory."""
     seed: Seed = 42
     """Decides the order of the data and every other random choice."""
-    deterministic: bool = False
-    """Use only deterministic kernels: the same run twice gives the same bits, more slowly."""
+    deterministic: bool | Literal["layout"] = False
+    """true: only deterministic kernels, so the same run twice gives the same bits, more slowly. layout: also add the
+    gradients of packs as integers, so weights have the same bits on any number of ranks and workers."""
 
 
 class Model(Section):
@@ -131,6 +132,10 @@ class Parallelism(Section):
         if tokens and self.context > (budget := tokens.sequence_length * tokens.micro_batch_size):
             problem = f"{self.context} ranks cannot share a pack of {budget} tokens: lower context"
             yield "parallelism.context tokens.sequence_length", problem
+        if self.context > 1 and (general := before.get("general")) and general.deterministic == "layout":
+            problem = f"is {self.context}: each rank has a part of every gradient of a pack, rounded by itself, so "
+            problem += "general.deterministic: layout cannot give the bits of one rank: set context to 1, or use true"
+            yield "parallelism.context general.deterministic", problem
 
 
 class Optimizer(Section):
@@ -169,6 +174,11 @@ class Optimizer(Section):
             problem = f"{self.warmup_steps} is not below tokens.train_steps {tokens.train_steps}"
             problem += ", so the learning rate would never reach its peak: lower warmup_steps"
             yield "optimizer.warmup_steps tokens.train_steps", problem
+        if self.state == "8bit" and (general := before.get("general")) and general.deterministic == "layout":
+            problem = (
+                "is 8bit, whose blocks depend on the shards, so general.deterministic: layout cannot hold: use fp32"
+            )
+            yield "optimizer.state general.deterministic", problem
 
 
 class Config(Section):

@@ -333,5 +333,5 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
         betas=options.betas,
         eps=options.eps,
         weight_decay=options.weight_decay,
-        state=options.state,
+        state="any layout" if config.general.deterministic == "layout" else options.state,
     )

@@ -10,6 +10,7 @@ import torch
 
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
+from sftron.models.exact_sums import ExactSums
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
 from sftron.train.flops import step_flops
@@ -50,6 +51,8 @@ class Steps:
         self._progress, self._settings, self._logs, self._started = progress, settings, logs, started
         self.data_state: Mapping[str, Any] = loader.state_dict()
         self._is_first, self._num_empty = True, 0
+        is_exact = self._config.general.deterministic == "layout"
+        self._sums = ExactSums(model, self._ranks.mesh) if is_exact else None
 
     def next(self, batches: Iterator[Batch]) -> tuple[StepBatches, StepResult] | None:
         """Makes the next step, logs it, and returns its batches and its result; None if no batch has a conversation."""
@@ -112,6 +115,7 @@ class Steps:
             denominator=fetched.counts.weight_sum,
             router_aux_loss_coef=self._setup.model.router_aux_loss_coef,
             sum_over_ranks=self._ranks.sum,
+            sums=self._sums,
         )
         if is_first and self._ranks.world_size == 1 and self._ranks.device.type == "cpu":
             description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)

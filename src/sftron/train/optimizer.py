@@ -33,7 +33,7 @@ def make_adamw(
     Weight decay applies to matrices, not to norms and biases.
 
     Args:
-        state: The type of the moments, fp32 or 8bit; see AdamW8bit.
+        state: The type of the moments, fp32 or 8bit; see AdamW8bit. "any layout" is fp32; see AdamWForAnyLayout.
 
     Raises:
         ValueError: The state is 8bit, and bitsandbytes is not installed.
@@ -167,11 +167,42 @@ class AdamW8bit(torch.optim.Optimizer):
         )
 
 
+class AdamWForAnyLayout(torch.optim.AdamW):
+    """AdamW with fp32 moments, whose update of a value has the same bits wherever shards begin.
+
+    The fused kernel computes the last values of a tensor without vector instructions, and rounds them otherwise. Here
+    each operation is one that IEEE 754 rounds correctly in either way.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                state["step"] += 1
+                weight, gradient = _local(parameter), _local(parameter.grad)
+                mean, square = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+                number = int(state["step"])
+                mean.mul_(beta1).add_(gradient * (1 - beta1))
+                square.mul_(beta2).add_(gradient.square() * (1 - beta2))
+                root = square.sqrt().div_(math.sqrt(1 - beta2**number)).add_(group["eps"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_((mean / root).mul_(group["lr"] / (1 - beta1**number)))
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fp32": partial(torch.optim.AdamW, fused=True),
     "8bit": AdamW8bit,
+    "any layout": AdamWForAnyLayout,
 }
-"""The optimizers by `optimizer.state`; each takes groups of parameters, lr, betas and eps."""
+"""The optimizers by `optimizer.state`, and that of `general.deterministic: layout`; each takes groups, lr, betas and
+eps."""
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sftron.data.digest import PackDigest, pack_digest
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
+from sftron.models.exact_sums import ExactSums, exact_norm
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import Routing
 from sftron.models.sharding import local_shard, sum_over_copies, whole
@@ -139,6 +140,7 @@ def train_step(
     denominator: float | None = None,
     router_aux_loss_coef: float = 0.0,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    sums: ExactSums | None = None,
 ) -> StepResult:
     """Runs forward and backward over this rank's micro-batches, then makes one update.
 
@@ -156,6 +158,7 @@ def train_step(
             gradient needs the loads of the whole step, so above 0, all micro-batches but the first are computed once
             more, without gradients; see `Routing`.
         sum_over_ranks: Sums a tensor over all ranks; those that share a pack have parts of its sums.
+        sums: Sums gradients and losses to the same bits on any layout; None sums them as floats.
     """
     objective = objective or TokenLoss()
     if denominator is None:
@@ -175,10 +178,18 @@ def train_step(
                 share = objective.loss_sum(model, batch, measures) / denominator
             if number == 1:
                 routing.before_backward(sum_over_ranks)
+            is_last = number == len(batches)
+            if sums is not None:
+                sums.before_backward(share, is_last=is_last)
             share.backward()
+            if sums is not None:
+                sums.after_backward(is_last=is_last)
             loss += share.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
+    if sums is None:
+        norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
+    else:
+        loss, norm = sums.finish(), exact_norm(parameters, sums.num_copies)
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     own = [loss.double().view(1), measures.table_G4.flatten(), routing.table_L2E.flatten()]

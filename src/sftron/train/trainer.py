@@ -27,7 +27,7 @@ from sftron.train.loop import Steps
 from sftron.train.measured_memory import measure_step_memory
 from sftron.train.outputs import RunExports
 from sftron.train.progress import Progress
-from sftron.train.ranks import start_ranks
+from sftron.train.ranks import start_ranks, with_mesh
 from sftron.train.resume import Start, find_finished, find_start, load_start, run_state
 from sftron.train.revisions import REVISIONS, find_commits, pin
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
@@ -79,6 +79,11 @@ class Trainer:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        if config.general.deterministic == "layout":
+            self.ranks = with_mesh(self.ranks)
+            if self.ranks.device.type == "cpu":
+                # Products are divided among threads, and torchrun gives each of several ranks one.
+                torch.set_num_threads(1)
         self.config = pin(config, self._commits)
         self.directory = RunDirectory(self.config.run_dir, is_main=self.ranks.is_main)
         self.setup = build_run(self.config, self.ranks)

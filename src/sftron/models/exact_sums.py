@@ -1,0 +1,164 @@
+"""Sums whose bits do not depend on the order of their terms, for runs that are the same on any number of ranks.
+
+A sum of floats depends on their order, and so on which rank computes which pack. A sum of integers does not. Here the
+gradient of each pack is rounded once, to a multiple of 2^-48, and the multiples are added as 64-bit integers, over
+micro-batches and ranks. Nothing else depends on the layout, because one rank computes the whole gradient of a pack,
+from the same weights and in the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_SCALE = 2.0**48
+_LARGEST = 2.0**5
+"""The bound of a pack's gradients and loss. Their multiples are below 2^53, so float64 holds them, and those of a
+thousand packs are below 2^63."""
+_BITS_OF_SQUARES = 62
+
+
+class ExactSums:
+    """Sums the gradients of the packs of a step, over micro-batches and ranks, to the same bits in any order.
+
+    In one process, `after_backward` moves the gradients into the sums, and after the last micro-batch it puts the sums
+    in their place. Of a sharded model, the collective that reduces gradients does the same; before the last micro-batch
+    it gives zeros.
+
+    Args:
+        model: The model. If it is sharded, its reduction of gradients is replaced.
+        mesh: The device mesh of a sharded model; with copies, its first dimension is theirs.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+        self._model, self._sums = model, dict[nn.Parameter, _Sum]()
+        self._reductions = list[_ExactReduceScatter]()
+        copies = mesh.get_group(0) if mesh is not None and mesh.ndim == 2 else None
+        self.num_copies = 1 if copies is None else copies.size()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._reductions.append(_ExactReduceScatter(copies))
+                module.set_custom_reduce_scatter(self._reductions[-1])
+                if mesh is not None and mesh.size() == 1:
+                    module.set_all_reduce_hook(self._reductions[-1].sum_in_place)
+        self._loss: _Sum | None = None
+
+    def before_backward(self, share: Tensor, *, is_last: bool) -> None:
+        """Prepares the backward pass of a micro-batch, from its share of the step's loss."""
+        self._loss = self._loss or _Sum()
+        self._loss.add(share.detach())
+        for reduction in self._reductions:
+            reduction.is_last = is_last
+
+    def after_backward(self, *, is_last: bool) -> None:
+        if self._reductions:
+            return
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self._sums.setdefault(parameter, _Sum()).add(parameter.grad)
+                parameter.grad = None
+        if is_last:
+            for parameter, total in self._sums.items():
+                parameter.grad = total.value()
+
+    def finish(self) -> Tensor:
+        """Returns the loss of this rank's micro-batches, a multiple of 2^-48 in float64, whose sum over ranks is exact;
+        NaN if a gradient of this rank was not below 32. Then the next step can begin."""
+        assert self._loss is not None
+        loss = self._loss.integers.double() / _SCALE
+        sums = (self._loss, *self._sums.values())
+        for is_exact in (*(each.is_exact for each in sums), *(each.was_exact for each in self._reductions)):
+            loss = loss.where(is_exact.to(loss.device), torch.nan)
+        self._loss = None
+        self._sums.clear()
+        return loss
+
+
+class _Sum:
+    """A sum of tensors of one shape, in multiples of 2^-48."""
+
+    def __init__(self) -> None:
+        self.integers, self.is_exact = torch.tensor(0), torch.tensor(True)
+
+    def add(self, values: Tensor, reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        """Adds a tensor, or what `reduce` makes of its integers."""
+        is_within = values.abs() < _LARGEST
+        scaled = values.double().mul_(_SCALE).round_().where(is_within, 0.0)
+        integers = reduce(scaled.long())
+        self.integers = integers if self.integers.ndim == 0 and integers.ndim else self.integers.to(integers) + integers
+        self.is_exact = self.is_exact.to(values.device) & is_within.all()
+
+    def value(self) -> Tensor:
+        """float32, rounded once."""
+        return self.integers.double().div_(_SCALE).float()
+
+
+class _ExactReduceScatter:
+    """The reduction of FSDP2 for one group of parameters, as `set_custom_reduce_scatter` takes it. For one rank FSDP2
+    reduces nothing and calls only `sum_in_place`, as a hook."""
+
+    def __init__(self, copies: dist.ProcessGroup | None) -> None:
+        self._copies, self.is_last, self.sum = copies, True, _Sum()
+        self.was_exact = torch.tensor(True)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        def reduce(integers: Tensor) -> Tensor:
+            own = torch.empty(output_tensor.shape, dtype=torch.int64, device=integers.device)
+            dist.reduce_scatter_tensor(own, integers, group=group)
+            return own
+
+        self._add(input_tensor, output_tensor, reduce)
+
+    def sum_in_place(self, gradients: Tensor) -> None:
+        self._add(gradients, gradients)
+
+    def _add(self, values: Tensor, output: Tensor, reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        self.sum.add(values, reduce)
+        if self.is_last:
+            if self._copies is not None:
+                dist.all_reduce(self.sum.integers, group=self._copies)
+            is_first = self._copies is None or self._copies.rank() == 0
+            # FSDP2 adds the outputs of the copies afterwards, as floats: one has the sum, and the others have zeros.
+            output.copy_(self.sum.value()) if is_first else output.zero_()
+            self.was_exact, self.sum = self.sum.is_exact, _Sum()
+        else:
+            output.zero_()
+
+
+def exact_norm(parameters: Sequence[nn.Parameter], num_copies: int = 1) -> Tensor:
+    """Returns the norm of all gradients, with the same bits for any sharding: their squares, as shares of the largest
+    one, are added as integers. A collective if the gradients are sharded.
+
+    Args:
+        parameters: Those with gradients.
+        num_copies: How many ranks have each part of the gradients.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    is_sharded = any(isinstance(each, DTensor) for each in gradients)
+    largest = torch.full((), torch.finfo(torch.float32).tiny, device=own[0].device)
+    for each in own:
+        if each.numel():
+            largest = torch.maximum(largest, each.abs().amax())
+    if is_sharded:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    num_elements = sum(each.numel() for each in gradients)  # of whole tensors
+    scale = 2.0 ** (_BITS_OF_SQUARES - num_elements.bit_length())
+    total = torch.zeros((), dtype=torch.int64, device=largest.device)
+    for each in own:
+        total += (each / largest).double().square().mul(scale).round().long().sum()
+    if is_sharded:
+        dist.all_reduce(total)
+    return (total.double() / (scale * num_copies)).sqrt().float() * largest

@@ -1,0 +1,144 @@
+"""general.deterministic: layout: weights and optimizer state have the same bits on any layout, and through hops."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sftron.config import ConfigError, load_config
+from sftron.models.exact_sums import ExactSums, exact_norm
+from sftron.train.trainer import Trainer
+from tests.conftest import rest_nightly
+from tests.models.reference import EXPERTS
+from tests.train import ranks
+from tests.train.runs import bits, make_model_folder, metrics, settings, write_config, write_rows
+
+_PACKS_A_STEP = 4
+
+
+class Layout(NamedTuple):
+    num_ranks: int
+    dp_replicate: int
+    num_workers: int
+
+
+LAYOUTS = [
+    *(Layout(1, 1, 0), Layout(2, 1, 0), Layout(4, 2, 1), Layout(4, 1, 0)),
+    *(Layout(1, 1, 2), Layout(2, 2, 1), Layout(4, 4, 0), Layout(2, 1, 2)),
+]
+FEW = LAYOUTS[:3]
+# The sizes of experts leave shards whose last values a fused optimizer would round otherwise.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32": ({}, {}),
+    "bfloat16": ({}, {"model__compute_dtype": "bfloat16"}),
+    "adapters": ({}, {"lora__rank": 4}),
+    "experts": (EXPERTS | {"model_type": "qwen3_moe"}, {}),
+}
+
+
+class Runs:
+    """Runs of one model on its rows, in one folder. Each step has four packs, on any layout."""
+
+    def __init__(self, folder: Path, name: str, deterministic: str | bool = "layout") -> None:
+        overrides, self._options = MODELS[name]
+        self._folder, self._deterministic = folder, deterministic
+        self._model = make_model_folder(folder / "model", **overrides)
+        write_rows(folder / "rows.jsonl", 200)
+
+    def train(self, run: str, layout: Layout, num_steps: int) -> None:
+        """Trains a run up to a step, on so many ranks, from its newest checkpoint if it has one."""
+        file = self._config(run, layout, num_steps, deterministic=self._deterministic)
+        ended = ranks.launch(layout.num_ranks, ranks.train, file, folder=self._folder)
+        assert [each.exit_code for each in ended] == [0] * layout.num_ranks, ended[0].err[-2000:]
+
+    def digest(self, run: str, num_steps: int) -> str:
+        """Returns the SHA-256 of all weights and all of the optimizer's state, read by one rank."""
+        trainer = Trainer(load_config(self._config(run, Layout(1, 1, 0), num_steps + 1, deterministic=False)))
+        trainer.build()
+        assert trainer.progress.step == num_steps
+        return hashlib.sha256(b"".join(bits(trainer))).hexdigest()
+
+    def losses(self, run: str) -> list[tuple[float, float]]:
+        return [(line["loss"], line["grad_norm"]) for line in metrics(self._folder / "runs" / run) if "loss" in line]
+
+    def _config(self, run: str, layout: Layout, num_steps: int, *, deterministic: str | bool) -> Path:
+        options = {
+            "general__run_name": run,
+            "general__deterministic": deterministic,
+            "tokens__batch_accumulation_per_replica": _PACKS_A_STEP // layout.num_ranks,
+            "tokens__train_steps": num_steps,
+            "parallelism__dp_replicate": layout.dp_replicate,
+            "data__num_workers": layout.num_workers,
+            "data__num_lanes": 8,
+            "optimizer__schedule": "constant",
+            "logging__interval": 1,
+        }
+        return write_config(
+            self._folder / f"{run}.yaml", settings(self._folder, self._model, **options | self._options)
+        )
+
+
+def digests_of(runs: Runs, layouts: Sequence[Layout], num_steps: int) -> dict[str, str]:
+    """Returns the digest of a run on each layout, and of one that hops through all of them."""
+    found = dict[str, str]()
+    for layout in layouts:
+        runs.train(name := "-".join(map(str, layout)), layout, num_steps)
+        found[name] = runs.digest(name, num_steps)
+    for number, layout in enumerate(layouts, start=1):
+        runs.train("hops", layout, num_steps * number // len(layouts))
+    found["hops"] = runs.digest("hops", num_steps)
+    return found
+
+
+@pytest.mark.parametrize("name", rest_nightly(MODELS, ["bfloat16", "experts"]))
+def test_weights_and_optimizer_state_have_the_same_bits_on_any_layout(tmp_path: Path, name: str) -> None:
+    runs = Runs(tmp_path, name)
+    found = digests_of(runs, FEW, 6)
+    assert len(set(found.values())) == 1, found
+    first, *others = ("-".join(map(str, layout)) for layout in FEW)
+    assert all(runs.losses(each) == runs.losses(first) for each in (*others, "hops"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_fifty_steps_have_the_same_bits_on_eight_layouts_and_through_them(tmp_path: Path, name: str) -> None:
+    found = digests_of(Runs(tmp_path, name), LAYOUTS, 50)
+    print(name, found)
+    assert len(set(found.values())) == 1, found
+
+
+def test_without_it_the_bits_depend_on_the_layout(tmp_path: Path) -> None:
+    found = digests_of(Runs(tmp_path, "float32", deterministic=True), FEW, 6)
+    assert len(set(found.values())) > 1
+
+
+def test_what_it_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    refused = {"parallelism__context": 2, "optimizer__state": "8bit"}
+    options = {"general__deterministic": "layout", **refused}
+    with pytest.raises(ConfigError) as error:
+        load_config(write_config(tmp_path / "run.yaml", settings(tmp_path, tmp_path, **options)))
+    for name in refused:
+        assert name.replace("__", ".") in str(error.value)
+
+
+@pytest.mark.parametrize("value", [32.0, float("nan"), float("-inf")])
+def test_a_gradient_out_of_range_makes_the_loss_nan(value: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    sums = ExactSums(model)
+    for is_last, gradient in ((False, value), (True, 0.5)):
+        sums.before_backward(torch.tensor(1.0), is_last=is_last)
+        model.weight.grad = torch.tensor([[gradient, 0.25]])
+        sums.after_backward(is_last=is_last)
+    assert sums.finish().isnan()
+
+
+def test_the_norm_is_that_of_all_gradients() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 3), (5,), (2, 2, 2))]
+    generator = torch.Generator().manual_seed(0)
+    for scale, parameter in zip((1e-6, 1.0, 30.0), parameters, strict=True):
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+    expected = torch.cat([each.grad.double().flatten() for each in parameters if each.grad is not None]).norm()
+    assert float(exact_norm(parameters)) == pytest.approx(float(expected), rel=1e-6)
