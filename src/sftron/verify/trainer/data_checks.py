@@ -16,7 +16,7 @@ from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
 from sftron.verify.trainer.label_checks import remedy_of_limit, with_lone_answers
-from sftron.verify.trainer.subject import TrainerSubject, with_evaluation
+from sftron.verify.trainer.measurements import Subject, with_evaluation
 from sftron.verify.trainer.view import View
 
 _MOST_SHOWN = 5
@@ -69,7 +69,7 @@ def _ids_remedy(view: View, wrong: Sequence[Document]) -> str:
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def positions(subject: TrainerSubject) -> Finding:
+def positions(subject: Subject) -> Finding:
     """Positions restart with each document, and no document's first token is predicted from its neighbor."""
     rows, trainer = subject.training.documents_of_rows, subject.trainer
     if not rows:
@@ -142,7 +142,7 @@ def truncation(view: View) -> Finding:
 # -- forgery ---------------------------------------------------------------------------------------------------------
 
 
-def forgery(subject: TrainerSubject) -> Finding:
+def forgery(subject: Subject) -> Finding:
     """Text that spells a control token stays plain text."""
     documents, tokenizer = subject.training.documents, subject.training.tokenizer
     if lone := with_lone_answers(documents):

@@ -19,7 +19,7 @@ from sftron.report.tokens import role_name
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.subject import with_evaluation
+from sftron.verify.trainer.measurements import with_evaluation
 from sftron.verify.trainer.view import View
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
 from sftron.verify.report import NotMeasuredError
-from sftron.verify.trainer.batches import SeenBatch, claimed_starts, find, ids_of, spans_of_rows
+from sftron.verify.trainer.batches import SeenBatch, find, ids_of, spans_of_rows
 from sftron.verify.trainer.documents import Document, fragment, locate
 from sftron.verify.trainer.truth import Encoder, PlainText, Truth, read_row
 from sftron.verify.trainer.turn_text import Parsed, TurnText
@@ -179,7 +179,7 @@ class View:
         for row, start, end, feature in spans_of_rows(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             whole = Document(number, row, start, ids, batch.labels[row, start:end].astype(np.int32))
-            inner = {at - start for at in claimed_starts(batch, row) if start < at < end}
+            inner = {at - start for at in batch.claimed_starts(row) if start < at < end}
             claims = [0, *sorted(inner), len(ids)]
             while len(claims) > 2 and self._is_padding(whole.part(*claims[-2:])):  # it has positions of its own
                 claims.pop()
