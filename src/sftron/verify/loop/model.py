@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from sftron.errors import place_of
+from sftron.verify.isolation import rounding_of
+from sftron.verify.loop.batches import LoopBatch
 from sftron.verify.loop.call import Arguments, Call
 from sftron.verify.loop.reading import Reading, read
 from sftron.verify.report import NotMeasuredError
-from sftron.verify.trainer.batches import SeenBatch
 
 Step = Callable[[list[Any]], Any]
 
@@ -202,11 +203,13 @@ class LoopModel:
 
     # -- what is computed --------------------------------------------------------------------------------------------
 
-    def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
-        return self._computed(batch.inputs, lambda call: call.with_ids(ids), ids, is_training=None)
+    def hidden(self, batch: LoopBatch, ids: Tensor) -> Tensor:
+        given = batch.given(ids)
+        return batch.shown(self._computed(batch.inputs, lambda call: call.with_ids(given), given, is_training=None))
 
-    def hidden_in_batch(self, batch: SeenBatch) -> Tensor:
-        return self._computed(batch.inputs, lambda call: None, batch.input_ids, is_training=False)
+    def hidden_in_batch(self, batch: LoopBatch) -> Tensor:
+        given = batch.given(batch.input_ids)
+        return batch.shown(self._computed(batch.inputs, lambda _: None, given, is_training=False))
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
         def alone(call: Call) -> Arguments:
@@ -218,6 +221,12 @@ class LoopModel:
             return self._computed(self._context, alone, ids, is_training=False)
         except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
             raise NotMeasuredError(f"the model cannot be called with one conversation alone: {error}") from error
+
+    def rounding(self, ids: Tensor) -> float:
+        try:
+            return rounding_of(self.module, self.hidden_alone, ids)
+        except NotMeasuredError:  # such a model has no neighbors to which a copy could be added
+            return 2**-8 if self.is_rounded else 1e-5
 
     @torch.no_grad()
     def _computed(

@@ -28,9 +28,9 @@ _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 8192, 400_000, 256
 
 
 class Loop:
-    """What a trainer would declare: nothing, so rows count as packed where they could be."""
+    """What a trainer would declare: nothing, so rows may be packed."""
 
-    args = SimpleNamespace(packing=True)
+    args = SimpleNamespace(packing="unknown")
     eval_dataset = None
 
 

@@ -146,6 +146,11 @@ class SeenBatch:
         return _array(value) if isinstance(value, Tensor) and value.ndim == 2 else None
 
     @property
+    def is_input(self) -> np.ndarray:
+        """Whether the model is given the token, bool [B, T]; the last one of a loop's row may be a target alone."""
+        return np.ones(self.ids.shape, dtype=bool)
+
+    @property
     def num_trained(self) -> int:
         """The number of labels from which the loss is computed; no token precedes the first of a row."""
         return int((self.labels[:, 1:] != IGNORE_INDEX).sum())

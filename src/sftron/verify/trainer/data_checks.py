@@ -91,6 +91,8 @@ def positions(subject: Subject) -> Finding:
             measured = f"a conversation alone is computed otherwise: {apart:.1g} apart, relative"
             detail = (f"arguments: {subject.arguments}",)
             return Finding(False, measured, f"<= {allowed:.0e}", detail, remedies.NOT_AS_ALONE.of(trainer))
+    if wrong and apart is None and remedies.library_of(trainer) == "loop":  # the model may make its own positions
+        raise NotMeasuredError(f"{wrong[0]}, and the model cannot be called with one conversation alone")
     found = _counted({"wrong starts": wrong, "labels cross": crossing})
     remedy = remedies.POSITIONS_RUN_ON if wrong else remedies.LABELS_CROSS
     detail = (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN])

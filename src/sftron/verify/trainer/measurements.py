@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from sftron.verify.isolation import Isolation, compare_documents, rounding_of
+from sftron.verify.isolation import Isolation, compare_documents
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer.batches import SeenBatch, Step
 from sftron.verify.trainer.documents import Document
@@ -43,16 +44,20 @@ class Model(Protocol):
         """Whether it computes in another type than float32."""
         ...
 
-    def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
+    def hidden(self, batch: Any, ids: Tensor) -> Tensor:
         """Returns the last hidden states, or the logits, [B, T, any] of the batch with these ids, in training mode."""
         ...
 
-    def hidden_in_batch(self, batch: SeenBatch) -> Tensor:
+    def hidden_in_batch(self, batch: Any) -> Tensor:
         """Returns the same of the batch as it is, without dropout."""
         ...
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
         """Returns the same of ids [B, n] as the model is served, without dropout."""
+        ...
+
+    def rounding(self, ids: Tensor) -> float:
+        """Returns the change of what is computed for ids [1, n] that is rounding."""
         ...
 
 
@@ -138,7 +143,7 @@ class Subject(ABC):
                         lambda ids, batch=batch: model.hidden(batch, ids),
                         batch.input_ids,
                         indices,
-                        lambda ids: rounding_of(model.module, model.hidden_alone, ids),
+                        model.rounding,
                     )
                     found.append((kind, measured))
                 except NotMeasuredError as error:
@@ -160,11 +165,12 @@ class Subject(ABC):
         ids, apart = batch.input_ids, list[float]()
         try:
             together = self.model.hidden_in_batch(batch)
+            for each in documents[-FEW_ROWS:]:
+                is_input = torch.from_numpy(batch.is_input[each.index])
+                alone = self.model.hidden_alone(ids[each.index][None])[0][is_input].float()
+                apart.append(float((together[each.index][is_input].float() - alone).norm() / alone.norm()))
         except NotMeasuredError:
             return None
-        for each in documents[-FEW_ROWS:]:
-            alone = self.model.hidden_alone(ids[each.index][None])[0].float()
-            apart.append(float((together[each.index].float() - alone).norm() / alone.norm()))
         return max(apart)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sftron.data.types import IGNORE_INDEX
+from sftron.verify.isolation import rounding_of
 from sftron.verify.report import NotMeasuredError
 from sftron.verify.trainer.batches import SeenBatch, Step
 from sftron.verify.trainer.measurements import Moves
@@ -132,6 +133,9 @@ class CalledModel:
         """Returns the last hidden states [B, n, H] of ids [B, n] without any other argument, and without dropout."""
         self.module.eval()
         return self._hidden(lambda: self.module(input_ids=ids.to(self.trainer.args.device), use_cache=False))
+
+    def rounding(self, ids: Tensor) -> float:
+        return rounding_of(self.module, self.hidden_alone, ids)
 
     @torch.no_grad()
     def _hidden(self, call: Callable[[], Any], *, is_all: bool = True) -> Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from sftron.data.types import IGNORE_INDEX, Role
-from sftron.verify.isolation import rounding_of
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
@@ -77,8 +76,10 @@ def _require_bounds(subject: Subject) -> None:
     is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
     unclear = [each for each in documents if each.source in ("", "ids") and view.batches[each.batch].positions is None]
     if is_packed and any(map(view.may_be_several, unclear)):
+        are_packed = "may be packed" if is_packed == "unknown" else "are packed"
         raise NotMeasuredError(
-            "rows are packed, and the template does not show where a conversation begins; give them as conversations="
+            f"rows {are_packed}, and the template does not show where a conversation begins; give them as "
+            "conversations="
         )
 
 
@@ -243,7 +244,7 @@ def _hides_text(batch: SeenBatch, document: Document) -> bool:
 def _change_by_padding(subject: Subject, batch: SeenBatch, documents: Sequence[Document]) -> tuple[float, float] | None:
     """Returns how much a batch's hidden states change with its padding, and the rounding; None without padding."""
     ids = batch.input_ids
-    is_padding = torch.from_numpy(_padding_of(batch, documents)[:, : ids.shape[1]]).to(ids.device)
+    is_padding = torch.from_numpy(_padding_of(batch, documents)).to(ids.device)
     if not is_padding.any() or is_padding.all():
         return None
     others = ids[~is_padding].unique()
@@ -254,7 +255,7 @@ def _change_by_padding(subject: Subject, batch: SeenBatch, documents: Sequence[D
     if not difference:
         return 0.0, 0.0
     longest = ids[max(documents, key=len).index][None]
-    return difference, 4 * rounding_of(subject.model.module, subject.model.hidden_alone, longest)
+    return difference, 4 * subject.model.rounding(longest)
 
 
 def _padding_of(batch: SeenBatch, documents: Sequence[Document]) -> np.ndarray:

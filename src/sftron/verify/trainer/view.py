@@ -231,14 +231,25 @@ class View:
             for length, parsed in self.turn_text.parse(whole.ids[start:end]):
                 document = self._parsed(whole.part(start, start + length), parsed)
                 if self.given and not (document.num_cut_before or document.is_cut_after):
-                    source = document.source or "conversations"
-                    document = replace(document, source=source, difference=self._unlike_given(document))
+                    document = self._compared(document)
                 yield document
                 start += length
 
     def _doubled(self, document: Document) -> Document:
         difference = "the template is applied twice: the text of a message begins as a rendered conversation does"
         return replace(document, source=document.source or "ids", difference=difference, is_rendered_twice=True)
+
+    def _compared(self, document: Document) -> Document:
+        """Returns the document as one of the given conversations, perhaps without the template's end; or how it differs
+        from the nearest.
+        """
+        for truth in self.given:
+            found = locate(document, truth, "conversations", self.encoder)
+            if found is not None and not (found.difference or found.num_cut_before or found.is_cut_after):
+                self._used.add(id(truth.content))
+                return found
+        source = document.source or "conversations"
+        return replace(document, source=source, difference=self._unlike_given(document))
 
     def _unlike_given(self, document: Document) -> str:
         """Describes how a document differs from the given conversation that shares most of its beginning."""
