@@ -159,6 +159,14 @@ class LoopModel:
 
     def read(self, batches: Sequence[Any]) -> list[Reading]:
         """Returns what one step trains in each micro-batch. Raises ValueError if it cannot be read."""
+        return [read(call, each) for call, each in self.gradients(batches, torch.zeros_like)]
+
+    def gradients(self, batches: Sequence[Any], make: Callable[[Tensor], Tensor]) -> list[tuple[Call, list[Tensor]]]:
+        """Returns each call of the model in a step, and the logits that it had in place of its own, with gradients.
+
+        Args:
+            make: Returns logits in the form of those that the head gives.
+        """
         calls, leaves = list[Call](), list[list[Tensor]]()
 
         def on_call(call: Call) -> None:
@@ -167,9 +175,8 @@ class LoopModel:
 
         def on_logits(logits: Tensor) -> Tensor:
             with torch.enable_grad():
-                leaf = torch.zeros_like(logits, requires_grad=True)
-                leaves[-1].append(leaf)
-                return leaf.clone()  # as a loop may change it in place
+                leaves[-1].append(make(logits.detach()).requires_grad_())
+                return leaves[-1][-1].clone()  # as a loop may change it in place
 
         try:
             with torch.enable_grad():
@@ -183,7 +190,7 @@ class LoopModel:
         finally:
             self.module.zero_grad(set_to_none=True)
         self._require(batches, calls, leaves)
-        return [read(call, each) for call, each in zip(calls, leaves, strict=True)]
+        return list(zip(calls, leaves, strict=True))
 
     def _require(self, batches: Sequence[Any], calls: Sequence[Call], leaves: Sequence[Sequence[Tensor]]) -> None:
         if not calls:

@@ -71,3 +71,28 @@ def read(call: Call, logits: Sequence[Tensor]) -> Reading:
     weights = torch.where(is_trained, -lowest.double() * count / (count - 1), 0.0)
     targets = torch.where(is_trained, targets, IGNORE_INDEX)
     return Reading(call, targets.cpu().numpy(), weights.cpu().numpy(), True)
+
+
+def is_cross_entropy(logits: Sequence[Tensor], is_trained: np.ndarray) -> bool:
+    """Returns whether the gradient at the tokens that are no target is the softmax of the logits, times one number.
+
+    Smoothed labels and losses that weigh a token by its probability look like a cross-entropy with another weight where
+    all logits are equal.
+
+    Args:
+        logits: Unlike ones [..., V], with gradients, of which the lowest at each position is that of its target.
+        is_trained: bool [B, T].
+    """
+    rows, ratios = torch.from_numpy(is_trained.reshape(-1)), list[Tensor]()
+    gradient = torch.cat([each.grad.flatten(0, -2) for each in logits if each.grad is not None])[rows.nonzero()[:, 0]]
+    softmax = torch.cat([each.detach().flatten(0, -2) for each in logits]).float().softmax(-1)[rows.nonzero()[:, 0]]
+    for own, share in zip(gradient.float(), softmax, strict=True):
+        is_other = own != 0  # a head may be wider than the vocabulary
+        is_other[own.argmin()] = False
+        ratios.append((own / share)[is_other])
+    every = torch.cat(ratios)
+    return float(every.std()) <= _LIKE * abs(float(every.mean()))
+
+
+_LIKE = 0.1
+"""The largest relative deviation; a tanh that bounds logits has less."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from sftron.data.types import IGNORE_INDEX
 from sftron.verify.loop.batches import LoopBatch
 from sftron.verify.loop.model import Update
+from sftron.verify.loop.reading import is_cross_entropy
 from sftron.verify.loop.subject import StepSubject
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
@@ -39,7 +40,7 @@ def loss(subject: StepSubject) -> Finding:
             return Finding(False, measured, "all have one", (), remedies.GRADIENT_LOST.of(subject.trainer))
     worst = max((_of_step(subject, step) for step in steps), key=lambda each: each.passed is False)
     if worst.passed is False:
-        return _unless_scaled_later(subject, steps, worst)
+        return _unless_intended(subject, steps, worst)
     if found := _of_gradient(subject, subject.update):
         return found
     return _with_unlike_steps(subject, worst)
@@ -49,28 +50,27 @@ def _of_step(subject: StepSubject, step: Sequence[LoopBatch]) -> Finding:
     """Returns the finding for the weights of the tokens of one step."""
     weights = [_weights(subject, batch) for batch in step]
     every = np.concatenate(weights)
-    ratio, total = 1 / len(every), float(every.sum())
+    total, mean = float(every.sum()), float(every.mean())
     sums = ", ".join(f"{len(each):,} targets with {each.sum():.3f}" for each in weights)
     detail = (f"the weights of a step's tokens sum to {total:.4g}, by micro-batch: {sums}",)
     allowed, trainer = f"<= {_TOLERANCE:.0%}", subject.trainer
     if _spread(every) <= _TOLERANCE:
-        factor = float(every.mean()) / ratio
-        if abs(factor - 1) <= _TOLERANCE:
+        if abs(total - 1) <= _TOLERANCE:
             measured = f"{len(every):,} targets of {len(step)} micro-batches have the same weight"
             return Finding(True, measured, allowed, detail)
-        if abs(factor / len(every) - 1) <= _TOLERANCE:
-            measured = f"{factor:,.0f} times the ratio: a sum that is not divided by its {len(every):,} targets"
+        if abs(mean - 1) <= _TOLERANCE:
+            measured = f"{total:,.0f} times the ratio: a sum that is not divided by its {len(every):,} targets"
             return Finding(False, measured, allowed, detail, remedies.UNDIVIDED.of(trainer))
-        measured = f"{factor:.3g} times the ratio of {len(every):,} targets"
+        measured = f"{total:.3g} times the ratio of {len(every):,} targets"
         return Finding(False, measured, allowed, detail, remedies.OTHER_COUNT.of(trainer))
     if _is_given(step, weights):
         measured = f"{len(every):,} targets have the weights that the batches give, by their sum"
         return Finding(True, measured, allowed, detail)
     if all(_spread(each) <= _TOLERANCE for each in weights if len(each)):
-        off = max(abs(float(each.mean()) / ratio - 1) for each in weights if len(each))
+        off = max(abs(float(each.mean()) / mean - 1) for each in weights if len(each))
         measured = f"the weight of a micro-batch's tokens is off by {off:.0%}"
         return Finding(False, measured, allowed, detail, remedies.MEAN_OF_MEANS.of(trainer))
-    off = f"the weight of a token is {every.min() / ratio:.2f} to {every.max() / ratio:.2f} times the ratio"
+    off = f"the weight of a token is {every.min() / mean:.2f} to {every.max() / mean:.2f} times the mean"
     if _is_by_document(subject, step):
         measured = f"{off}: each conversation counts alike, whatever its length"
         return Finding(False, measured, allowed, detail, remedies.MEAN_BY_SEQUENCE.of(trainer))
@@ -127,19 +127,38 @@ def _is_by_document(subject: StepSubject, step: Sequence[LoopBatch]) -> bool:
     return True
 
 
-def _unless_scaled_later(subject: StepSubject, steps: Sequence[Sequence[LoopBatch]], found: Finding) -> Finding:
-    """Returns the finding, passed if the loop divides the gradients of a sum by the number of targets afterwards."""
+def _unless_intended(subject: StepSubject, steps: Sequence[Sequence[LoopBatch]], found: Finding) -> Finding:
+    """Returns the finding, passed if all targets of a step have one weight that is not 1 by their number for a reason:
+    the loop divides the gradients of a sum afterwards, or its loss is another one.
+    """
     weights = [np.concatenate([_weights(subject, batch) for batch in step]) for step in steps]
     if not all(_spread(each) <= _TOLERANCE for each in weights):
         return found
-    own = np.concatenate([_weights(subject, batch) for batch in subject.step.batches])  # pyright: ignore
-    factor = _kept(subject.update)[0] * subject.scale
-    if abs(float(own.sum()) * factor - 1) > _TOLERANCE:
+    own = sum(float(_weights(subject, batch).sum()) for batch in _step_of(subject))
+    if abs(own * _kept(subject.update)[0] * subject.scale - 1) <= _TOLERANCE:
+        measured = "all targets have the same weight; the gradient of their sum is divided afterwards"
+    elif not _is_cross_entropy(subject):
+        measured = "another loss than the cross-entropy: all targets have the same weight; its size is not measured"
+    else:
         return found
-    if lost := _of_gradient(subject, subject.update):
-        return lost
-    measured = f"{len(own):,} targets have the same weight; the gradient of their sum is divided afterwards"
-    return _with_unlike_steps(subject, replace(found, passed=True, measured=measured, remedy=""))
+    passed = replace(found, passed=True, measured=measured, remedy="")
+    return _of_gradient(subject, subject.update) or _with_unlike_steps(subject, passed)
+
+
+def _step_of(subject: StepSubject) -> list[LoopBatch]:
+    return [batch for batch in subject.step.batches if isinstance(batch, LoopBatch)]
+
+
+def _is_cross_entropy(subject: StepSubject) -> bool:
+    step = _step_of(subject)
+
+    def unlike(logits: Tensor) -> Tensor:
+        random = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+        return random.to(logits)
+
+    found = subject.model.gradients([batch.inputs for batch in step], unlike)
+    pairs = zip(found, step, strict=True)
+    return all(is_cross_entropy(each, batch.reading.targets != IGNORE_INDEX) for (_, each), batch in pairs)
 
 
 # -- the gradient that is kept ---------------------------------------------------------------------------------------
