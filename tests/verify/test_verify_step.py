@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from examples.loops.nanochat_style import GPT
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +18,7 @@ from tests.conftest import rest_nightly
 from tests.verify import loop_zoo, stranger_loop
 from tests.verify.loop_zoo import CONVERSATIONS, IGNORE, TOKENIZER, ZOO, Loop, of_rows, padded, shifted
 from tests.verify.small_trainers import row_of
-from tests.verify.zoo_materials import model
+from tests.verify.zoo_materials import encoded, model, tok
 
 pytestmark = pytest.mark.filterwarnings("ignore::")
 
@@ -144,6 +145,83 @@ def test_micro_batches_with_equal_numbers_of_targets_hide_no_mean_of_means() -> 
     assert "where a mean of means is the ratio" in row_of(report, "loss").measured
     one = verify_step(loop.model, loop.batches, loop.step, TOKENIZER, CONVERSATIONS, num_micro_batches=1)
     assert row_of(one, "loss").status == "PASS"
+
+
+def packs_shifted_by_document(tokenizer: Any, size: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Packs in which each conversation was shifted by itself, so its last token is in the targets alone."""
+    features = encoded(tokenizer, [{"messages": row} for row in CONVERSATIONS])
+    packs = []
+    for at in range(0, len(features) - size + 1, size):
+        rows = features[at : at + size]
+        packs.append(
+            {
+                "input_ids": torch.tensor([[n for row in rows for n in row["input_ids"][:-1]]]),
+                "targets": torch.tensor([[n for row in rows for n in row["labels"][1:]]]),
+                "position_ids": torch.tensor([[n for row in rows for n in range(len(row["input_ids"]) - 1)]]),
+            }
+        )
+    return packs
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_stop_token_that_is_a_target_alone_ends_its_conversation(is_given: bool) -> None:
+    tokenizer = tok("llama3")  # its template ends with the stop token
+    llama = model(tokenizer, use_cache=False)
+
+    def losses(batch: Any) -> torch.Tensor:
+        logits = llama(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        return loop_zoo.token_losses(logits, batch["targets"])
+
+    packs = packs_shifted_by_document(tokenizer)
+    assert all(int(batch["input_ids"][0, -1]) != tokenizer.eos_token_id for batch in packs)
+    step = loop_zoo.ratio(losses, lambda batch: (batch["targets"] != IGNORE).sum())
+    report = verify_step(llama, packs, step, tokenizer, CONVERSATIONS if is_given else None)
+    assert report.passed, [(row.name, row.status, row.measured) for row in report.checks]
+    assert "12 of 12 documents" in row_of(report, "ids").measured
+    assert "3 conversations in one row: others change by 0" in row_of(report, "isolation").measured
+
+    for batch in packs:
+        batch["targets"][batch["targets"] == tokenizer.eos_token_id] = IGNORE
+    report = verify_step(llama, packs, step, tokenizer, CONVERSATIONS if is_given else None)
+    assert {"stop tokens", "truncation"} & {row.name for row in report.checks if row.status == "FAIL"}
+
+
+class Flat(GPT):
+    """Takes the ids of a pack in one dimension, with the bounds of its documents; knows positions by them."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # pyright: ignore
+        tokens, bounds = batch["tokens"], batch["cu_seqlens"]
+        at = torch.arange(len(tokens))
+        document = torch.searchsorted(bounds, at, right=True)
+        is_seen = (document[:, None] == document[None]) | torch.tensor(self.is_leaky)
+        positions = at - bounds[document - 1]
+        return {"logits": super().forward(tokens[None], mask=is_seen.tril(), positions=positions[None])[0]}
+
+    is_leaky = False
+
+
+@pytest.mark.parametrize("is_leaky", [False, True])
+def test_flat_packs_within_one_argument_are_checked(is_leaky: bool) -> None:
+    torch.manual_seed(0)
+    gpt, batches = Flat(len(TOKENIZER)), []
+    gpt.is_leaky = is_leaky
+    for pack in loop_zoo.packed():
+        starts = (pack["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+        bounds = torch.tensor([*starts, pack["input_ids"].shape[1]])
+        batches.append({"tokens": pack["input_ids"][0], "labels": pack["labels"][0], "cu_seqlens": bounds})
+
+    def losses(batch: Any) -> torch.Tensor:
+        return shifted(
+            gpt({name: batch[name] for name in ("tokens", "cu_seqlens")})["logits"][None], batch["labels"][None]
+        )
+
+    step = loop_zoo.ratio(losses, lambda batch: (batch["labels"][1:] != IGNORE).sum())
+    report = verify_step(gpt, batches, step, TOKENIZER, optimizer=torch.optim.SGD(gpt.parameters(), lr=0.1))
+    if is_leaky:
+        assert row_of(report, "isolation").status == "FAIL"
+    else:
+        assert report.passed, [(row.name, row.status, row.measured) for row in report.checks]
+        assert "cu_seqlens, tokens" in " ".join(row_of(report, "isolation").detail)
 
 
 class Hidden(nn.Module):

@@ -66,6 +66,10 @@ class LoopBatch(SeenBatch):
     def is_input(self) -> np.ndarray:
         return self._extended(np.ones(self._given_ids.shape, dtype=bool), np.zeros(self._given_ids.shape), 0)
 
+    @property
+    def passes_bounds(self) -> bool:
+        return super().passes_bounds or bool(self.reading.call.starts)
+
     def claimed_starts(self, row: int) -> Iterator[int]:
         yield from super().claimed_starts(row)
         size = self._given_ids.shape[1]

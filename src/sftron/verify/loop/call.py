@@ -136,14 +136,13 @@ class Call:
         value for each token.
         """
         ids = ids.reshape(ids.shape if self.given_ids.ndim == 2 else (-1,)).to(self.given_ids.dtype)
-        name, is_keyword = self._arguments[self._at].name, self.with_ids(self.given_ids)[1]
-        bare: Arguments = ((), {name: ids}) if name in is_keyword else ((ids,), {})
-        try:
-            inspect.signature(module.forward).bind(*bare[0], **bare[1])
-        except TypeError:
-            values = [ids if n == self._at else self._cut(each, ids) for n, each in enumerate(self._arguments)]
-            return pytree.tree_unflatten(values, self._structure)
-        return bare
+        (args, kwargs), name = self.with_ids(self.given_ids), self._arguments[self._at].name
+        bare: Arguments = ((), {name: ids}) if name in kwargs else ((ids,), {})
+        is_argument = name in kwargs or (bool(args) and isinstance(args[0], Tensor))  # else it is within another
+        if is_argument and _takes(module, bare):
+            return bare
+        values = [ids if n == self._at else self._cut(each, ids) for n, each in enumerate(self._arguments)]
+        return pytree.tree_unflatten(values, self._structure)
 
     def _cut(self, argument: _Argument, ids: Tensor) -> Any:
         value, size = argument.value, ids.shape[-1]
@@ -156,6 +155,14 @@ class Call:
         if argument.is_integer and _are_bounds(value.reshape(-1).tolist(), self.ids.numel()):
             return torch.arange(0, ids.numel() + 1, size, dtype=value.dtype, device=value.device)
         return value
+
+
+def _takes(module: nn.Module, arguments: Arguments) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*arguments[0], **arguments[1])
+    except TypeError:
+        return False
+    return True
 
 
 def _names(module: nn.Module, args: Sequence[Any]) -> list[str]:

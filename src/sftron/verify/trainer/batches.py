@@ -134,6 +134,11 @@ class SeenBatch:
         found = self._of_tokens("position_ids")
         return found if found is None else np.broadcast_to(found, self.ids.shape)
 
+    @property
+    def passes_bounds(self) -> bool:
+        """Whether the model is told where documents begin."""
+        return self.positions is not None
+
     def claimed_starts(self, row: int) -> Iterator[int]:
         """Yields where documents of a row begin by what is passed: positions, or a mask of document numbers."""
         if self.positions is not None:

@@ -74,7 +74,7 @@ def _require_bounds(subject: Subject) -> None:
     view = subject.training
     documents = view.documents
     is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
-    unclear = [each for each in documents if each.source in ("", "ids") and view.batches[each.batch].positions is None]
+    unclear = [each for each in documents if each.source in ("", "ids") and not view.batches[each.batch].passes_bounds]
     if is_packed and any(map(view.may_be_several, unclear)):
         are_packed = "may be packed" if is_packed == "unknown" else "are packed"
         raise NotMeasuredError(
