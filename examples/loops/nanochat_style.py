@@ -1,6 +1,6 @@
 """A loop in the style of nanochat: a GPT written by hand, inputs and targets as a pair, and -1 for what is not trained.
 
-python examples/loops/nanochat_style.py models/SmolLM2-135M-Instruct
+python -m examples.loops.nanochat_style models/SmolLM2-135M-Instruct
 """
 
 import sys

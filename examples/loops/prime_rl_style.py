@@ -1,6 +1,6 @@
 """A loop in the style of prime-rl: packed rows with position_ids and a loss_mask, and the model of transformers.
 
-python examples/loops/prime_rl_style.py models/SmolLM2-135M-Instruct
+python -m examples.loops.prime_rl_style models/SmolLM2-135M-Instruct
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A loop in the style of tinker: datums with a weight for each target, and forward_backward and optim_step as calls.
 
-python examples/loops/tinker_style.py models/SmolLM2-135M-Instruct
+python -m examples.loops.tinker_style models/SmolLM2-135M-Instruct
 """
 
 import sys

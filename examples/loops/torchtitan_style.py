@@ -1,7 +1,7 @@
 """A loop in the style of torchtitan: packed inputs and labels as a pair, positions and the bounds of documents beside
 them, and cross-entropies that are summed and divided by the targets of the whole step.
 
-python examples/loops/torchtitan_style.py models/SmolLM2-135M-Instruct
+python -m examples.loops.torchtitan_style models/SmolLM2-135M-Instruct
 """
 
 import sys

@@ -497,6 +497,16 @@ def packs_without_bounds() -> Loop:
     return of_packs(lambda _: {})
 
 
+@broken("isolation", measured="conversations in one row: others change by", may="positions", proof=leaks)
+def packs_with_a_cache() -> Loop:
+    """transformers' model with its own use_cache, which is true, reads no borders from position_ids."""
+    llama = model(TOKENIZER)
+    losses = lambda batch: shifted(  # noqa: E731
+        llama(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits, batch["labels"]
+    )
+    return Loop(llama, packed(), ratio(losses), {"optimizer": torch.optim.AdamW(llama.parameters(), lr=1e-3)})
+
+
 @broken("positions", measured="wrong starts", proof=lambda loop: not leaks(loop) and changes_behind(loop))
 def positions_that_run_on() -> Loop:
     """A mask of blocks, and learned positions that count through the pack."""

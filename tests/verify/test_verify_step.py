@@ -28,7 +28,7 @@ def test_each_loop_of_the_zoo_fails_the_rows_that_are_wrong_and_no_other(name: s
     assert not ZOO[name].problem(verify_step(**ZOO[name].make().arguments()))
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", rest_nightly(ZOO, ["one_ratio_over_padded_rows", "loss_mask_off_by_one"]))
 def test_a_loop_is_what_it_claims_to_be(name: str) -> None:
     assert ZOO[name].make.__doc__
     assert ZOO[name].proof(ZOO[name].make())

@@ -189,6 +189,7 @@ CACHE = Remedy(
     "The cache joins the documents of a row.",
     "Set TrainingArguments(use_cache=False), also where a compute_loss of your own calls the model.",
     trl="Set SFTConfig(use_cache=False).",
+    loop="Pass use_cache=False to the model, or set model.config.use_cache = False.",
 )
 NOT_ISOLATED = Remedy(
     "{name} with attention {attention!r} does not keep packed conversations apart; docs/isolation.md lists the types "
