@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from sftron import verify_step
 from sftron.verify.verify_step import RULES
 from tests.conftest import rest_nightly
-from tests.verify import loop_zoo, stranger_loop
-from tests.verify.loop_zoo import CONVERSATIONS, IGNORE, TOKENIZER, ZOO, Loop, of_rows, padded, shifted
+from tests.verify import loop_materials, stranger_loop
+from tests.verify.loop_materials import CONVERSATIONS, IGNORE, TOKENIZER, Loop, of_rows, padded, shifted
+from tests.verify.loop_zoo import ZOO
 from tests.verify.small_trainers import row_of
 from tests.verify.zoo_materials import encoded, model, tok
 
@@ -126,7 +127,7 @@ def test_a_compiled_model_is_checked_without_its_compiler(is_whole_step: bool) -
 
 
 def test_without_conversations_rows_say_what_they_could_not_see() -> None:
-    loop = of_rows(lambda llama, batch: shifted(loop_zoo.logits_of(llama, batch), batch["labels"]))
+    loop = of_rows(lambda llama, batch: shifted(loop_materials.logits_of(llama, batch), batch["labels"]))
     report = verify_step(loop.model, loop.batches, loop.step, TOKENIZER)
     assert not report.passed
     assert "16 recovered from ids" in report.facts["truth"]
@@ -170,11 +171,11 @@ def test_a_stop_token_that_is_a_target_alone_ends_its_conversation(is_given: boo
 
     def losses(batch: Any) -> torch.Tensor:
         logits = llama(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        return loop_zoo.token_losses(logits, batch["targets"])
+        return loop_materials.token_losses(logits, batch["targets"])
 
     packs = packs_shifted_by_document(tokenizer)
     assert all(int(batch["input_ids"][0, -1]) != tokenizer.eos_token_id for batch in packs)
-    step = loop_zoo.ratio(losses, lambda batch: (batch["targets"] != IGNORE).sum())
+    step = loop_materials.ratio(losses, lambda batch: (batch["targets"] != IGNORE).sum())
     report = verify_step(llama, packs, step, tokenizer, CONVERSATIONS if is_given else None)
     assert report.passed, [(row.name, row.status, row.measured) for row in report.checks]
     assert "12 of 12 documents" in row_of(report, "ids").measured
@@ -205,7 +206,7 @@ def test_flat_packs_within_one_argument_are_checked(is_leaky: bool) -> None:
     torch.manual_seed(0)
     gpt, batches = Flat(len(TOKENIZER)), []
     gpt.is_leaky = is_leaky
-    for pack in loop_zoo.packed():
+    for pack in loop_materials.packed():
         starts = (pack["position_ids"][0] == 0).nonzero()[:, 0].tolist()
         bounds = torch.tensor([*starts, pack["input_ids"].shape[1]])
         batches.append({"tokens": pack["input_ids"][0], "labels": pack["labels"][0], "cu_seqlens": bounds})
@@ -215,7 +216,7 @@ def test_flat_packs_within_one_argument_are_checked(is_leaky: bool) -> None:
             gpt({name: batch[name] for name in ("tokens", "cu_seqlens")})["logits"][None], batch["labels"][None]
         )
 
-    step = loop_zoo.ratio(losses, lambda batch: (batch["labels"][1:] != IGNORE).sum())
+    step = loop_materials.ratio(losses, lambda batch: (batch["labels"][1:] != IGNORE).sum())
     report = verify_step(gpt, batches, step, TOKENIZER, optimizer=torch.optim.SGD(gpt.parameters(), lr=0.1))
     if is_leaky:
         assert row_of(report, "isolation").status == "FAIL"

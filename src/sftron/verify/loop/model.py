@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from sftron.errors import place_of
@@ -18,6 +19,7 @@ from sftron.verify.loop.batches import LoopBatch
 from sftron.verify.loop.call import Arguments, Call
 from sftron.verify.loop.reading import Reading, read
 from sftron.verify.report import NotMeasuredError
+from sftron.verify.trainer.state import restored
 
 Step = Callable[[list[Any]], Any]
 
@@ -179,7 +181,9 @@ class LoopModel:
                 return leaves[-1][-1].clone()  # as a loop may change it in place
 
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), restored(GradScaler, "unscale_", "step"):
+                for name in ("unscale_", "step"):  # they refuse a model without gradients
+                    setattr(GradScaler, name, self._end)
                 result = self._run(batches, on_call, on_logits, self._end)
                 if not any(leaf.grad is not None for each in leaves for leaf in each):
                     _backward(result)
