@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sftron.verify.inspect_run import inspect as inspect
     from sftron.verify.isolation import check_isolation as check_isolation
     from sftron.verify.verify_run import verify_run as verify_run
+    from sftron.verify.verify_step import verify_step as verify_step
     from sftron.verify.verify_trainer import verify_trainer as verify_trainer
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ _MODULES = {
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",
     "verify_run": "sftron.verify.verify_run",
+    "verify_step": "sftron.verify.verify_step",
     "verify_trainer": "sftron.verify.verify_trainer",
     "weighted_loss_sum": "sftron.models.loss",
 }

@@ -105,6 +105,11 @@ class SeenBatch:
         """int64 [B, T]."""
         return _array(self.seen["input_ids"])
 
+    @property
+    def input_ids(self) -> Tensor:
+        """The ids [B, T] that the trainer's dataloader gives."""
+        return self.inputs["input_ids"]
+
     @cached_property
     def labels(self) -> np.ndarray:
         """int64 [B, T]: the label of the token at the same index, which the model predicts from the tokens before it;
@@ -129,9 +134,26 @@ class SeenBatch:
         found = self._of_tokens("position_ids")
         return found if found is None else np.broadcast_to(found, self.ids.shape)
 
+    @property
+    def passes_bounds(self) -> bool:
+        """Whether the model is told where documents begin."""
+        return self.positions is not None
+
+    def claimed_starts(self, row: int) -> Iterator[int]:
+        """Yields where documents of a row begin by what is passed: positions, or a mask of document numbers."""
+        if self.positions is not None:
+            yield from (np.flatnonzero(np.diff(self.positions[row]) <= 0) + 1).tolist()
+        if self.attended is not None and self.attended[row].max(initial=0) > 1:
+            yield from (np.flatnonzero(np.diff(self.attended[row])) + 1).tolist()
+
     def _of_tokens(self, name: str) -> np.ndarray | None:
         value = self.seen.get(name)
         return _array(value) if isinstance(value, Tensor) and value.ndim == 2 else None
+
+    @property
+    def is_input(self) -> np.ndarray:
+        """Whether the model is given the token, bool [B, T]; the last one of a loop's row may be a target alone."""
+        return np.ones(self.ids.shape, dtype=bool)
 
     @property
     def num_trained(self) -> int:
@@ -186,14 +208,6 @@ def _real(batch: SeenBatch, row: int) -> tuple[int, int]:
         return 0, batch.ids.shape[1]
     real = np.flatnonzero(batch.attended[row] != 0)
     return (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
-
-
-def claimed_starts(batch: SeenBatch, row: int) -> Iterator[int]:
-    """Yields where documents of a row begin by what the trainer passes: positions, or a mask of document numbers."""
-    if batch.positions is not None:
-        yield from (np.flatnonzero(np.diff(batch.positions[row]) <= 0) + 1).tolist()
-    if batch.attended is not None and batch.attended[row].max(initial=0) > 1:
-        yield from (np.flatnonzero(np.diff(batch.attended[row])) + 1).tolist()
 
 
 def find(inside: np.ndarray, wanted: np.ndarray) -> int:

@@ -16,7 +16,7 @@ from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
 from sftron.verify.trainer.label_checks import remedy_of_limit, with_lone_answers
-from sftron.verify.trainer.subject import TrainerSubject, with_evaluation
+from sftron.verify.trainer.measurements import Subject, with_evaluation
 from sftron.verify.trainer.view import View
 
 _MOST_SHOWN = 5
@@ -69,7 +69,7 @@ def _ids_remedy(view: View, wrong: Sequence[Document]) -> str:
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def positions(subject: TrainerSubject) -> Finding:
+def positions(subject: Subject) -> Finding:
     """Positions restart with each document, and no document's first token is predicted from its neighbor."""
     rows, trainer = subject.training.documents_of_rows, subject.trainer
     if not rows:
@@ -91,6 +91,8 @@ def positions(subject: TrainerSubject) -> Finding:
             measured = f"a conversation alone is computed otherwise: {apart:.1g} apart, relative"
             detail = (f"arguments: {subject.arguments}",)
             return Finding(False, measured, f"<= {allowed:.0e}", detail, remedies.NOT_AS_ALONE.of(trainer))
+    if wrong and apart is None and remedies.library_of(trainer) == "loop":  # the model may make its own positions
+        raise NotMeasuredError(f"{wrong[0]}, and the model cannot be called with one conversation alone")
     found = _counted({"wrong starts": wrong, "labels cross": crossing})
     remedy = remedies.POSITIONS_RUN_ON if wrong else remedies.LABELS_CROSS
     detail = (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN])
@@ -142,7 +144,7 @@ def truncation(view: View) -> Finding:
 # -- forgery ---------------------------------------------------------------------------------------------------------
 
 
-def forgery(subject: TrainerSubject) -> Finding:
+def forgery(subject: Subject) -> Finding:
     """Text that spells a control token stays plain text."""
     documents, tokenizer = subject.training.documents, subject.training.tokenizer
     if lone := with_lone_answers(documents):

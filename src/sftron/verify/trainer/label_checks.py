@@ -19,7 +19,7 @@ from sftron.report.tokens import role_name
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.subject import with_evaluation
+from sftron.verify.trainer.measurements import with_evaluation
 from sftron.verify.trainer.view import View
 
 
@@ -94,6 +94,8 @@ class _LabelCount:
     num_headers: int = 0
     num_shifted: int = 0
     """The number of labels that are not their own token but the one after it."""
+    num_unshifted: int = 0
+    """The number of labels that are the token before their own."""
     documents: list[Document] = field(default_factory=list)
     """The documents with a wrong label."""
 
@@ -112,6 +114,7 @@ class _LabelCount:
             self.roles.add(document.tokens.role_ids, trained)
         is_other = (document.labels != IGNORE_INDEX) & (document.labels != document.ids)
         self.num_shifted += int((is_other[:-1] & (document.labels[:-1] == document.ids[1:])).sum())
+        self.num_unshifted += int((is_other[1:] & (document.labels[1:] == document.ids[:-1])).sum())
         required = expected.target & ~expected.stops
         required[:1] = False
         unintended = trained & ~(expected.target | expected.after | expected.stops)
@@ -134,8 +137,12 @@ class _LabelCount:
     def remedy(self) -> str:
         """Returns the remedy for the labels, by what was measured."""
         if self.wrong["labels"]:
-            is_shifted = 2 * self.num_shifted > self.wrong["labels"]
-            return (remedies.SHIFTED_LABELS if is_shifted else remedies.MASKED_IDS).of(self.view.trainer)
+            remedy = remedies.MASKED_IDS
+            if 2 * self.num_shifted > self.wrong["labels"]:
+                remedy = remedies.SHIFTED_LABELS
+            elif 2 * self.num_unshifted > self.wrong["labels"]:
+                remedy = remedies.UNSHIFTED_LABELS
+            return remedy.of(self.view.trainer)
         is_none = not self.num_trained or self.wrong["answer"] == self.num_answer > 0
         if self.wrong["prompt"] and (is_none or not self.wrong["answer"]):
             return _remedy_of_mask(self.view, remedies.PROMPTS_TRAINED)

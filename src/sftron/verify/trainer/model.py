@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sftron.data.types import IGNORE_INDEX
+from sftron.verify.isolation import rounding_of
 from sftron.verify.report import NotMeasuredError
 from sftron.verify.trainer.batches import SeenBatch, Step
+from sftron.verify.trainer.measurements import Moves
+from sftron.verify.trainer.state import untouched
 
 
 class _Caught(BaseException):
@@ -68,6 +72,10 @@ class CalledModel:
             trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
             return trainer.model_wrapped
         return trainer.model
+
+    @property
+    def trained(self) -> nn.Module:
+        return self.trainer.model
 
     @property
     def unwrapped(self) -> Any:
@@ -126,6 +134,9 @@ class CalledModel:
         self.module.eval()
         return self._hidden(lambda: self.module(input_ids=ids.to(self.trainer.args.device), use_cache=False))
 
+    def rounding(self, ids: Tensor) -> float:
+        return rounding_of(self.module, self.hidden_alone, ids)
+
     @torch.no_grad()
     def _hidden(self, call: Callable[[], Any], *, is_all: bool = True) -> Tensor:
         """Returns the last hidden states of a call of the model, which is ended there if nothing else is wanted."""
@@ -155,6 +166,10 @@ class CalledModel:
         sums = list[float]()
         hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
         return sums[0], hidden[:, -batch.ids.shape[1] :]
+
+    def hidden_in_batch(self, batch: SeenBatch) -> Tensor:
+        """Returns the last hidden states [B, T, H] of the batch, without dropout."""
+        return self.evaluated(batch)[1]
 
     def gradient_positions(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
         """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.
@@ -200,6 +215,32 @@ class CalledModel:
         returned = [loss - share * each for loss, each in zip(returned, auxiliary, strict=True)]
         return StepLosses(returned, sums, share * max(auxiliary), gradients)
 
+    def moves(self, named: Mapping[str, nn.Parameter], step: Step, gradients: Mapping[str, Tensor | None]) -> Moves:
+        """Takes one or two steps with the trainer's own optimizer, the first with these gradients."""
+        trainer = self.trainer
+        trainable = {name for name, each in named.items() if each.requires_grad}
+
+        def with_gradient() -> set[str]:
+            return {name for name in trainable if (grad := named[name].grad) is not None and bool(grad.any())}
+
+        with untouched(trainer):
+            before = {name: each.detach().clone() for name, each in named.items()}
+            optimizer = _new_optimizer(trainer)
+            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            for name, gradient in gradients.items():
+                named[name].grad = gradient
+            found, num_steps = with_gradient(), 1
+            optimizer.step()
+            if found != trainable:  # as an adapter's A, while its B is zero
+                num_steps = 2
+                trainer.model.zero_grad(set_to_none=True)
+                batch = min(step.batches, key=lambda each: (not each.num_trained, each.ids.size))
+                trainer.training_step(self.module, dict(batch.inputs), step.num_items)
+                found |= with_gradient()
+                optimizer.step()
+            moved = {name for name, each in named.items() if not each.equal(before[name])}
+        return Moves(num_steps, {name for name, each in named.items() if id(each) in held}, found, moved)
+
     @torch.no_grad()
     def loss_sum(self, batch: SeenBatch, decoded: Any = None, *, training: bool = True) -> float:
         """Returns the sum of the cross-entropies of all labels of a batch, in fp32, from the model's own logits.
@@ -227,3 +268,13 @@ class CalledModel:
         is_trained = targets != IGNORE_INDEX
         losses = nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
         return float(losses.double().sum())
+
+
+def _new_optimizer(trainer: Any) -> Any:
+    """Returns an optimizer as the trainer makes it, with no state."""
+    if trainer.optimizer is None:
+        return trainer.create_optimizer()
+    given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in given.param_groups]
+    names = inspect.signature(type(given).__init__).parameters
+    return type(given)(groups, **{name: value for name, value in given.defaults.items() if name in names})

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from sftron.data.types import IGNORE_INDEX, Role
-from sftron.verify.isolation import rounding_of
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
+from sftron.verify.trainer.measurements import Subject
 from sftron.verify.trainer.subject import TrainerSubject
 
 
-def isolation(subject: TrainerSubject) -> Finding:
+def isolation(subject: Subject) -> Finding:
     """No conversation of a batch sees another, with the arguments that the model is really called with."""
     found, problem = subject.isolations
     leaking = [(kind, each) for kind, each in found if not each.isolated]
@@ -49,7 +49,7 @@ def isolation(subject: TrainerSubject) -> Finding:
     return Finding(not leaking, measured, f"<= {worst.rounding:.1g}", detail, remedy)
 
 
-def _isolation_remedy(subject: TrainerSubject, kind: str, *, shows_future: bool) -> str:
+def _isolation_remedy(subject: Subject, kind: str, *, shows_future: bool) -> str:
     batch, config = subject.step.batches[0], subject.model.config
     if shows_future:
         remedy = remedies.FUTURE
@@ -61,7 +61,7 @@ def _isolation_remedy(subject: TrainerSubject, kind: str, *, shows_future: bool)
         remedy = remedies.NO_POSITIONS
     elif batch.seen.get("use_cache", getattr(config, "use_cache", False)):
         remedy = remedies.CACHE
-    elif batch.attended is not None:
+    elif "attention_mask" in batch.seen:
         remedy = remedies.MASK_OF_ONES
     else:
         remedy = remedies.NOT_ISOLATED
@@ -69,19 +69,21 @@ def _isolation_remedy(subject: TrainerSubject, kind: str, *, shows_future: bool)
     return remedy.of(subject.trainer, name=name, attention=attention)
 
 
-def _require_bounds(subject: TrainerSubject) -> None:
+def _require_bounds(subject: Subject) -> None:
     """Raises NotMeasuredError if rows are packed, and a document could be several conversations."""
     view = subject.training
     documents = view.documents
     is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
-    unclear = [each for each in documents if each.source in ("", "ids") and view.batches[each.batch].positions is None]
+    unclear = [each for each in documents if each.source in ("", "ids") and not view.batches[each.batch].passes_bounds]
     if is_packed and any(map(view.may_be_several, unclear)):
+        are_packed = "may be packed" if is_packed == "unknown" else "are packed"
         raise NotMeasuredError(
-            "rows are packed, and the template does not show where a conversation begins; give them as conversations="
+            f"rows {are_packed}, and the template does not show where a conversation begins; give them as "
+            "conversations="
         )
 
 
-def _are_alone(subject: TrainerSubject) -> bool:
+def _are_alone(subject: Subject) -> bool:
     """Returns whether every batch holds one conversation, which is known from its beginning to its end."""
     documents = subject.training.documents
     return all(each.source for each in documents) and set(Counter(each.batch for each in documents).values()) <= {1}
@@ -207,7 +209,7 @@ def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) 
 # -- padding ---------------------------------------------------------------------------------------------------------
 
 
-def padding(subject: TrainerSubject) -> Finding:
+def padding(subject: Subject) -> Finding:
     """Padding is neither trained, nor attended to, nor counted."""
     view, num_padding, num_trained = subject.training, 0, 0
     for number, batch in enumerate(view.batches):
@@ -239,11 +241,9 @@ def _hides_text(batch: SeenBatch, document: Document) -> bool:
     return bool((batch.attended[document.index][:last] == 0).any())
 
 
-def _change_by_padding(
-    subject: TrainerSubject, batch: SeenBatch, documents: Sequence[Document]
-) -> tuple[float, float] | None:
+def _change_by_padding(subject: Subject, batch: SeenBatch, documents: Sequence[Document]) -> tuple[float, float] | None:
     """Returns how much a batch's hidden states change with its padding, and the rounding; None without padding."""
-    ids = batch.inputs["input_ids"]
+    ids = batch.input_ids
     is_padding = torch.from_numpy(_padding_of(batch, documents)).to(ids.device)
     if not is_padding.any() or is_padding.all():
         return None
@@ -255,7 +255,7 @@ def _change_by_padding(
     if not difference:
         return 0.0, 0.0
     longest = ids[max(documents, key=len).index][None]
-    return difference, 4 * rounding_of(subject.model.module, subject.model.hidden_alone, longest)
+    return difference, 4 * subject.model.rounding(longest)
 
 
 def _padding_of(batch: SeenBatch, documents: Sequence[Document]) -> np.ndarray:

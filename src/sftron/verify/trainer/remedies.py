@@ -19,6 +19,8 @@ class Remedy:
     axolotl: str = ""
     llamafactory: str = ""
     swift: str = ""
+    loop: str = ""
+    """What mends it in a loop of one's own."""
 
     def of(self, trainer: Any, **values: Any) -> str:
         option = getattr(self, library_of(trainer), "") or self.option
@@ -26,8 +28,10 @@ class Remedy:
 
 
 def library_of(trainer: Any) -> str:
-    """Returns the package that the trainer's class is derived from; "" for transformers."""
+    """Returns the package that the trainer's class is derived from; "" for transformers, "loop" for a loop."""
     packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    if "sftron" in packages:
+        return "loop"
     return next((name for name in ("axolotl", "llamafactory", "swift", "trl") if name in packages), "")
 
 
@@ -51,6 +55,8 @@ _MASK = Remedy(
     axolotl="Set train_on_inputs: false with roles_to_train: [assistant] and train_on_eos: turn.",
     llamafactory="Set train_on_prompt: false and mask_history: false.",
     swift="Set --loss_scale default, and --template_backend swift: the other one masks nothing.",
+    loop="Give the loss a target where the model writes, and nowhere else: the tokens behind apply_chat_template(..., "
+    "add_generation_prompt=True) up to each answer's stop token, which is trained too.",
 )
 
 
@@ -77,9 +83,16 @@ def of_mask(trainer: Any, rows: Sequence[Any], meaning: str) -> str:
 SHIFTED_LABELS = Remedy(
     "The labels are shifted before the model shifts them again.",
     "Give labels that equal input_ids at the same index; shift_labels, if passed, hold the token after each.",
+    loop="targets[:, t] is input_ids[:, t + 1]: shift once, in the batch or in the loss.",
+)
+UNSHIFTED_LABELS = Remedy(
+    "Each token is trained to be itself, which it already is in the input.",
+    "A token's logits predict the next one: compare logits[:, :-1] with labels[:, 1:].",
 )
 MASKED_IDS = Remedy(
-    "The ids are changed, and the labels are those that were there.", "Set DataCollatorForLanguageModeling(mlm=False)."
+    "The ids are changed, and the labels are those that were there.",
+    "Set DataCollatorForLanguageModeling(mlm=False).",
+    loop="Or the targets are those of other rows: targets[:, t] is input_ids[:, t + 1] wherever it is trained.",
 )
 ANSWERS_UNTRAINED = Remedy("The answers themselves have no label; see trained tokens.")
 PAD_IS_STOP = Remedy(
@@ -130,6 +143,7 @@ PARTS = Remedy(
     axolotl=_LIMIT.format("sequence_len"),
     llamafactory=_LIMIT.format("cutoff_len"),
     swift=_LIMIT.format("--max_length"),
+    loop="raise it above the longest conversation; else keep every message where the rows are made.",
 )
 ROWS_DROPPED = Remedy(
     "Rows are dropped while the data is prepared.",
@@ -146,6 +160,8 @@ CUT_BY_PACKING = Remedy(
     trl="Set packing_strategy='bfd' and a max_length above the longest conversation.",
     axolotl="Set sample_packing: true with flash attention.",
     llamafactory="Set neat_packing: true.",
+    loop="Fill packs with whole conversations; pass positions that begin at 0 with each, and their bounds (cu_seqlens, "
+    "document ids, or a mask of blocks) to attention.",
 )
 POSITIONS_RUN_ON = replace(CUT_BY_PACKING, meaning="Positions run on, where the model is used from position 0 on.")
 NO_POSITIONS = replace(CUT_BY_PACKING, meaning="The packed row has no position_ids: the model attends to all before.")
@@ -153,6 +169,7 @@ LABELS_CROSS = replace(
     CUT_BY_PACKING,
     meaning="Labels cross the borders of packed documents.",
     option="Set the label of each document's first token to -100, as DataCollatorWithFlattening() does.",
+    loop="Ignore the target of each document's last token, which is the beginning of the next one.",
 )
 MASK_OF_ONES = Remedy(
     "transformers reads the borders of conversations from position_ids only without an attention_mask.",
@@ -172,6 +189,7 @@ CACHE = Remedy(
     "The cache joins the documents of a row.",
     "Set TrainingArguments(use_cache=False), also where a compute_loss of your own calls the model.",
     trl="Set SFTConfig(use_cache=False).",
+    loop="Pass use_cache=False to the model, or set model.config.use_cache = False.",
 )
 NOT_ISOLATED = Remedy(
     "{name} with attention {attention!r} does not keep packed conversations apart; docs/isolation.md lists the types "
@@ -181,6 +199,8 @@ NOT_ISOLATED = Remedy(
     axolotl="Set sample_packing: false.",
     llamafactory="Set packing: false.",
     swift="Set --packing false and --padding_free false.",
+    loop="Pass the bounds of the conversations (cu_seqlens, document ids, or a mask of blocks) to attention, or give "
+    "one conversation in each row.",
 )
 ROWS_MIXED = Remedy(
     "Rows of one batch affect each other.", "Remove what mixes them (batch statistics), or use batches of one row."
@@ -197,6 +217,7 @@ NAN = Remedy("Look for NaN or infinity in the model's weights.")
 UNDIVIDED = Remedy(
     "The gradient grows with the number of labels of a step.",
     "Divide the sum of the token losses by num_items_in_batch, or do not override compute_loss.",
+    loop="Divide the sum of the token losses by the number of targets of the whole step: of all its micro-batches.",
 )
 OTHER_LABELS = Remedy(
     "A token's logits predict the next one: compare logits[:, :-1] with labels[:, 1:], and use all labels; or do not "
@@ -206,20 +227,33 @@ MEAN_OF_MEANS = Remedy(
     "The weight of a token depends on the other conversations in its micro-batch.",
     "Do not override compute_loss; or accept num_items_in_batch in it (or in compute_loss_func), divide the sum of the "
     "token losses by it, and set loss_is_scaled_for_ga accordingly.",
+    loop="Divide the sum of the token losses of each micro-batch by the number of targets of the whole step, and do "
+    "not average again.",
 )
 NO_LOSS_KWARGS = replace(
     MEAN_OF_MEANS,
     option="Set trainer.model_accepts_loss_kwargs = True, so that the model is given num_items_in_batch.",
 )
+MEAN_BY_SEQUENCE = Remedy(
+    "The tokens of a short answer count for more than those of a long one.",
+    "Divide the sum of the token losses of all rows by the number of their targets, not each row by its own.",
+)
+GRADIENT_LOST = Remedy(
+    "Some micro-batches of a step are computed, and their gradients are not used.",
+    "Call backward for each micro-batch, and zero_grad once a step, not between its micro-batches.",
+)
 OTHER_COUNT = Remedy(
     "The loss is divided by another number than that of its labels.",
     "Mask padding and the first token of each row with -100, and do not override get_batch_samples or "
     "_get_num_items_in_batch.",
+    loop="Divide by the number of targets that are not ignored, of all micro-batches of the step.",
 )
 BATCH_DEPENDENT = Remedy("What is learned from a row depends on its neighbors: see isolation, positions and padding.")
 PADDING_TRAINED = Remedy(
     "Padding is trained, and counted as labels.",
     "Pad labels with -100, as DataCollatorForSeq2Seq does, or set labels[attention_mask == 0] = -100.",
+    loop="Give padding the target that the loss ignores (ignore_index, which is -100 if it is not passed), or the "
+    "weight 0.",
 )
 TEXT_MASKED = Remedy(
     "The attention mask hides tokens of the conversations.",

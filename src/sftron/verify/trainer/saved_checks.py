@@ -5,10 +5,8 @@ The docstring of a check is the law that a pass proves, and is printed in report
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,62 +18,24 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
+from sftron.verify.trainer.measurements import Subject
 from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject
 
 _MOST_NAMED, _LEAST_DISTANCE, _MOST_BYTES = 4, 0.1, 2 * 2**30
 
 
-def _moves(subject: TrainerSubject, named: Mapping[str, nn.Parameter]) -> tuple[int, Set[str], Set[str], Set[str]]:
-    """Takes one or two steps with the trainer's own optimizer.
-
-    Returns their number, and the names of the tensors that the optimizer holds, that have a gradient, and that moved.
-    """
-    trainer, step = subject.trainer, subject.step
-    trainable = {name for name, each in named.items() if each.requires_grad}
-
-    def with_gradient() -> set[str]:
-        return {name for name in trainable if (grad := named[name].grad) is not None and bool(grad.any())}
-
-    with untouched(trainer):
-        before = {name: each.detach().clone() for name, each in named.items()}
-        optimizer = _new_optimizer(trainer)
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for name, gradient in subject.losses.gradients.items():
-            named[name].grad = gradient
-        found, num_steps = with_gradient(), 1
-        optimizer.step()
-        if found != trainable:  # as an adapter's A, while its B is zero
-            num_steps = 2
-            trainer.model.zero_grad(set_to_none=True)
-            batch = min(step.batches, key=lambda each: (not each.num_trained, each.ids.size))
-            trainer.training_step(subject.model.module, dict(batch.inputs), step.num_items)
-            found |= with_gradient()
-            optimizer.step()
-        moved = {name for name, each in named.items() if not each.equal(before[name])}
-    return num_steps, {name for name, each in named.items() if id(each) in held}, found, moved
-
-
-def _new_optimizer(trainer: Any) -> Any:
-    """Returns an optimizer as the trainer makes it, with no state."""
-    if trainer.optimizer is None:
-        return trainer.create_optimizer()
-    given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in given.param_groups]
-    names = inspect.signature(type(given).__init__).parameters
-    return type(given)(groups, **{name: value for name, value in given.defaults.items() if name in names})
-
-
-def adapters(subject: TrainerSubject) -> Finding:
+def adapters(subject: Subject) -> Finding:
     """Each trainable tensor moves within two steps, no frozen one does, and no token without training is frozen."""
-    model = subject.trainer.model
+    model = subject.model.trained
     named, is_adapter = dict(model.named_parameters()), hasattr(model, "peft_config")
     trainable = [name for name, each in named.items() if each.requires_grad]
     if not trainable:
         return Finding(False, "no tensor is trainable", "some", (), remedies.NOTHING_TRAINABLE.of(subject.trainer))
     if not any(batch.num_trained for batch in subject.step.batches):
         raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
-    num_steps, optimized, with_gradient, moved = _moves(subject, named)
+    moves = subject.moves(named)
+    optimized, with_gradient, moved = moves.optimized, moves.with_gradient, moves.moved
     stuck = [name for name in trainable if name in with_gradient & optimized - moved]
     counts = {
         "frozen tensors move": [name for name in named if name in moved and name not in trainable],
@@ -101,7 +61,7 @@ def adapters(subject: TrainerSubject) -> Finding:
         remedy = remedies.NOT_SAVED
     if untrained:
         remedy = remedies.TOKENS_FROZEN
-    steps = f"{num_steps} step{'s' * (num_steps > 1)}"
+    steps = f"{moves.num_steps} step{'s' * (moves.num_steps > 1)}"
     measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moved):,} moved in {steps}, "
     return Finding(
         not found,
@@ -125,7 +85,7 @@ def _not_saved(model: Any, trainable: list[str]) -> list[str]:
     ]
 
 
-def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:
+def _untrained_tokens(subject: Subject) -> dict[str, str]:
     """Returns the control tokens of the documents whose frozen rows look as if nobody had trained them.
 
     Such a row is nearly zero, or nearly the mean of all rows, which is how new rows are made.

@@ -29,23 +29,15 @@ def restored(target: Any, *names: str) -> Iterator[None]:
 def untouched(trainer: Any) -> Iterator[None]:
     """Leaves the trainer, its model and all random states as they were.
 
-    Weights, buffers, gradients, modes, hooks and configurations are put back; the trainer gets copies of what it
-    changes in place (its state, its metrics, its callbacks), and its own objects afterwards.
+    The trainer gets copies of what it changes in place (its state, its metrics, its callbacks), and its own objects
+    afterwards.
     """
-    accelerator, model = trainer.accelerator, trainer.model
-    states = random.getstate(), np.random.get_state()
+    accelerator = trainer.accelerator
     with ExitStack() as stack:
-        stack.callback(np.random.set_state, states[1])
-        stack.callback(random.setstate, states[0])
-        stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(_parameters(model))
-        for module in model.modules():
-            stack.enter_context(_attributes(module))
-        for configuration in _configurations(model):
-            stack.enter_context(_attributes(configuration))
+        stack.enter_context(untouched_model(trainer.model))
         for target in (accelerator, accelerator.gradient_state, trainer.args):
-            stack.enter_context(_attributes(target))
-        stack.enter_context(_attributes(trainer, copied=("state", "control", "callback_handler"), shared=_DATA))
+            stack.enter_context(own_attributes(target))
+        stack.enter_context(own_attributes(trainer, copied=("state", "control", "callback_handler"), shared=_DATA))
         yield
 
 
@@ -53,7 +45,26 @@ _DATA = ("train_dataset", "eval_dataset")
 
 
 @contextmanager
-def _attributes(target: Any, copied: Sequence[str] = (), shared: Sequence[str] = ()) -> Iterator[None]:
+def untouched_model(model: nn.Module) -> Iterator[None]:
+    """Leaves a model and all random states as they were.
+
+    Weights, buffers, gradients, modes, hooks and configurations are put back.
+    """
+    states = random.getstate(), np.random.get_state()
+    with ExitStack() as stack:
+        stack.callback(np.random.set_state, states[1])
+        stack.callback(random.setstate, states[0])
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(_parameters(model))
+        for module in model.modules():
+            stack.enter_context(own_attributes(module))
+        for configuration in _configurations(model):
+            stack.enter_context(own_attributes(configuration))
+        yield
+
+
+@contextmanager
+def own_attributes(target: Any, copied: Sequence[str] = (), shared: Sequence[str] = ()) -> Iterator[None]:
     """Gives the target copies of its containers, tensors and generators, and afterwards what it had.
 
     Args:

@@ -10,21 +10,20 @@ model take a second, small sample, which is computed in full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, wraps
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from sftron.data.dataset import PackedDataset
 from sftron.errors import place_of
-from sftron.verify.isolation import Isolation, compare_documents, rounding_of
-from sftron.verify.report import Finding, NotMeasuredError
+from sftron.verify.report import Finding
 from sftron.verify.trainer.batches import (
     SeenBatch,
     Step,
@@ -35,7 +34,7 @@ from sftron.verify.trainer.batches import (
     small_sizes,
     with_fewer_labels,
 )
-from sftron.verify.trainer.documents import Document
+from sftron.verify.trainer.measurements import FEW_ROWS, Moves, Subject
 from sftron.verify.trainer.model import CalledModel, StepLosses
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
@@ -43,10 +42,9 @@ from sftron.verify.trainer.view import View
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
-_FEW_ROWS = 2
 
 
-class TrainerSubject:
+class TrainerSubject(Subject):
     """A trainer, as it is before `train()`.
 
     Args:
@@ -60,7 +58,7 @@ class TrainerSubject:
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
-        self.trainer, self.trained_roles, self.model = trainer, trained_roles, CalledModel(trainer)
+        self.trainer, self.trained_roles = trainer, trained_roles
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
         if is_endless := isinstance(data, PackedDataset):  # its first packs stand for all
@@ -76,6 +74,10 @@ class TrainerSubject:
         self.training = View(
             trainer, self.encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
+
+    @cached_property
+    def model(self) -> CalledModel:
+        return CalledModel(self.trainer)
 
     def _require_embeddings(self, batches: Sequence[SeenBatch]) -> None:
         """Raises ValueError if the model has no embedding for an id, as computing with it would end a CUDA process."""
@@ -133,7 +135,6 @@ class TrainerSubject:
 
     @cached_property
     def evaluation(self) -> dict[str, View | Finding]:
-        """For each data set of the evaluation: one batch of it, or that there is none."""
         data = self.trainer.eval_dataset
         named = data if isinstance(data, dict) else {} if data is None else {"eval": data}
         return {name: self._evaluated(each) for name, each in named.items()}
@@ -200,27 +201,14 @@ class TrainerSubject:
         return [max(1, num_tokens // len(self.rows))] * len(self.rows)
 
     @cached_property
-    def computed(self) -> list[tuple[SeenBatch, list[Document]]]:
-        """The batches that are computed, with their documents; those with the most first."""
-        found = self.training.documents_of(self.step.batches)
-        pairs = [
-            (batch, [each for each in found if each.batch == n and len(each)])
-            for n, batch in enumerate(self.step.batches)
-        ]
-        return sorted(pairs, key=lambda pair: -len(pair[1]))
-
-    @property
-    def arguments(self) -> str:
-        """The names of the arguments with which the model is called."""
-        return ", ".join(sorted(self.step.batches[0].seen))
-
-    @cached_property
     def losses(self) -> StepLosses:
         return self.model.train(self.step)
 
+    def moves(self, named: Mapping[str, nn.Parameter]) -> Moves:
+        return self.model.moves(named, self.step, self.losses.gradients)
+
     @cached_property
     def together_and_alone(self) -> list[SeenBatch]:
-        """A batch of a few rows of a micro-batch, and batches of each of them; empty if no batch has several rows."""
         features = max((batch.features for batch in self.step.batches), key=len)
         if len(features) < 2:
             return []
@@ -228,60 +216,13 @@ class TrainerSubject:
             len(each["input_ids"]) if isinstance(each, Mapping) and "input_ids" in each else 0 for each in features
         ]
         order = np.argsort(lengths, kind="stable")
-        few = [features[n] for n in order[np.unique(np.linspace(0, len(order) - 1, _FEW_ROWS).astype(int))]]
+        few = [features[n] for n in order[np.unique(np.linspace(0, len(order) - 1, FEW_ROWS).astype(int))]]
 
         def collated(rows: Sequence[Any]) -> SeenBatch:
             rows = [dict(row) if isinstance(row, Mapping) else row for row in rows]
             return self._see(own_collator(self.trainer)(rows), rows, self.step.num_items)
 
         return [collated(rows) for rows in (few, *([each] for each in few))]
-
-    @cached_property
-    def isolations(self) -> tuple[list[tuple[str, Isolation]], str]:
-        """The measurements between conversations "in one row" and "in different rows", or why there are none."""
-        found, problem, model = list[tuple[str, Isolation]](), "", self.model
-        for batch, documents in self.computed:
-            rows: dict[int, list[Document]] = {}
-            for each in documents:
-                rows.setdefault(each.row, []).append(each)
-            packed = [each.index for each in max(rows.values(), key=len, default=[])]
-            across = [(row, slice(each[0].index[1].start, each[-1].index[1].stop)) for row, each in rows.items()]
-            for kind, indices in (("in one row", packed), ("in different rows", across)):
-                if len(indices) < 2:
-                    continue
-                try:
-                    measured = compare_documents(
-                        lambda ids, batch=batch: model.hidden(batch, ids),
-                        batch.inputs["input_ids"],
-                        indices,
-                        lambda ids: rounding_of(model.module, model.hidden_alone, ids),
-                    )
-                    found.append((kind, measured))
-                except NotMeasuredError as error:
-                    problem = str(error)
-            if len(dict(found)) == 2:
-                break
-        return found, problem
-
-    @cached_property
-    def apart_from_alone(self) -> float | None:
-        """How far the last hidden states of conversations in a batch are from those of their ids alone, relative.
-
-        A server passes the ids alone. None if no conversation has known bounds, or the model gives no logits.
-        """
-        batch = (self.together_and_alone or self.step.batches)[0]
-        documents = [each for each in self.training.documents_of([batch]) if each.source and len(each)]
-        if not documents:
-            return None
-        ids, apart = batch.inputs["input_ids"], list[float]()
-        try:
-            _, together = self.model.evaluated(batch)
-        except NotMeasuredError:
-            return None
-        for each in documents[-_FEW_ROWS:]:
-            alone = self.model.hidden_alone(ids[each.index][None])[0].float()
-            apart.append(float((together[each.index].float() - alone).norm() / alone.norm()))
-        return max(apart)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -302,32 +243,3 @@ class TrainerSubject:
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
             "versions": ", ".join(f"{name} {version(name)}" for name in ("sftron", "torch", "transformers")),
         }
-
-
-def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubject], Finding]:
-    """Returns a check of the training's batches that also fails if an evaluation's batches fail it.
-
-    An evaluation whose batches cannot be made is named as not measured.
-    """
-
-    @wraps(measure)
-    def check(subject: TrainerSubject) -> Finding:
-        found = measure(subject.training)
-        for name, view in subject.evaluation.items():
-            try:
-                other = view if isinstance(view, Finding) else measure(view)
-            except NotMeasuredError as error:
-                other = Finding(None, f"not measured, {error}")
-            is_first = other.passed is False and found.passed is not False
-            raised = found.raised or other.raised
-            found = Finding(
-                False if False in (found.passed, other.passed) else None if raised else found.passed,
-                f"{found.measured}; {name}: {other.measured}",
-                found.allowed,
-                (*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
-                f"In the evaluation's batches: {other.remedy}" if is_first else found.remedy,
-                raised,
-            )
-        return found
-
-    return check

@@ -17,7 +17,7 @@ import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
 from sftron.verify.report import NotMeasuredError
-from sftron.verify.trainer.batches import SeenBatch, claimed_starts, find, ids_of, spans_of_rows
+from sftron.verify.trainer.batches import SeenBatch, find, ids_of, spans_of_rows
 from sftron.verify.trainer.documents import Document, fragment, locate
 from sftron.verify.trainer.truth import Encoder, PlainText, Truth, read_row
 from sftron.verify.trainer.turn_text import Parsed, TurnText
@@ -179,7 +179,7 @@ class View:
         for row, start, end, feature in spans_of_rows(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             whole = Document(number, row, start, ids, batch.labels[row, start:end].astype(np.int32))
-            inner = {at - start for at in claimed_starts(batch, row) if start < at < end}
+            inner = {at - start for at in batch.claimed_starts(row) if start < at < end}
             claims = [0, *sorted(inner), len(ids)]
             while len(claims) > 2 and self._is_padding(whole.part(*claims[-2:])):  # it has positions of its own
                 claims.pop()
@@ -231,14 +231,25 @@ class View:
             for length, parsed in self.turn_text.parse(whole.ids[start:end]):
                 document = self._parsed(whole.part(start, start + length), parsed)
                 if self.given and not (document.num_cut_before or document.is_cut_after):
-                    source = document.source or "conversations"
-                    document = replace(document, source=source, difference=self._unlike_given(document))
+                    document = self._compared(document)
                 yield document
                 start += length
 
     def _doubled(self, document: Document) -> Document:
         difference = "the template is applied twice: the text of a message begins as a rendered conversation does"
         return replace(document, source=document.source or "ids", difference=difference, is_rendered_twice=True)
+
+    def _compared(self, document: Document) -> Document:
+        """Returns the document as one of the given conversations, perhaps without the template's end; or how it differs
+        from the nearest.
+        """
+        for truth in self.given:
+            found = locate(document, truth, "conversations", self.encoder)
+            if found is not None and not (found.difference or found.num_cut_before or found.is_cut_after):
+                self._used.add(id(truth.content))
+                return found
+        source = document.source or "conversations"
+        return replace(document, source=source, difference=self._unlike_given(document))
 
     def _unlike_given(self, document: Document) -> str:
         """Describes how a document differs from the given conversation that shares most of its beginning."""
