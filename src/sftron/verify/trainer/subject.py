@@ -11,8 +11,9 @@ model take a second, small sample, which is computed in full.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, wraps
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any
 
@@ -37,6 +38,7 @@ from sftron.verify.trainer.batches import (
 )
 from sftron.verify.trainer.documents import Document
 from sftron.verify.trainer.model import CalledModel, StepLosses
+from sftron.verify.trainer.remedies import library_of
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
 from sftron.verify.trainer.view import View
@@ -300,8 +302,15 @@ class TrainerSubject:
             **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
-            "versions": ", ".join(f"{name} {version(name)}" for name in ("sftron", "torch", "transformers")),
+            "versions": ", ".join(_versions("sftron", "torch", "transformers", library_of(trainer))),
         }
+
+
+def _versions(*packages: str) -> Iterator[str]:
+    """Yields the installed packages with their versions; ms-swift is installed under another name."""
+    for name in filter(None, packages):
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version({'swift': 'ms-swift'}.get(name, name))}"
 
 
 def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubject], Finding]:
