@@ -29,6 +29,8 @@ class Facts:
     """What every conversation begins with."""
     num_answers: int | None = None
     """The number of answers at the end of a row that are to be trained; None for all."""
+    twice: str = ""
+    """What a question begins with if the template is applied to what it has written."""
     is_everything: bool = False
     is_text: bool = False
     """Whether the rows are texts without a template."""
@@ -127,6 +129,17 @@ def _no_header(program: Program, facts: Facts) -> list[str]:
         "print(f'the row begins {text[:80]!r}')",
         "print(f'it has {header!r} {text.count(header)} times; wanted once for each answer')",
         "sys.exit(header not in text)",
+    ]
+
+
+def _applied_twice(program: Program, facts: Facts) -> list[str]:
+    return [
+        _batch(program),
+        "text = tokenizer.decode(batch['input_ids'][0])",
+        f"found = text.count({facts.twice!r})",
+        "print(f'the row begins {text[:100]!r}')",
+        "print(f'the template begins within {found} of its questions; wanted 0')",
+        "sys.exit(found > 0)",
     ]
 
 
@@ -532,6 +545,7 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         Evidence("A row has other ids than the tokenizer's chat template writes.", _ids_differ, fits=_has_wanted,
                  compares=True),
         Evidence("A row goes on behind its conversation.", _text_after, fits=_has_wanted, compares=True),
+        Evidence("The chat template is applied twice.", _applied_twice, fits=lambda program, facts: bool(facts.twice)),
         Evidence("A row does not have the form of the tokenizer's chat template.", _no_header,
                  fits=lambda program, facts: bool(facts.header) and _is_rendered(program), words=("has the form",)),
         Evidence("The saved tokenizer has no chat template, and the rows were rendered with one.", _no_template,

@@ -259,7 +259,8 @@ def _adapter_lines(trainer: Any, names: Names, options: dict[str, str], problems
 def _options(trainer: Any, names: Names, problems: list[str]) -> Iterator[tuple[str, str]]:
     """Yields the arguments of the trainer that may matter, each of which is left out again if it does not."""
     values = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
-    values = {name: getattr(value, "collator", value) for name, value in values.items()}  # the collator is recorded
+    if library_of(trainer) == "trl" and type(trainer.data_collator).__module__.startswith("trl."):
+        del values["data_collator"]  # TRL's own default, which it refuses to be given
     yield from _sources(names, {name: value for name, value in values.items() if value is not None}, set(), problems)
     if trainer.optimizer is not None:
         yield "optimizers", _optimizer(trainer, names)
@@ -291,6 +292,7 @@ def _facts(subject: TrainerSubject) -> Facts:
     view, trainer, tokenizer = subject.training, subject.trainer, subject.training.tokenizer
     batch = max(subject.step.batches, key=lambda each: each.ids.size)
     header, stop, beginning = _template_texts(tokenizer)
+    before = _user_header(tokenizer)
     stops = Counter(n for each in view.documents if each.tokens is not None for n in each.tokens.stop_ids)
     if stops:
         stop = tokenizer.decode([stops.most_common(1)[0][0]])
@@ -302,6 +304,7 @@ def _facts(subject: TrainerSubject) -> Facts:
         stop=stop or tokenizer.eos_token or "",
         has_stop=bool(stop),
         beginning=beginning,
+        twice=before + beginning if before and beginning else "",
         is_everything=subject.trained_roles == "all",
         is_text=bool(contents) and all(isinstance(each, PlainText) for each in contents),
         is_marked_by_trl=bool(getattr(trainer, "chat_template", None)),
@@ -327,6 +330,9 @@ def _template_texts(tokenizer: Any) -> tuple[str, str, str]:
     except Exception:  # no template, or one that refuses such messages
         return "", tokenizer.eos_token or "", ""
     header = header or both.partition("Hi")[2].partition("Yo")[0]
+    read = tokenizer.decode(tokenizer.encode(both, add_special_tokens=False))
+    if header not in read:  # SentencePiece writes a space behind a control token
+        header = tokenizer.decode(tokenizer.encode(header, add_special_tokens=False))
     rest = both.partition("Yo")[2].strip()
     tokens = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
     stop = next((token for token in tokens if rest.startswith(token)), "")
@@ -334,6 +340,15 @@ def _template_texts(tokenizer: Any) -> tuple[str, str, str]:
         other = rendered({"role": "system", "content": "Be kind."}, user)
         return header.strip(" "), stop, os.path.commonprefix([other, both])
     return header.strip(" "), stop, ""
+
+
+def _user_header(tokenizer: Any) -> str:
+    """Returns what the template writes in front of a question, from its last control token on."""
+    with suppress(Exception):
+        text = str(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False))
+        head, tokens = text.partition("Hi")[0], [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+        return head[max(head.rfind(token) for token in tokens) :] if any(each in head for each in tokens) else ""
+    return ""
 
 
 def _is_of_numbers(value: Any) -> bool:
@@ -348,7 +363,8 @@ def _suspects(subject: TrainerSubject, name: str, measured: str) -> Iterator[tup
     for is_evaluation, view in views:
         wrong = {id(each) for each in _wrong(view, name)}
         ordered = sorted(view.documents, key=lambda each: (id(each) not in wrong, len(each)))
-        missing = [_of_given(view, truth) for truth in view.given if truth.excerpt in view.missing]
+        is_about_rows = name == "truncation"  # of others, the rows that are there are the ones to look at
+        missing = [_of_given(view, truth) for truth in view.given if is_about_rows and truth.excerpt in view.missing]
         yield (name, is_evaluation), [*missing, *_rows_of(view, ordered)]
 
 
