@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sftron.errors import place_of, show
@@ -135,6 +137,36 @@ class Report:
     checks: tuple[Check, ...]
     required: tuple[str, ...] = ()
     """The names of the checks that must be measured for `passed`."""
+    make_script: Callable[[str | None, str | None], str] | None = field(default=None, repr=False, compare=False)
+    """Makes the program for a failed row; None where the report is not of a trainer."""
+
+    def script(self, name: str | None = None, target: str | None = None) -> str:
+        """Returns a program without sftron that shows the fault of a failed row, by default of the first one.
+
+        It is made as small as it can be, by running it again and again, and confirmed in a process of its own. It exits
+        with 1 if the fault shows, and with 0 if it does not.
+
+        Args:
+            target: SCRIPT.py:FUNCTION, which returns the trainer. A program imports it if the trainer cannot be built
+                from its parts.
+
+        Raises:
+            ValueError: The row has not failed, or no program shows its fault; the message says why.
+        """
+        if self.make_script is None:
+            raise ValueError("only a report of verify_trainer has programs")
+        return self.make_script(name, target)
+
+    @property
+    def card_line(self) -> str:
+        """One line for a model card, with a hash of the facts and the rows, which --json has too."""
+        num_passed = sum(check.passed is True for check in self.checks)
+        rows = [[check.name, check.status.lower(), check.measured, check.allowed] for check in self.checks]
+        content = json.dumps([self.facts, rows], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        failed = f"; failed: {', '.join(check.name for check in self.failed)}" if self.failed else ""
+        count = f"{num_passed} of {len(self.checks)} checks of verify_trainer passed{failed}"
+        return f"{count} ({self.facts.get('versions', '')}; {digest})"
 
     @property
     def failed(self) -> list[Check]:
@@ -175,7 +207,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         checks = [{"status": check.status.lower(), **asdict(check)} for check in self.checks]
-        return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
+        found = {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
+        return found if self.make_script is None else {**found, "card_line": self.card_line}
 
     def as_text(self) -> str:
         """Returns the title, one aligned line per check without its duration, and the details and remedies."""

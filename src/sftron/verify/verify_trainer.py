@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sftron.report.page import render
 from sftron.verify.report import Check, Report, Rule, carry_out
+from sftron.verify.script.make import script_of
+from sftron.verify.script.rebuild import Materials, collect
 from sftron.verify.trainer import data_checks, label_checks, model_checks, saved_checks
 from sftron.verify.trainer.batches import require_checkable
 from sftron.verify.trainer.state import untouched
@@ -66,7 +69,16 @@ def verify_trainer(
             checks.append(check)
             if on_check is not None:
                 on_check(check)
-    return Report(title, facts, tuple(checks), REQUIRED)
+        materials = _materials(subject, checks)
+    return Report(title, facts, tuple(checks), REQUIRED, partial(script_of, materials, tuple(checks)))
+
+
+def _materials(subject: TrainerSubject, checks: Sequence[Check]) -> Materials | str:
+    """Returns the parts of the trainer for its scripts, or why there are none."""
+    try:
+        return collect(subject, {check.name: check.measured for check in checks})
+    except Exception as error:  # the report does not depend on it
+        return f"the trainer cannot be written as a program: {type(error).__name__}: {error}"
 
 
 def page_of(report: Report) -> str:

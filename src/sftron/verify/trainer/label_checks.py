@@ -254,3 +254,17 @@ def with_lone_answers(documents: Sequence[Document]) -> list[Document]:
     if 2 * sum(before_last) <= len(before_last):
         return []
     return [document for document, flags in known if any(flags) and not all(flags[:-1])]
+
+
+def wrong_labels(view: View) -> list[Document]:
+    """Returns the documents with a wrong label."""
+    return _LabelCount.of(view).documents
+
+
+def untrained_stops(view: View) -> list[Document]:
+    """Returns the documents with an answer whose stop token has no label."""
+    return [
+        each
+        for each in view.documents
+        if any(turn.stop is None or not each.trained[turn.stop] for turn in each.answers)
+    ]

@@ -11,8 +11,9 @@ model take a second, small sample, which is computed in full.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any
 
@@ -36,6 +37,7 @@ from sftron.verify.trainer.batches import (
 )
 from sftron.verify.trainer.measurements import FEW_ROWS, Moves, Subject
 from sftron.verify.trainer.model import CalledModel, StepLosses
+from sftron.verify.trainer.remedies import library_of
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
 from sftron.verify.trainer.view import View
@@ -241,5 +243,12 @@ class TrainerSubject(Subject):
             **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
-            "versions": ", ".join(f"{name} {version(name)}" for name in ("sftron", "torch", "transformers")),
+            "versions": ", ".join(_versions("sftron", "torch", "transformers", library_of(trainer))),
         }
+
+
+def _versions(*packages: str) -> Iterator[str]:
+    """Yields the installed packages with their versions; ms-swift is installed under another name."""
+    for name in filter(None, packages):
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version({'swift': 'ms-swift'}.get(name, name))}"

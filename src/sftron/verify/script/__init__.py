@@ -1,0 +1,7 @@
+"""A program without sftron that shows a fault of a trainer, as small as it can be made.
+
+rebuild.py   a live trainer -> the parts of a Program, as source text (source.py)
+evidence.py  a failed row   -> the lines that measure its fault with transformers and torch alone
+program.py   Program        -> its text, and what it prints and exits with
+shrink.py    Program        -> the smallest one that still shows the fault
+"""

@@ -1,0 +1,209 @@
+"""The program for a failed row of the table, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sftron.verify.report import Check
+from sftron.verify.script.evidence import EVIDENCE, Evidence
+from sftron.verify.script.program import Program, run_fresh
+from sftron.verify.script.rebuild import (
+    Materials,
+    Suspect,
+    model_config,
+    rows_for,
+    tokenizer_lines,
+    versions,
+)
+from sftron.verify.script.shrink import Search, is_small, shrunk
+
+_MOST_ALONE = 4
+_IN_EVALUATION = "In the evaluation's batches"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    program: Program
+    evidence: Evidence
+    keeps_texts: bool
+
+
+def make_script(materials: Materials, check: Check, target: str | None) -> str:
+    """Returns the text of the smallest program that was found to show the fault of a row.
+
+    Raises:
+        ValueError: None was found; the message says why.
+    """
+    search, is_evaluation = Search(), check.remedy.startswith(_IN_EVALUATION)
+    found = _smallest(search, candidates(materials, check.name, check.measured, is_evaluation=is_evaluation))
+    if found is None and target is not None:
+        found = _smallest(search, of_function(materials, check, target, is_evaluation=is_evaluation))
+    if found is not None:
+        if (outcome := run_fresh(found)).shows_fault:
+            return found
+        raise ValueError(f"{check.name}: the program shows its fault in this process alone: {outcome.output}")
+    reasons = [*materials.problems, *dict.fromkeys(search.errors)][:3]
+    why = f"; {'; '.join(reasons)}" if reasons else ""
+    raise ValueError(f"{check.name}: no program of the trainer's parts shows the fault{why}")
+
+
+def _smallest(search: Search, candidates: Iterable[Candidate]) -> str | None:
+    """Returns the text of the first candidate that shows its fault, made small; None if none does."""
+    for candidate in candidates:
+        if search.shows(candidate.program):
+            kept = ("use_cpu", "bf16", *candidate.evidence.given)
+            return shrunk(candidate.program, search, keeps_texts=candidate.keeps_texts, kept=kept).text
+    return None
+
+
+def of_function(materials: Materials, check: Check, target: str, *, is_evaluation: bool) -> Iterator[Candidate]:
+    """Yields the programs whose trainer the user's own function builds; they take a few rows of its data set."""
+    path, _, function = target.rpartition(":")
+    module, folder = Path(path).stem, str(Path(path).resolve().parent)
+    data = "eval_dataset" if is_evaluation else "train_dataset"
+    nothing = replace(
+        materials,
+        tokenizer_state={},
+        is_trl=False,
+        options={},
+        arguments={},
+        after=(),
+        model_lines=(),
+        model_options={},
+    )
+    for evidence in _kinds(check.name, check.measured):
+        for chosen in _choices(materials.suspects.get((check.name, is_evaluation), ()), evidence.num_rows):
+            candidate = _candidate(nothing, evidence, "ids", chosen, {}, ("",), 0, is_evaluation)
+            numbers = [each.index for each in chosen]
+            if candidate is None or None in numbers:
+                continue
+            rows = f"[trainer.{data}[n] for n in {numbers}]"
+            rows = f"trainer.{data}.select({numbers})" if "from_list" in materials.dataset else rows
+            prefix = "eval_" if is_evaluation else ""
+            lines = (
+                f"sys.path.insert(0, {folder!r})",
+                f"from {module} import {function}",
+                f"trainer = {function}()",
+                f"trainer.{data} = {rows}",
+                "tokenizer, model, arguments = trainer.processing_class, trainer.model, trainer.args",
+                f"{prefix}rows = list(trainer.{data})",
+                f"{prefix}documents = [row['input_ids'] for row in {prefix}rows]",
+            )
+            comment = (*candidate.program.comment, f"# The trainer is that of {function}() in {Path(path).name}.")
+            program = replace(candidate.program, of_user=lines, comment=comment)
+            yield Candidate(program, evidence, keeps_texts=True)
+
+
+def _kinds(name: str, measured: str) -> list[Evidence]:
+    return sorted(EVIDENCE[name], key=lambda each: each.order(measured))
+
+
+def candidates(
+    materials: Materials, name: str, measured: str = "", *, is_evaluation: bool = False
+) -> Iterator[Candidate]:
+    """Yields the programs that may show the fault of a row, those with a small model and few rows first."""
+    suspects = materials.suspects.get((name, is_evaluation), ())
+    lines, num_loaded = tokenizer_lines(materials)
+    for is_reduced in (True, False):
+        config = model_config(materials, is_small=is_reduced)
+        for evidence in _kinds(name, measured):
+            for way in _ways(materials, suspects):
+                for chosen in _choices(suspects, evidence.num_rows):
+                    candidate = _candidate(materials, evidence, way, chosen, config, lines, num_loaded, is_evaluation)
+                    if candidate is not None and (is_reduced or is_small(candidate.program)):
+                        yield candidate
+
+
+def _ways(materials: Materials, suspects: Sequence[Suspect]) -> Sequence[str]:
+    """Returns from what the rows of a program are made; TRL makes the ids of texts and messages itself."""
+    if not materials.is_trl:
+        return ("ids",)
+    has_columns = bool(suspects) and rows_for(suspects[:1], "columns", materials, "") is not None
+    return ("columns",) if has_columns else ("conversations", "ids")
+
+
+def _choices(suspects: Sequence[Suspect], numbers: Sequence[int]) -> Iterator[Sequence[Suspect]]:
+    for number in numbers:
+        if number == 1:
+            yield from ([each] for each in suspects[:_MOST_ALONE])
+        elif number <= len(suspects):
+            yield suspects[:number]
+
+
+def _candidate(
+    materials: Materials,
+    evidence: Evidence,
+    way: str,
+    chosen: Sequence[Suspect],
+    config: Mapping[str, str],
+    lines: tuple[str, ...],
+    num_loaded: int,
+    is_evaluation: bool,
+) -> Candidate | None:
+    """Returns the program with these rows; None if it cannot be made, or if the evidence measures nothing in it."""
+    rows = rows_for(chosen, way, materials, "eval_" if is_evaluation else "")
+    training = rows_for(materials.training_rows[:2], way, materials, "") if is_evaluation else rows
+    if rows is None or training is None:
+        return None
+    facts, extra = materials.facts, ()
+    if not rows.is_ids and isinstance(completion := rows.rows[0].get("completion"), list):
+        facts = replace(facts, num_answers=sum(each["role"] == "assistant" for each in completion))
+    has_own = not rows.is_ids and bool({"messages", "completion"} & rows.columns) and not facts.is_text
+    has_own &= way == "conversations" or not any(each.is_given for each in chosen)
+    keeps_texts = evidence.compares and not has_own
+    if keeps_texts:
+        contents = [content for each in chosen for content in each.contents]
+        if not all(isinstance(each, Mapping) for each in contents):
+            if not (facts.is_text and not rows.is_ids):
+                return None
+        else:
+            extra = (f"conversations = {[each['messages'] for each in contents if isinstance(each, Mapping)]!r}",)
+            facts = replace(facts, has_conversations=True)
+    model_lines = materials.model_lines
+    if len(lines) > 1 and "add_tokens" in lines[1]:
+        config = {**config, "vocab_size": repr(num_loaded)}
+        model_lines = ("model.resize_token_embeddings(len(tokenizer))", *model_lines)
+    program = Program(
+        names=materials.names,
+        tokenizer_object=materials.tokenizer,
+        comment=_comment(evidence.sentence),
+        tokenizer=lines,
+        model_type=materials.model_type,
+        config=config,
+        model_options=materials.model_options,
+        model_lines=model_lines,
+        rows=training,
+        evaluation=rows if is_evaluation else None,
+        dataset=materials.dataset,
+        arguments_class=materials.arguments_class,
+        arguments={**materials.arguments, **evidence.given},
+        trainer=materials.trainer,
+        options=materials.options,
+        after=materials.after,
+        extra=extra,
+        evidence=partial(evidence.lines, facts=facts),
+    )
+    return Candidate(program, evidence, keeps_texts) if evidence.fits(program, facts) else None
+
+
+def _comment(sentence: str) -> tuple[str, ...]:
+    return (
+        f"# {versions()}",
+        f"# {sentence} Exit status: 1 if the fault shows, 0 if it does not.",
+    )
+
+
+def script_of(materials: Any, checks: Sequence[Check], name: str | None, target: str | None) -> str:
+    """Returns the program for a failed row, by default the first one. Raises ValueError with the reason if none is."""
+    failed = [each for each in checks if each.passed is False]
+    chosen = [each for each in failed if name in (None, each.name)]
+    if not chosen:
+        names = ", ".join(each.name for each in failed) or "none"
+        raise ValueError(f"no row {name!r} has failed; failed: {names}" if name else "no row has failed")
+    if not isinstance(materials, Materials):
+        raise ValueError(f"{chosen[0].name}: {materials}")
+    return make_script(materials, chosen[0], target)

@@ -1,0 +1,260 @@
+"""A program as parts that can be taken away one by one, its text, and what it does when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sftron.verify.script.source import Names, folded, needed
+
+_FRESH = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+_MOST_SECONDS = 600
+
+
+FIXED = "fixed"
+"""Not a column, but what a document must keep: 1 for the template's tokens and the first one of a text, else 0."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a data set.
+
+    Attributes:
+        rows: The columns of each row by name; or, for rows of ids, the documents in each row, with their columns.
+        is_ids: Whether they are rows of ids.
+        prefix: What the names of a program begin with: "", or "eval_".
+    """
+
+    rows: tuple[Any, ...]
+    is_ids: bool = False
+    prefix: str = ""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(self.rows[0][0] if self.is_ids else self.rows[0]) - {FIXED}
+
+    def lines(self, tokenizer: Any) -> list[str]:
+        """Returns the lines that define `rows`; for rows of ids also `documents`, the ids of each document."""
+        if not self.is_ids:
+            return [f"{self.prefix}rows = {list(self.rows)!r}"]
+        documents, rows = list[str](), list[str]()
+        for row in self.rows:
+            columns: dict[str, list[str]] = {name: [] for name in row[0] if name != FIXED}
+            for document in row:
+                name = f"{self.prefix}documents[{len(documents)}]"
+                documents.append(_ids_source(document["input_ids"], tokenizer))
+                for column, parts in columns.items():
+                    parts.append(_runs(document[column], document["input_ids"], name))
+            sources = {name: " + ".join(parts) for name, parts in columns.items()}
+            rows.append(f"{{{', '.join(f'{name!r}: {source}' for name, source in sources.items())}}}")
+        return [
+            f"{self.prefix}documents = [{', '.join(documents)}]",
+            f"{self.prefix}rows = [{', '.join(rows)}]",
+        ]
+
+    def documents_line(self) -> list[str]:
+        """Returns the line that defines `documents` for rows of messages or texts; none for rows of ids."""
+        if self.is_ids:
+            return []
+        source = "row['prompt'] + row['completion']" if "prompt" in self.columns else f"row[{self.text_column!r}]"
+        first = self.rows[0]
+        is_text = isinstance(first.get("prompt", first.get(self.text_column)), str)
+        ids = f"tokenizer({source})['input_ids']"
+        tools = ", tools=row['tools']" if "tools" in self.columns else ""
+        ids = ids if is_text else f"tokenizer.apply_chat_template({source}{tools}, return_dict=False)"
+        return [f"{self.prefix}documents = [{ids} for row in {self.prefix}rows]"]
+
+    @property
+    def text_column(self) -> str:
+        names = [name for name in ("messages", "text") if name in self.columns]
+        if self.is_ids:
+            return ""
+        others = [name for name, value in self.rows[0].items() if isinstance(value, (str, list))]
+        return (names or others or ["messages"])[0]
+
+
+def _ids_source(ids: Sequence[int], tokenizer: Any) -> str:
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if tokenizer.encode(text, add_special_tokens=False) == list(ids):
+        return f"tokenizer.encode({text!r}, add_special_tokens=False)"
+    return repr(list(ids))
+
+
+def _runs(values: Sequence[int], ids: Sequence[int], name: str) -> str:
+    """Returns an expression for the values, as parts of the ids of that name and repeated numbers."""
+    if list(values) == list(ids):
+        return name
+    parts, begin = list[str](), 0
+    while begin < len(values):
+        end, is_same = begin + 1, values[begin] == ids[begin]
+        while end < len(values) and (values[end] == ids[end] if is_same else values[end] == values[begin] != ids[end]):
+            end += 1
+        last = "" if end == len(values) else str(end)
+        parts.append(f"{name}[{begin or ''}:{last}]" if is_same else f"[{values[begin]}] * {end - begin}")
+        begin = end
+    return " + ".join(parts)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source text by its place: expressions by the name of an argument, and lines."""
+
+    names: Names = field(repr=False, compare=False)
+    tokenizer_object: Any = field(repr=False, compare=False)
+    comment: tuple[str, ...]
+    tokenizer: tuple[str, ...]
+    """The first line loads it."""
+    model_type: str
+    config: Mapping[str, str]
+    model_options: Mapping[str, str]
+    model_lines: tuple[str, ...]
+    rows: Rows
+    dataset: str
+    """The expression of a data set, with {} for its rows."""
+    arguments_class: str
+    arguments: Mapping[str, str]
+    trainer: str
+    options: Mapping[str, str]
+    after: tuple[str, ...]
+    evidence: Callable[[Program], list[str]] = field(compare=False)
+    evaluation: Rows | None = None
+    extra: tuple[str, ...] = ()
+    """Lines before the evidence, such as given conversations."""
+    of_user: tuple[str, ...] = ()
+    """Lines that have the user's own function build the trainer, in place of all others."""
+
+    @property
+    def measured(self) -> Rows:
+        """The rows that the evidence is about."""
+        return self.evaluation or self.rows
+
+    @property
+    def loader(self) -> str:
+        return f"trainer.get_{'train' if self.evaluation is None else 'eval'}_dataloader()"
+
+    @property
+    def text(self) -> str:
+        measured, tokenizer = [*self.extra, *self.evidence(self)], () if self.of_user else self.tokenizer
+        setup = self.of_user or self._setup()
+        imports, definitions = needed(self.names, [*tokenizer, *setup, *measured])
+        blocks = (self.comment, imports, tokenizer, definitions, setup, measured)
+        return "\n\n".join("\n".join(map(_fold, block)) for block in blocks if block) + "\n"
+
+    def _setup(self) -> list[str]:
+        """Returns the lines that build the model, the rows and the trainer."""
+        options = dict(self.options)
+        if self.evaluation is not None:
+            options = {"eval_dataset": self.dataset.format("eval_rows"), **options}
+        sizes = _arguments([repr(self.model_type)], self.config)
+        setup = [
+            "torch.manual_seed(0)",
+            f"config = AutoConfig.for_model({sizes})",
+            f"model = AutoModelForCausalLM.from_config({_arguments(['config'], self.model_options)})",
+            *self.model_lines,
+            *self.rows.lines(self.tokenizer_object),
+            *(self.evaluation.lines(self.tokenizer_object) if self.evaluation is not None else ()),
+            f"arguments = {self.arguments_class}({_arguments([repr('/tmp/out')], self.arguments)})",
+        ]
+        given = {"train_dataset": self.dataset.format("rows"), "processing_class": "tokenizer", **options}
+        setup.append(f"trainer = {self.trainer}({_arguments(['model', 'arguments'], given)})")
+        return [*setup, *self.after]
+
+    def without(self, part: str, dropped: Sequence[str]) -> Program:
+        """Returns the program without some lines or arguments of a part."""
+        value = getattr(self, part)
+        if isinstance(value, Mapping):
+            return replace(self, **{part: {name: each for name, each in value.items() if name not in dropped}})
+        return replace(self, **{part: tuple(line for line in value if line not in dropped)})
+
+
+def _fold(lines: str) -> str:
+    return lines if "\n" in lines else folded(lines)
+
+
+def _arguments(first: Sequence[str], given: Mapping[str, str]) -> str:
+    return ", ".join([*first, *(f"{name}={value}" for name, value in given.items())])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program has done: its exit status, None if an exception ended it, and what it printed."""
+
+    status: int | None
+    output: str
+
+    @property
+    def shows_fault(self) -> bool:
+        return self.status == 1
+
+
+def run_here(text: str) -> Outcome:
+    """Runs a program in this process, and puts back what such programs change outside of themselves."""
+    output = io.StringIO()
+    with _quiet_and_restored(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            exec(compile(text, "<script>", "exec"), {"__name__": "__main__"})
+        except SystemExit as ended:
+            return Outcome(int(ended.code or 0), output.getvalue())
+        except Exception as error:
+            return Outcome(None, f"{type(error).__name__}: {error}")
+    return Outcome(0, output.getvalue())
+
+
+@contextlib.contextmanager
+def _quiet_and_restored() -> Iterator[None]:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [
+        (kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState, PartialState)
+    ]
+    environment, states, level = (
+        dict(os.environ),
+        (random.getstate(), np.random.get_state()),
+        logging.root.manager.disable,
+    )
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        os.environ.clear()
+        os.environ.update(environment)
+        for state, before in shared:
+            state.clear()
+            state.update(before)
+
+
+def run_fresh(text: str) -> Outcome:
+    """Runs a program in a process of its own, in which sftron cannot be imported."""
+    with tempfile.TemporaryDirectory(prefix="sftron-script-") as folder:
+        path = Path(folder) / "script.py"
+        path.write_text(text, encoding="utf-8")
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _FRESH, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=_MOST_SECONDS,
+            check=False,
+        )
+    has_raised = "Traceback (most recent call last)" in ended.stderr
+    if has_raised:
+        return Outcome(None, ended.stderr.strip().splitlines()[-1])
+    return Outcome(ended.returncode, ended.stdout)

@@ -1,0 +1,232 @@
+"""Takes away what a program does not need to show its fault: rows, texts, tokens, options, and parts of the model."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from sftron.verify.script.program import FIXED, Outcome, Program, Rows, run_here
+from sftron.verify.script.rebuild import SMALL
+
+_MOST_TRIES, _MOST_SECONDS = 200, 240
+_MOST_PARAMETERS = 10_000_000
+_SMALL_NUMBERS = (1, 2, 8, 16, 32, 64, 128)
+_COUNTS = {"gradient_accumulation_steps": (2,), "per_device_train_batch_size": (1, 2), "max_length": (16, 32, 64, 128)}
+"""Smaller values that are tried for an argument; a step that accumulates needs two micro-batches."""
+
+
+@dataclass
+class Search:
+    """Runs programs, up to a number and a time, and remembers what they did."""
+
+    most_tries: int = _MOST_TRIES
+    seconds: float = _MOST_SECONDS
+    errors: list[str] = field(default_factory=list)
+    _known: dict[str, bool] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+
+    def shows(self, program: Program) -> bool:
+        """Returns whether a program shows its fault; no, if the tries are used up."""
+        try:
+            text = program.text
+        except ValueError as error:
+            self.errors.append(str(error))
+            return False
+        if text not in self._known:
+            if len(self._known) >= self.most_tries or time.monotonic() - self._started > self.seconds:
+                return False
+            outcome = run_here(text)
+            self._note(outcome)
+            self._known[text] = outcome.shows_fault
+        return self._known[text]
+
+    def _note(self, outcome: Outcome) -> None:
+        if outcome.status is None:
+            self.errors.append(" ".join(outcome.output.split())[:300])
+
+
+def shrunk(program: Program, search: Search, *, keeps_texts: bool, kept: Sequence[str]) -> Program:
+    """Returns the smallest program that was found.
+
+    Args:
+        program: One that shows its fault.
+        keeps_texts: Whether its rows have to stay as they are.
+        kept: The arguments that the measurement needs.
+    """
+    for part in ("arguments", "options", "after", "model_lines", "model_options", "tokenizer", "config"):
+        program = _without_parts(program, part, search, kept)
+    program = _with_small_numbers(program, search)
+    for name in ("rows", "evaluation") if not keeps_texts else ():
+        if getattr(program, name) is not None:
+            program = _with_small_rows(program, name, search)
+    return program
+
+
+def _without_parts(program: Program, part: str, search: Search, kept: Sequence[str]) -> Program:
+    """Returns the program without the arguments or lines of a part that it does not need."""
+    names = list(getattr(program, part))
+    if part == "tokenizer":
+        names = names[1:]
+    names = [each for each in names if each not in kept and not (part == "config" and each in {*SMALL, "vocab_size"})]
+
+    def still(left: Sequence[str]) -> bool:
+        candidate = program.without(part, [each for each in names if each not in left])
+        return (part != "config" or is_small(candidate)) and search.shows(candidate)
+
+    left = fewest(names, still)
+    return program.without(part, [each for each in names if each not in left])
+
+
+def is_small(program: Program) -> bool:
+    """Returns whether the model has few parameters besides its vocabulary, without making it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        sizes = {name: ast.literal_eval(value) for name, value in program.config.items() if name != "vocab_size"}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(program.model_type, vocab_size=8, **sizes))
+    except Exception:  # of the model's own code
+        return False
+    return sum(each.numel() for each in model.parameters()) < _MOST_PARAMETERS
+
+
+def _with_small_numbers(program: Program, search: Search) -> Program:
+    for name, smaller in _COUNTS.items():
+        for number in smaller:
+            own = program.arguments.get(name, "")
+            if own.isdigit() and number < int(own):
+                candidate = replace(program, arguments={**program.arguments, name: str(number)})
+                if search.shows(candidate):
+                    program = candidate
+                    break
+    return program
+
+
+def fewest(items: Sequence[Any], still: Callable[[Sequence[Any]], bool]) -> list[Any]:
+    """Returns items without those that are not needed: none, or else without halves, quarters and so on to single ones.
+
+    Args:
+        still: Whether some of the items suffice.
+    """
+    left = list(items)
+    if left and still([]):
+        return []
+    size = len(left) // 2
+    while size:
+        at = 0
+        while at < len(left):
+            fewer = left[:at] + left[at + size :]
+            if fewer and len(fewer) < len(left) and still(fewer):
+                left = fewer
+            else:
+                at += size
+        size //= 2
+    return left
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _with_small_rows(program: Program, name: str, search: Search) -> Program:
+    rows: Rows = getattr(program, name)
+
+    def having(changed: Sequence[Any]) -> Program:
+        return replace(program, **{name: replace(rows, rows=tuple(changed))})
+
+    kept = list(rows.rows)
+    if len(kept) > 1:
+        kept = fewest(kept, lambda left: bool(left) and search.shows(having(left)))
+    for at in range(len(kept)):
+
+        def with_row(row: Any, at: int = at) -> Program:
+            return having([*kept[:at], row, *kept[at + 1 :]])
+
+        shorter = _shorter_ids if rows.is_ids else _shorter_texts
+        kept[at] = shorter(kept[at], lambda row, at=at: search.shows(with_row(row, at)))
+    return having(kept)
+
+
+def _shorter_ids(row: Sequence[Mapping[str, Sequence[int]]], still: Callable[[Any], bool]) -> Any:
+    """Returns a row with fewer columns and tokens; a token is taken from all columns."""
+    others = [name for name in row[0] if name not in ("input_ids", FIXED)]
+    columns = fewest(others, lambda left: still(_with_columns(row, left)))
+    documents = list(_with_columns(row, columns))
+    for at, document in enumerate(documents):
+        size = len(document["input_ids"])
+        free = [n for n in range(size) if not document[FIXED][n]]
+
+        def having(left: Sequence[int], at: int = at, document: Any = document, free: Any = free) -> Any:
+            dropped = set(free) - set(left)
+            shorter = {name: [each for n, each in enumerate(values) if n not in dropped]
+                       for name, values in document.items()}  # fmt: skip
+            return (*documents[:at], shorter, *documents[at + 1 :])
+
+        left = fewest(free, lambda left, size=size, free=free, having=having: (
+            size - len(free) + len(left) > 0 and still(having(left))))  # fmt: skip
+        documents = list(having(left))
+    return tuple(documents)
+
+
+def _with_columns(row: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    return tuple({name: document[name] for name in ("input_ids", *names, FIXED)} for document in row)
+
+
+def _shorter_texts(row: Mapping[str, Any], still: Callable[[Any], bool]) -> Any:
+    """Returns a row with fewer columns, messages and words."""
+    columns = fewest(list(row), lambda left: bool(left) and still({name: row[name] for name in left}))
+    row = {name: row[name] for name in columns}
+    for name, value in list(row.items()):
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            has_question = _is_asked(value)
+            messages = fewest(
+                value,
+                lambda left, name=name, asked=has_question: (
+                    bool(left) and _is_asked(left) >= asked and still({**row, name: list(left)})
+                ),
+            )
+            row = {**row, name: list(messages)}
+    for place in list(_texts(row)):
+        row = _with_fewer_words(row, place, still)
+    return row
+
+
+def _is_asked(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a question comes before the first answer; without one, a row would look like another fault."""
+    roles = [each.get("role") for each in messages]
+    return "assistant" in roles and "user" in roles[: roles.index("assistant")]
+
+
+def _texts(row: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yields the places of a row's texts: a column, and the number of a message with the name of its text."""
+    for name, value in row.items():
+        if isinstance(value, str):
+            yield (name,)
+        elif isinstance(value, list):
+            for n, message in enumerate(value):
+                for key in ("content", "value"):
+                    if isinstance(message, Mapping) and isinstance(message.get(key), str):
+                        yield name, n, key
+
+
+def _with_fewer_words(row: Mapping[str, Any], place: tuple[Any, ...], still: Callable[[Any], bool]) -> Any:
+    name, *inner = place
+    text = row[name] if not inner else row[name][inner[0]][inner[1]]
+
+    def having(words: Sequence[str]) -> dict[str, Any]:
+        changed: Any = " ".join(words)
+        if inner:
+            messages = list(row[name])
+            messages[inner[0]] = {**messages[inner[0]], inner[1]: changed}
+            changed = messages
+        return {**row, name: changed}
+
+    words = text.split(" ")
+    for short in (words[:1], words[:2]):
+        if len(short) < len(words) and short[0] and still(having(short)):
+            return having(short)
+    return having(fewest(words, lambda left: bool(left) and still(having(left))))

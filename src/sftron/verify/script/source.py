@@ -1,0 +1,282 @@
+"""Source text of live objects: an expression for a value, and the imports and definitions that its names need."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import importlib
+import inspect
+import io
+import re
+import sys
+import sysconfig
+import textwrap
+import tokenize
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+WIDTH = 120
+
+
+class NoSourceError(ValueError):
+    """An object has no source text that a program could hold; the message says why."""
+
+
+class Names:
+    """The imports and the definitions of names, of which a program holds those that it uses."""
+
+    def __init__(self) -> None:
+        self.imports: dict[str, str] = {}
+        self.definitions: dict[str, str] = {}
+        self._defined: dict[int, str] = {}
+
+    def expression(self, value: Any) -> str:
+        """Returns an expression that makes an equal value. Raises NoSourceError."""
+        if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, Enum):
+            return repr(value)
+        if isinstance(value, float):
+            return repr(value) if value - value == 0 else f"float({str(value)!r})"
+        if isinstance(value, Enum):
+            return self.expression(value.value)
+        if isinstance(value, torch.dtype):
+            self.imports["torch"] = "import torch"
+            return str(value)
+        if isinstance(value, PreTrainedTokenizerBase):
+            return "tokenizer"
+        if isinstance(value, nn.Module):
+            return "model"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{self.expression(k)}: {self.expression(v)}' for k, v in value.items())}}}"
+        if isinstance(value, (list, tuple, set, frozenset)):
+            values = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+            inner = ", ".join(map(self.expression, values))
+            return f"({inner},)" if isinstance(value, tuple) else f"[{inner}]"
+        if isinstance(value, functools.partial):
+            self.imports["partial"] = "from functools import partial"
+            given = [self.expression(value.func), *map(self.expression, value.args)]
+            return f"partial({', '.join([*given, *self._options(value.keywords)])})"
+        if isinstance(value, type) or inspect.isroutine(value):
+            return self.name_of(value)
+        return self._call(value)
+
+    def name_of(self, value: Any) -> str:
+        """Returns the name of a class or function, with its import or its own source. Raises NoSourceError."""
+        if inspect.ismethod(value):
+            raise NoSourceError(f"{value.__qualname__} is a method of an object that a program does not have")
+        if is_of_library(value):
+            module = _public_module(value)
+            self.imports[value.__name__] = f"from {module} import {value.__name__}"
+            return value.__name__
+        return self._define(value)
+
+    def _options(self, given: Mapping[str, Any]) -> list[str]:
+        return [f"{name}={self.expression(value)}" for name, value in given.items()]
+
+    def _call(self, value: Any) -> str:
+        """Returns a call of the value's class with what its attributes hold."""
+        kind = type(value)
+        name, given = self.name_of(kind), {}
+        for parameter in list(inspect.signature(kind).parameters.values()):
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            if not hasattr(value, parameter.name):
+                if parameter.default is parameter.empty:
+                    raise NoSourceError(f"{kind.__name__} does not keep its argument {parameter.name}")
+                continue
+            own = getattr(value, parameter.name)
+            if parameter.default is parameter.empty or not _is_same(own, parameter.default):
+                given[parameter.name] = own
+        return f"{name}({', '.join(self._options(given))})"
+
+    def _define(self, value: Any) -> str:
+        """Adds the source of a class or function of the user's, and all that it needs; returns its name."""
+        name = value.__name__
+        if id(value) in self._defined:
+            return self._defined[id(value)]
+        if value.__module__.partition(".")[0] == "sftron":
+            raise NoSourceError(f"{name} is sftron's own")
+        tree = _parsed(value)
+        name = "function" if isinstance(value, FunctionType) and name == "<lambda>" else name
+        self._defined[id(value)] = name
+        scope = dict(vars(sys.modules[value.__module__]))
+        for function in _functions(value):
+            scope |= _closure(function)
+        for used in sorted(used_names(tree)):
+            if used in scope and used != name:
+                self._bind(used, scope[used])
+        self.definitions[name] = "\n".join(folded(line) for line in ast.unparse(tree).split("\n") if line.strip())
+        return name
+
+    def _bind(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType):
+            self.imports[name] = (
+                f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
+            )
+            return
+        found = self.expression(value)
+        if found == name:
+            return
+        if found in self.imports:
+            self.imports[name] = f"{self.imports[found]} as {name}"
+        else:
+            self.definitions[name] = folded(f"{name} = {found}")
+
+
+def is_of_library(value: Any) -> bool:
+    """Returns whether a class or function is of an installed package other than sftron, or of Python itself."""
+    top = value.__module__.partition(".")[0]
+    module = sys.modules.get(value.__module__)
+    path = getattr(module, "__file__", None)
+    if top == "sftron" or top == "__main__":
+        return False
+    return path is None or path.startswith(tuple(sysconfig.get_paths()[n] for n in ("stdlib", "purelib", "platlib")))
+
+
+def _public_module(value: Any) -> str:
+    """Returns the shortest module that has the class or function under its own name."""
+    parts = value.__module__.split(".")
+    for size in range(1, len(parts) + 1):
+        module = ".".join(parts[:size])
+        try:
+            if getattr(importlib.import_module(module), value.__name__, None) is value:
+                return module
+        except ImportError:
+            continue
+    raise NoSourceError(f"{value.__qualname__} cannot be imported from {value.__module__}")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple)) and a == b)
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    if isinstance(value, FunctionType):
+        return [value]
+    return [each for each in vars(value).values() if isinstance(each, FunctionType)]
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return {name: cell.cell_contents for name, cell in cells.items() if name != "__class__"}
+
+
+class _Bare(ast.NodeTransformer):
+    """Removes docstrings and annotations, which a program does not need."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns, node.body = None, [_without_annotation(each) for each in _without_docstring(node.body)]
+        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+            argument.annotation = None
+        for argument in filter(None, (node.args.vararg, node.args.kwarg)):
+            argument.annotation = None
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.body = _without_docstring(node.body)
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
+        return self.generic_visit(node)
+
+
+def _without_annotation(statement: ast.stmt) -> ast.stmt:
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        return ast.Assign([statement.target], statement.value)
+    return statement
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return (body[1:] or [ast.Pass()]) if is_docstring else body
+
+
+def _parsed(value: Any) -> ast.Module:
+    """Returns the definition of a class or function, bare. Raises NoSourceError."""
+    try:
+        source = textwrap.dedent(inspect.getsource(value))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError) as error:
+        raise NoSourceError(f"the source of {value.__qualname__} cannot be read") from error
+    if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+        lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        if len(lambdas) != 1:
+            raise NoSourceError("a lambda does not stand alone in its line, so its source cannot be told")
+        tree = ast.Module([ast.Assign([ast.Name("function", ast.Store())], lambdas[0])], [])
+    return ast.fix_missing_locations(_Bare().visit(tree))
+
+
+def used_names(tree: ast.AST) -> set[str]:
+    """Returns the names that are read and are no builtins."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return names - set(dir(builtins))
+
+
+def folded(line: str) -> str:
+    """Returns a line of code that is broken behind commas, within brackets, where it is longer than a line may be.
+
+    A string is not broken.
+    """
+    if len(line) <= WIDTH or line.lstrip().startswith("#"):
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    breaks, depth = list[int](), 0
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(line.strip()).readline):
+            depth += (token.string in "([{") - (token.string in ")]}") if token.type == tokenize.OP else 0
+            if depth and token.type == tokenize.OP and token.string in ",([{":
+                breaks.append(token.end[1] + len(indent) - 4)
+    except (tokenize.TokenError, SyntaxError):  # the first line of a block
+        breaks = [found.end() for found in re.finditer(", ", line)]
+    lines, begin = list[str](), 0
+    while len(line) - begin + (len(indent) if begin else 0) > WIDTH:
+        room = WIDTH - (len(indent) if begin else 0)
+        fitting = [at for at in breaks if begin < at <= begin + room] or [at for at in breaks if at > begin][:1]
+        if not fitting or fitting[-1] >= len(line) - 2:
+            break
+        lines.append(line[begin : fitting[-1]].strip() if begin else line[: fitting[-1]].rstrip())
+        begin = fitting[-1]
+    lines.append(line[begin:].strip() if begin else line)
+    return ("\n" + indent).join(lines)
+
+
+def needed(names: Names, body: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns the import lines and the definitions that the body needs, each in the order in which it may stand."""
+    wanted = used_names(ast.parse("\n".join(body)))
+    while True:
+        more = {each for name in wanted if name in names.definitions
+                for each in used_names(ast.parse(names.definitions[name]))}  # fmt: skip
+        if more <= wanted:
+            break
+        wanted |= more
+    imports, grouped = set[str](), dict[str, set[str]]()
+    for line in (names.imports[name] for name in wanted if name in names.imports):
+        if line.startswith("from "):
+            module, _, name = line.removeprefix("from ").partition(" import ")
+            grouped.setdefault(module, set()).add(name)
+        else:
+            imports.add(line)
+    lines = sorted(imports)
+    lines += [f"from {module} import {', '.join(sorted(grouped[module]))}" for module in sorted(grouped)]
+    return lines, [text for name, text in names.definitions.items() if name in wanted]
+
+
+def dataclass_changes(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that are not their defaults."""
+    found = {}
+    for each in dataclasses.fields(value):
+        factory = each.default_factory
+        default = each.default if factory is dataclasses.MISSING else factory()
+        own = getattr(value, each.name)
+        if each.init and own != default:
+            found[each.name] = own
+    return found

@@ -1,0 +1,187 @@
+"""Each failed row of verify_trainer becomes a program without sftron that shows its fault, and a sound trainer's does not.
+
+By night, for all set-ups of the zoo.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DataCollatorForSeq2Seq, Trainer
+
+from sftron import verify_trainer
+from sftron.verify.report import Report
+from sftron.verify.script import make
+from sftron.verify.script.evidence import EVIDENCE, Evidence
+from sftron.verify.script.program import run_here
+from sftron.verify.script.rebuild import Materials
+from tests.verify.small_trainers import plain
+from tests.verify.test_zoo_proofs import NEEDS_SMOLLM2
+from tests.verify.trainer_zoo import ZOO, hush
+from tests.verify.zoo_remedies import APPLIED
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and transformers, about their own options
+BROKEN = [name for name, each in ZOO.items() if each.fails]
+SOUND = [name for name, each in ZOO.items() if not each.fails]
+FAST = {
+    "ids": "missing_bos",
+    "trained tokens": "everything_after_the_first_prompt",
+    "stop tokens": "labels_end_before_the_stop",
+    "isolation": "mask_of_ones_and_packing",
+    "positions": "labels_across_borders",
+    "truncation": "answers_cut_by_max_length",
+    "loss": "mean_of_means",
+    "padding": "trained_padding",
+    "adapters": "head_left_out_of_the_optimizer",
+    "generation": "stop_of_the_base_model",
+}
+"""A set-up of each row for make test; forgery needs a model's tokenizer, and is measured by night."""
+FAST_SOUND = ("assistant_only_loss", "flattening_of_llama", "left_padding")
+NOT_SHOWN: dict[tuple[str, str], str] = {}
+"""The failed rows without a program, with a part of the reason that is given."""
+_BLOCKED = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
+def report_of(name: str, trainer: Any = None, **changed: Any) -> Report:
+    hush()
+    return verify_trainer(trainer or ZOO[name].make(), **{**ZOO[name].arguments, **changed})
+
+
+def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
+    """Returns what the programs of a trainer show, one of each kind of failure, as if its rows had failed."""
+    materials = report.make_script.args[0]  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
+    assert isinstance(materials, Materials), materials
+    found, seen = list[str](), set[Any]()
+    for name in names:
+        for candidate in make.candidates(materials, name):
+            kind = (name, candidate.evidence.sentence, candidate.program.measured.is_ids)
+            if kind in seen or (candidate.evidence.sentence.startswith("A micro-batch") and materials.other_loss):
+                continue
+            outcome = run_here(candidate.program.text)
+            seen |= {kind} if outcome.status is not None else set()
+            found += [f"{kind}: {outcome.output}"] * outcome.shows_fault
+    return found
+
+
+def code_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def has_form(text: str) -> bool:
+    """Returns whether a program has ten to thirty lines of at most 120 characters, besides templates."""
+    lines = [line for line in code_lines(text) if not line.startswith("tokenizer.chat_template = ")]
+    return 10 <= len(lines) <= 30 and all(len(line) <= 120 or "{%" in line for line in lines)
+
+
+@pytest.mark.parametrize("row", FAST)
+def test_a_failed_row_has_a_program_and_with_its_remedy_applied_there_is_none(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "run_fresh", run_here)  # a process takes ten seconds, and one test below has one
+    text = report_of(FAST[row]).script(row)
+    assert has_form(text), text
+    assert "sftron" not in text.replace("/sftron", "")
+    outcome = run_here(text)
+    assert outcome.status == 1
+    assert "wanted" in outcome.output
+    assert re.search(r"^# torch \S+, transformers \S+", text)
+    if APPLIED[FAST[row]].row == row:
+        applied = APPLIED[FAST[row]].make()
+        assert not faults_shown(report_of(FAST[row], applied), [row])
+
+
+@pytest.mark.parametrize("name", FAST_SOUND)
+def test_no_program_of_a_sound_trainer_shows_a_fault(name: str) -> None:
+    assert not faults_shown(report_of(name))
+
+
+def test_an_evidence_that_always_shows_a_fault_is_seen_in_a_sound_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Evidence("Everything is wrong.", lambda *_args, **_facts: ["print('found 1; wanted 0')", "sys.exit(True)"])
+    monkeypatch.setitem(EVIDENCE, "ids", (wrong,))
+    assert len(faults_shown(report_of("flattening_of_llama"), ["ids"])) == 1
+
+
+def run_alone(text: str, folder: Path) -> tuple[int, str]:
+    path = folder / "program.py"
+    path.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "-c", _BLOCKED, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_program_shows_its_fault_in_a_process_without_sftron(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path, AllTokens)
+    text = verify_trainer(trainer).script("loss")
+    status, output = run_alone(text, tmp_path)
+    assert status == 1
+    assert "wanted" in output
+    sound = re.sub(r"class AllTokens.*?\n\n", "", text, flags=re.DOTALL).replace("AllTokens(", "Trainer(")
+    sound = sound.replace("import AutoConfig", "import Trainer, AutoConfig")
+    assert run_alone(sound, tmp_path)[0] == 0
+
+
+class AllTokens(Trainer):
+    """Divides by the number of all tokens."""
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return sum(batch["input_ids"].numel() for batch in batch_samples)
+
+
+class Keyed(DataCollatorForSeq2Seq):
+    """A collator that no program can make: it does not keep what it was given."""
+
+    def __init__(self, tokenizer: Any, key: Any) -> None:
+        super().__init__(tokenizer)
+
+    def __call__(self, features: Any, return_tensors: Any = None) -> Any:
+        batch = super().__call__(features)
+        batch["labels"] = batch["input_ids"].clone()
+        return batch
+
+
+def test_a_trainer_that_cannot_be_written_has_no_program_and_the_reason_is_told(own: Any, tmp_path: Path) -> None:
+    report = verify_trainer(plain(own, tmp_path, collator=Keyed(own, object())))
+    with pytest.raises(ValueError, match="trained tokens: no program .* Keyed does not keep its argument key"):
+        report.script("trained tokens")
+    with pytest.raises(ValueError, match="no row 'ids' has failed; failed: .*trained tokens"):
+        report.script("ids")
+    with pytest.raises(ValueError, match="only a report of verify_trainer has programs"):
+        Report("", {}, ()).script()
+
+
+# -- by night ----------------------------------------------------------------------------------------------------------
+
+
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_failed_row_of_the_zoo_has_a_program(name: str, tmp_path: Path) -> None:
+    report = report_of(name)
+    for check in report.failed:
+        if (name, check.name) in NOT_SHOWN:
+            with pytest.raises(ValueError, match=re.escape(NOT_SHOWN[name, check.name])):
+                report.script(check.name)
+            continue
+        text = report.script(check.name)
+        assert has_form(text), text
+        status, output = run_alone(text, tmp_path)
+        assert (status, "wanted" in output) == (1, True)
+
+
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SOUND)
+def test_no_program_of_any_sound_set_up_shows_a_fault(name: str) -> None:
+    assert not faults_shown(report_of(name))
+
+
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", APPLIED)
+def test_with_the_printed_remedy_no_program_of_the_row_shows_a_fault(name: str) -> None:
+    changed = {} if APPLIED[name].conversations is None else {"conversations": APPLIED[name].conversations}
+    assert not faults_shown(report_of(name, APPLIED[name].make(), **changed), [APPLIED[name].row])
