@@ -31,10 +31,10 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
         raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
     args, config = trainer.args, getattr(trainer.model, "config", None)
     data: Any = trainer.train_dataset
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+    if args.n_gpu > 1 or trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and args.world_size == 1):
         raise ValueError(
-            f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
-            "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
+            f"the trainer has {max(1, args.n_gpu)} devices in one process, or DeepSpeed; give each device a process "
+            "(torchrun), or check it in one process on one device (CUDA_VISIBLE_DEVICES=0)"
         )
     if not isinstance(data, PackedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"

@@ -60,7 +60,7 @@ class TrainerSubject:
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
-        self.trainer, self.trained_roles, self.model = trainer, trained_roles, CalledModel(trainer)
+        self.trainer, self.trained_roles, self.model = trainer, trained_roles, self._called_model(trainer)
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
         if is_endless := isinstance(data, PackedDataset):  # its first packs stand for all
@@ -76,6 +76,9 @@ class TrainerSubject:
         self.training = View(
             trainer, self.encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
+
+    def _called_model(self, trainer: Any) -> CalledModel:
+        return CalledModel(trainer)
 
     def _require_embeddings(self, batches: Sequence[SeenBatch]) -> None:
         """Raises ValueError if the model has no embedding for an id, as computing with it would end a CUDA process."""
