@@ -205,8 +205,8 @@ def find(inside: np.ndarray, wanted: np.ndarray) -> int:
     return -1
 
 
-def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
-    """Returns what the dataloader gives for a batch, without the second half of its labels.
+def with_fewer_labels(batch: SeenBatch, num_kept: int | None = None) -> dict[str, Any]:
+    """Returns what the dataloader gives for a batch, with the first labels alone: by default, half of them.
 
     The labels stay as they are if there are fewer than two, or if the dataloader does not give them.
     """
@@ -214,7 +214,7 @@ def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
     positions = np.flatnonzero(np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (1, 0))))
     if len(positions) < 2:
         return inputs
-    first = int(positions[len(positions) // 2])
+    first = int(positions[len(positions) // 2 if num_kept is None else num_kept])
     for name, begin in (("labels", first), ("shift_labels", first - 1)):
         labels = inputs.get(name)
         if isinstance(labels, Tensor) and labels.shape == batch.labels.shape:

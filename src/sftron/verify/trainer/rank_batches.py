@@ -73,6 +73,11 @@ class Part:
     """int64 [B, T], if they are passed: those of the same tokens, or of the tokens behind them."""
     is_shifted: bool
 
+    @property
+    def is_of_several(self) -> bool:
+        """Whether the rank computes less than its rows."""
+        return self.numbers is not None and int((self.numbers >= 0).sum()) < self.num_numbered
+
 
 def numbered_batch(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Returns a batch with a number in place of each id, and how many there are."""
@@ -91,7 +96,15 @@ def numbered_rows(features: Sequence[Any]) -> tuple[list[Any], int]:
     return found, at - FIRST_NUMBER
 
 
-def part_of(batch: SeenBatch, numbers: np.ndarray | None, num_numbered: int) -> Part:
+class SeenPart(SeenBatch):
+    """What a rank computes of its rows, whose labels may be in another batch, or cut otherwise than its ids."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seen.get("input_ids"), Tensor):
+            raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
+
+
+def part_of(batch: SeenPart, numbers: np.ndarray | None, num_numbered: int) -> Part:
     features = [each for each in batch.features if isinstance(each, Mapping)]
     given = digest(batch.inputs)
     shifted, labels = batch.seen.get("shift_labels"), None
@@ -134,8 +147,7 @@ class MicroBatch:
 
     def is_split(self, rank: int) -> bool:
         """Returns whether the rank computes a part of its rows, and the others of its group the rest."""
-        own = self.parts[rank]
-        return own.numbers is not None and int((own.numbers >= 0).sum()) < own.num_numbered and own.ids.size > 0
+        return self.parts[rank].is_of_several
 
     @property
     def first_of_groups(self) -> list[int]:
@@ -143,18 +155,18 @@ class MicroBatch:
         return [rank for rank in range(len(self.parts)) if not self.is_split(rank) or self.group_of(rank)[0] == rank]
 
 
-def whole_rows(batch: SeenBatch, parts: Sequence[Part], rank: int) -> MicroBatch:
+def whole_rows(batch: SeenPart, parts: Sequence[Part], rank: int) -> MicroBatch:
     """Returns the micro-batch with the rows whole again.
 
     Where the dataloader gives them whole, they are its rows; where the collator has cut them, those that it was given.
     """
-    micro = MicroBatch(batch.inputs, batch, tuple(parts), _identity(batch.ids), _identity(batch.ids), 0)
-    own = parts[rank]
-    group = micro.group_of(rank)
+    own, index = parts[rank], _identity(batch.ids)
+    group = [each for each, part in enumerate(parts) if part.key == own.key]
     computed = {int(n) for each in group for n in _numbers_of(parts[each])}
     num_lost = own.num_numbered - len(computed) if own.numbers is not None else 0
-    if not micro.is_split(rank) or own.numbers is None:
-        return MicroBatch(batch.inputs, batch, tuple(parts), micro.index, micro.given_index, num_lost)
+    if not own.is_of_several or own.numbers is None:
+        whole = SeenBatch(batch.features, batch.inputs, batch.seen)
+        return MicroBatch(batch.inputs, whole, tuple(parts), index, index, num_lost)
     if _is_given_whole(batch, own):
         shape = batch.inputs["input_ids"].shape
         place = np.stack(np.divmod(np.arange(own.num_numbered), shape[1]), axis=-1)
@@ -222,7 +234,8 @@ def _places(features: Sequence[Any], own: Part) -> np.ndarray:
 
 
 def _of_features(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], place: np.ndarray) -> SeenBatch:
-    device = batch.seen["input_ids"].device
+    own_ids = batch.seen["input_ids"]
+    device = own_ids.device
     shape = place.max(axis=0) + 1
 
     def laid_out(values: Any, fill: int) -> Tensor:
@@ -235,7 +248,9 @@ def _of_features(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], 
         return [int(n) for each in batch.features for n in each[name]] if is_given else None
 
     ids = of_features("input_ids") or []
-    seen = {"input_ids": laid_out(ids, 0), "attention_mask": laid_out([1] * len(ids), 0)}
+    seen = {"input_ids": laid_out(ids, 0)}
+    if len(own_ids) == len(batch.features):  # else one row for all, whose borders the positions show
+        seen["attention_mask"] = laid_out([1] * len(ids), 0)
     labels = of_features("labels")
     if labels is not None:
         seen["labels"] = laid_out(labels, IGNORE_INDEX)

@@ -10,7 +10,7 @@ Each method that is a collective says so: all ranks call it, in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +39,7 @@ from sftron.verify.trainer.model import StepLosses
 from sftron.verify.trainer.rank_batches import (
     FIRST_NUMBER,
     MicroBatch,
+    SeenPart,
     arguments_of_one_process,
     cloned,
     numbered_batch,
@@ -130,10 +131,9 @@ class RankSubject(TrainerSubject):
     def declared_size(self) -> int:
         """The number of ranks that share a row, as the trainer declares it."""
         trainer, sizes = self.trainer, [1]
-        for name in ("get_cp_size", "get_sp_size"):
-            sizes.append(int(getattr(trainer, name, lambda: 1)()))
-        for name in ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree"):
-            sizes.append(int(getattr(trainer.args, name, None) or 1))
+        names = ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")
+        sizes += [int(getattr(trainer, name, lambda: 1)()) for name in ("get_cp_size", "get_sp_size")]
+        sizes += [int(getattr(trainer.args, name, None) or 1) for name in names]
         return max(sizes)
 
     @property
@@ -189,11 +189,11 @@ class RankSubject(TrainerSubject):
         self.micro_batches.append(whole_rows(batch, parts, self.rank))
         return self.micro_batches[-1].whole
 
-    def _seen(self, inputs: Any, features: Sequence[Any], num_items: Any) -> SeenBatch:
+    def _seen(self, inputs: Any, features: Sequence[Any], num_items: Any) -> SeenPart:
         """Returns what this rank computes: the arguments of the model's call in `training_step`."""
         module, own = self.model.module, cloned(dict(inputs))
         seen = self.model.arguments(lambda: self.trainer.training_step(module, own, num_items))
-        return SeenBatch(features, dict(inputs), seen or dict(inputs))
+        return SeenPart(features, dict(inputs), seen or dict(inputs))
 
     def _num_of(self, features: Sequence[Any]) -> int:
         return sum(0 if (ids := ids_of(each)) is None else len(ids) for each in features)
@@ -213,7 +213,8 @@ class RankSubject(TrainerSubject):
             return None, 0
         if of_rows:
             rows, count = numbered_rows(batch.features)
-            given: Any = own_collator(self.trainer)(rows)
+            collator = own_collator(self.trainer)
+            given: Any = getattr(collator, "collator", collator)(rows)  # not that of the recorder, which keeps rows
         else:
             given, count = numbered_batch(batch.inputs)
         seen = self._seen(given, batch.features, num_items)
@@ -236,20 +237,30 @@ class RankSubject(TrainerSubject):
         else a quotient that is rounded down would be exact.
         """
         step, world_size = self._small_step(), self.exchange.world_size
+        micro_batches, rank = self.micro_batches, self.rank
         counts = self.exchange.gather("the labels", [batch.num_trained for batch in step.batches])
-        flat = [count for each in counts for count in each]
-        if max(flat) - min(flat) > _LEAST_UNLIKE * max(flat) and sum(flat) % world_size:
+        units = {(n, each): counts[each][n] for n, micro in enumerate(micro_batches) for each in micro.first_of_groups}
+        is_unlike = max(units.values()) - min(units.values()) > _LEAST_UNLIKE * max(units.values())
+        total, most = sum(units.values()), max(units, key=lambda unit: units[unit])
+        num_kept = units[most] if is_unlike else units[most] // 2
+        num_kept -= (total - units[most] + num_kept) % world_size == 0
+        if num_kept in (0, units[most]):
             return step
-        most = max(range(len(flat)), key=lambda n: flat[n])
-        key = self.micro_batches[most % len(counts[0])].parts[most // len(counts[0])].key
-        given = []
-        for micro in self.micro_batches:
-            own = SeenBatch(micro.whole.features, micro.inputs, micro.inputs)
-            given.append(with_fewer_labels(own) if micro.parts[self.rank].key == key else dict(micro.inputs))
-        features = [micro.whole.features for micro in self.micro_batches]
+        given = [dict(micro.inputs) for micro in micro_batches]
+        number, first = most
+        if rank in micro_batches[number].group_of(first) and (rank == first or micro_batches[number].is_split(first)):
+            given[number] = self._with_fewer_labels(micro_batches[number], num_kept)
+        features = [micro.whole.features for micro in micro_batches]
         self.micro_batches = []
         batches, num_items = self.trainer.get_batch_samples(iter(given), len(given), self.trainer.args.device)
         return self._seen_step(batches, features, num_items)
+
+    def _with_fewer_labels(self, micro: MicroBatch, num_kept: int) -> dict[str, Any]:
+        """Returns the batch of this rank's dataloader with the first labels of its whole rows alone."""
+        given = micro.inputs.get("input_ids")
+        if isinstance(given, Tensor) and tuple(given.shape) == micro.whole.ids.shape:
+            return with_fewer_labels(SeenBatch(micro.whole.features, micro.inputs, micro.inputs), num_kept)
+        return dict(micro.inputs)  # its collator cuts rows, whose labels another rank has
 
     def _small_step(self) -> Step:
         trainer, args, lengths = self.trainer, self.trainer.args, self._row_lengths
@@ -285,6 +296,7 @@ class RankSubject(TrainerSubject):
     @cached_property
     def run(self) -> RankRun:
         """The trainer's own step on all ranks. This is a collective."""
+        _ = self.expected_gradients  # those of the original model, which are looked at below
         trainer, wrapped, step = self.trainer, self.wrapped, self.step
         micro_batches, returned, has_gradient = self.computed_micro_batches, list[float](), []
         with wrapped.in_place() as module, restored(trainer, "current_gradient_accumulation_steps"):
@@ -301,11 +313,18 @@ class RankSubject(TrainerSubject):
             control = trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
             trainer.control = control
             gradients = gradients_of(wrapped.named, self.names)
+        self._require_gradients(gradients)
         return RankRun(self.exchange.gather("the losses", returned), gradients, has_gradient)
 
     def _zero_gradients(self) -> None:
-        for each in self.wrapped.named.values():
+        for each in (*self.wrapped.named.values(), *self.original.parameters()):
             each.grad = None
+
+    def _require_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Raises NotMeasuredError if the copy of the model calls the model of which it is a copy."""
+        is_elsewhere = any(each.grad is not None for each in self.original.parameters())
+        if is_elsewhere and all(each is None for each in gradients.values()):
+            raise NotMeasuredError("a function of the model holds the model itself, so no copy of it can be computed")
 
     @cached_property
     def losses(self) -> StepLosses:
