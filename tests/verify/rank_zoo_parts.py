@@ -80,7 +80,7 @@ class _ShiftedAfterTheCut(ContextTrainer):
         return own
 
 
-@broken("borders", "gradients", "loss", proof=step_is_wrong)
+@broken("borders", may="gradients, loss", proof=step_is_wrong)
 def labels_shifted_after_the_cut() -> Trainer:
     """Each part shifts its own labels, so the last token of a part has nothing to predict."""
     return shared(_ShiftedAfterTheCut)
@@ -91,7 +91,7 @@ class _LocalPositions(ContextTrainer):
         return torch.arange(len(index))[None].expand(len(positions), -1)
 
 
-@broken("rotations", "gradients", may="isolation, positions, loss, truncation, ids", proof=step_is_wrong)
+@broken("rotations", "gradients", may="isolation, across ranks, positions, loss, truncation, ids", proof=step_is_wrong)
 def positions_of_the_part() -> Trainer:
     """Each part counts its positions from 0."""
     return shared(_LocalPositions)
@@ -169,7 +169,7 @@ class _DifferentRows(ContextTrainer):
         return DistributedSampler(self.train_dataset, dist.get_world_size(), dist.get_rank())  # pyright: ignore
 
 
-@broken("rows", may="gradients, loss, denominators, across ranks, borders, rotations, positions", proof=step_is_wrong)
+@broken("rows", may="gradients, loss, denominators, across ranks, borders, rotations, positions, isolation", proof=step_is_wrong)
 def different_rows_in_a_group() -> Trainer:
     """The ranks of a group are given different rows, and each computes its part of another one."""
     return shared(_DifferentRows, per_device_train_batch_size=1, collator=_OneLength(tok("chatml")))
@@ -202,7 +202,7 @@ class _OwnReplica(ContextTrainer):
         return loss
 
 
-@broken("gradients", "replicas", may="loss", proof=ranks_drift)
+@broken("gradients", "replicas", may="loss, adapters", proof=ranks_drift)
 def gradients_not_summed_over_a_group() -> Trainer:
     """DDP spans the ranks with different rows alone, so each keeps the gradients of its part (VeOmni#1115)."""
     return shared(_OwnReplica)

@@ -199,8 +199,8 @@ def _is_given_whole(batch: SeenBatch, own: Part) -> bool:
 def _scattered(
     parts: Sequence[Part], group: Sequence[int], place: np.ndarray, shape: Sequence[int], of: Callable[[Part], Any]
 ) -> np.ndarray | None:
-    """Returns [B, T] with what each part has for each of its tokens; None if a part has nothing."""
-    found = np.zeros(tuple(shape), dtype=np.int64)
+    """Returns [B, T] with what each part has for each of its tokens; None if a part has nothing, or a token no part."""
+    found, num_found = np.zeros(tuple(shape), dtype=np.int64), 0
     for rank in group:
         part = parts[rank]
         values = of(part)
@@ -208,7 +208,8 @@ def _scattered(
             return None
         at = _looked_up(part.numbers, place)[part.numbers >= 0]
         found[at[:, 0], at[:, 1]] = values[part.numbers >= 0]
-    return found
+        num_found += len(at)
+    return found if num_found >= len(place) else None
 
 
 def _of_loader(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], place: np.ndarray) -> SeenBatch:

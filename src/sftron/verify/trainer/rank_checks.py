@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sftron.data.types import IGNORE_INDEX
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import rank_remedies as remedies
 from sftron.verify.trainer.rank_batches import MicroBatch, digest
@@ -24,7 +25,7 @@ from sftron.verify.trainer.rank_subject import RankSubject
 _TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 2**-5
 """Relative differences of gradients that are rounding, in float32 and in other types."""
 _LOSS_TOLERANCE, _ROUNDED_LOSS_TOLERANCE = 1e-4, 2**-6
-_MOST_NAMED = 3
+_MOST_NAMED, _MOST_LENGTHS = 3, 16
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -296,10 +297,9 @@ def _require_parts(subject: RankSubject) -> None:
 def rotations(subject: RankSubject) -> Finding:
     """Each part of a row has the positions and the rotations that its tokens have in the whole row."""
     _require_parts(subject)
-    longest = max(subject.exchange.gather("the longest row", _longest(subject)))
-    measured_batches = [*subject.computed_micro_batches, subject.seen[longest[1]]]
+    chosen = subject.exchange.gather("the lengths of rows", _of_all_lengths(subject))[0]
     wrong, largest, num_compared = Counter[str](), 0.0, 0
-    for micro in measured_batches:
+    for micro in [subject.seen[number] for number in chosen]:
         own, expected = subject.rotations(micro)
         if not own or not expected:
             own, expected = _positions(micro)
@@ -314,16 +314,19 @@ def rotations(subject: RankSubject) -> Finding:
         raise NotMeasuredError("the model shows neither rotations nor positions")
     detail = tuple(f"rank {rank}: {largest:.2g} apart {names or ''}" for rank, (largest, _, names) in enumerate(found))
     if max(apart) <= allowed:
-        measured = f"rows of up to {longest[0]:,} tokens: rotations {max(apart):.1g} from those of whole rows"
+        longest = max(subject.exchange.gather("the longest row", [each.whole.ids.shape[1] for each in subject.seen]))
+        measured = f"rows of up to {max(longest):,} tokens: rotations {max(apart):.1g} from those of whole rows"
         return Finding(True, measured, f"<= {allowed:.0e}", detail)
     ranks = [str(rank) for rank, each in enumerate(apart) if each > allowed]
     measured = f"rank {', '.join(ranks)}: rotations {max(apart):.2g} from those of the whole row"
     return Finding(False, measured, f"<= {allowed:.0e}", detail, remedies.ROTATIONS.of(subject.trainer))
 
 
-def _longest(subject: RankSubject) -> tuple[int, int]:
-    """Returns the length of the longest row of the batches that were looked at, and the number of its batch."""
-    return max((micro.whole.ids.shape[1], number) for number, micro in enumerate(subject.seen))
+def _of_all_lengths(subject: RankSubject) -> list[int]:
+    """Returns the numbers of a few batches from the shortest rows to the longest, as some rotations depend on both."""
+    order = np.argsort([micro.whole.ids.shape[1] for micro in subject.seen], kind="stable")
+    chosen = np.unique(np.linspace(0, len(order) - 1, _MOST_LENGTHS).round().astype(int))
+    return [int(order[n]) for n in chosen]
 
 
 def _allowed_rotation(subject: RankSubject) -> float:
@@ -356,26 +359,27 @@ def _apart(own: Sequence[np.ndarray], expected: Sequence[np.ndarray], index: np.
 
 
 def borders(subject: RankSubject) -> Finding:
-    """Each label of a row is trained by the token before it, also where a part of the row ends."""
+    """Each label of a row is trained by the token before it, also where a part of the row ends.
+
+    For this every token has a label.
+    """
     _require_parts(subject)
-    expected = subject.reference.has_gradient
-    pairs = zip(subject.computed_micro_batches, subject.run.has_gradient, strict=True)
-    sent = [(micro.index, each) for micro, each in pairs]
+    micro = max(subject.computed_micro_batches, key=lambda each: each.whole.ids.size)
+    labels, places = subject.labelled_everywhere(micro)
+    by_rank = subject.exchange.gather("the trained tokens", (micro.index, places, labels))
     lost = extra = total = 0
-    by_rank = subject.exchange.gather("the trained tokens", sent)
-    for n, micro in enumerate(subject.computed_micro_batches):
-        for first in micro.first_of_groups:
-            rows = expected[n, first]
-            group = micro.group_of(first) if micro.is_split(first) else [first]
-            parts = [by_rank[rank][n] for rank in group]
-            if rows is None or any(each is None or each.shape != index.shape[:2] for index, each in parts):
+    for first in micro.first_of_groups:
+        labels = by_rank[first][2]
+        is_trained, expected = np.zeros(labels.shape, dtype=bool), np.zeros(labels.shape, dtype=bool)
+        expected[:, :-1] = labels[:, 1:] != IGNORE_INDEX
+        for rank in micro.group_of(first) if micro.is_split(first) else [first]:
+            index, found, _ = by_rank[rank]
+            if found is None or found.shape != index.shape[:2]:
                 raise NotMeasuredError("the model's decoder is not found, so which tokens are trained is not known")
-            trained = np.zeros_like(rows)
-            for index, each in parts:
-                at = index[(index[..., 0] >= 0) & each]
-                trained[at[:, 0], at[:, 1]] = True
-            lost, extra = lost + int((rows & ~trained).sum()), extra + int((trained & ~rows).sum())
-            total += int(rows.sum())
+            at = index[(index[..., 0] >= 0) & found]
+            is_trained[at[:, 0], at[:, 1]] = True
+        lost, extra = lost + int((expected & ~is_trained).sum()), extra + int((is_trained & ~expected).sum())
+        total += int(expected.sum())
     if not lost and not extra:
         return Finding(True, f"{total:,} labels are trained by the tokens before them", "all")
     measured = f"{lost:,} of {total:,} labels are not trained, and {extra:,} tokens without one are"
@@ -386,23 +390,22 @@ def across_ranks(subject: RankSubject) -> Finding:
     """No conversation sees another, neither on its own rank nor on another, and no token those after it."""
     micro_batches, world_size = subject.computed_micro_batches, subject.exchange.world_size
     numbers = subject.exchange.gather("the documents", [len(_documents(subject, micro)) for micro in micro_batches])
-    changes = list[_Change]()
-    for n, micro in enumerate(micro_batches):
-        first = micro.group_of(subject.rank)[0] if micro.is_split(subject.rank) else subject.rank
-        earlier = sum(numbers[rank][n] for rank in micro.first_of_groups if rank < first)
-        changes.append(_change_of(micro, _documents(subject, micro), earlier))
     before = subject.hidden_on_ranks([micro.whole.ids for micro in micro_batches])
-    after = subject.hidden_on_ranks([each.ids for each in changes])
-    apart, own, size = 0.0, 0.0, 0.0
-    for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
-        if one.shape[1] != micro.index.shape[1]:
-            raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens alone")
-        difference, at = (one - two).abs().amax(dim=-1).cpu().numpy(), np.maximum(micro.index, 0)
-        has_place = micro.index[..., 0] >= 0
-        is_kept, is_changed = (each[at[..., 0], at[..., 1]] & has_place for each in (change.is_kept, change.is_changed))
-        apart = max(apart, float(difference[is_kept].max(initial=0.0)))
-        own = max(own, float(difference[is_changed].max(initial=0.0)))
-        size = max(size, float(one.abs().max()))
+    apart, own, size = 0.0, 0.0, max(float(each.abs().max()) for each in before)
+    for kind in ("odd", "even", "second halves"):
+        changes = list[_Change]()
+        for n, micro in enumerate(micro_batches):
+            first = micro.group_of(subject.rank)[0] if micro.is_split(subject.rank) else subject.rank
+            earlier = sum(numbers[rank][n] for rank in micro.first_of_groups if rank < first)
+            changes.append(_change_of(micro, _documents(subject, micro), earlier, kind))
+        after = subject.hidden_on_ranks([each.ids for each in changes])
+        for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
+            if one.shape[1] != micro.index.shape[1]:
+                raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens")
+            difference, at = (one - two).abs().amax(dim=-1).cpu().numpy(), np.maximum(micro.index, 0)
+            has_place, at = micro.index[..., 0] >= 0, (at[..., 0], at[..., 1])
+            apart = max(apart, float(difference[change.is_kept[at] & has_place].max(initial=0.0)))
+            own = max(own, float(difference[change.is_changed[at] & has_place].max(initial=0.0)))
     found = subject.exchange.gather("the changes", (apart, own, size))
     worst, own, size = (max(each[n] for each in found) for n in range(3))
     if not own or sum(sum(each) for each in numbers) < 2:
@@ -418,7 +421,7 @@ def across_ranks(subject: RankSubject) -> Finding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """Whole rows in which the second half of every second conversation, over all ranks, is other text."""
+    """Whole rows in which some conversations are other text."""
 
     ids: np.ndarray
     is_changed: np.ndarray
@@ -427,13 +430,15 @@ class _Change:
     """bool [B, T]: conversations that are not changed, and what is in front of a change; no padding."""
 
 
-def _change_of(micro: MicroBatch, documents: Sequence[tuple[int, slice]], earlier: int) -> _Change:
+def _change_of(micro: MicroBatch, documents: Sequence[tuple[int, slice]], earlier: int, kind: str) -> _Change:
+    """Changes the odd or even conversations, or the second halves of all; `earlier` ones are on other ranks."""
     ids = micro.whole.ids
     is_changed, is_kept = np.zeros(ids.shape, dtype=bool), np.zeros(ids.shape, dtype=bool)
     for number, (row, columns) in enumerate(documents, earlier):
-        middle = (columns.start + columns.stop) // 2 if number % 2 else columns.stop
-        is_kept[row, columns.start : middle] = True
-        is_changed[row, middle : columns.stop] = True
+        begin = columns.start if number % 2 == (kind == "odd") else columns.stop
+        begin = (columns.start + columns.stop) // 2 if kind == "second halves" else begin
+        is_kept[row, columns.start : begin] = True
+        is_changed[row, begin : columns.stop] = True
     known = np.unique(ids)
     other = known[(np.searchsorted(known, ids) + 1) % len(known)]
     return _Change(np.where(is_changed, other, ids), is_changed, is_kept)

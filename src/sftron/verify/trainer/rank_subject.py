@@ -75,8 +75,6 @@ class RankRun:
     """By rank, what `training_step` returned for each micro-batch."""
     gradients: dict[str, Tensor | None]
     """Those of this rank after the trainer's reduction, whole."""
-    has_gradient: list[np.ndarray | None]
-    """For each micro-batch, bool [B, T]: whether the loss has a gradient in the last hidden state of this rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +84,6 @@ class ReferenceRun:
     num_labels: int
     loss: float
     """The sum of all cross-entropies by the number of labels."""
-    sums: dict[tuple[int, int], float]
-    """By micro-batch and the first rank of its group, the sum of the cross-entropies."""
-    has_gradient: dict[tuple[int, int], np.ndarray | None]
 
 
 class RankSubject(TrainerSubject):
@@ -298,7 +293,7 @@ class RankSubject(TrainerSubject):
         """The trainer's own step on all ranks. This is a collective."""
         _ = self.expected_gradients  # those of the original model, which are looked at below
         trainer, wrapped, step = self.trainer, self.wrapped, self.step
-        micro_batches, returned, has_gradient = self.computed_micro_batches, list[float](), []
+        micro_batches, returned = self.computed_micro_batches, list[float]()
         with wrapped.in_place() as module, restored(trainer, "current_gradient_accumulation_steps"):
             trainer.current_gradient_accumulation_steps = len(micro_batches)
             self._zero_gradients()
@@ -306,15 +301,13 @@ class RankSubject(TrainerSubject):
                 is_last = number == len(micro_batches) - 1
                 trainer.accelerator.gradient_state._set_sync_gradients(is_last)
                 torch.manual_seed(0)
-                context = nullcontext() if is_last else trainer.accelerator.no_sync(model=module)
-                with gradient_places(wrapped.inner) as places, context:
+                with nullcontext() if is_last else trainer.accelerator.no_sync(model=module):
                     returned.append(float(trainer.training_step(module, cloned(micro.inputs), step.num_items)))
-                has_gradient.append(places[-1] if places else None)
             control = trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
             trainer.control = control
             gradients = gradients_of(wrapped.named, self.names)
         self._require_gradients(gradients)
-        return RankRun(self.exchange.gather("the losses", returned), gradients, has_gradient)
+        return RankRun(self.exchange.gather("the losses", returned), gradients)
 
     def _zero_gradients(self) -> None:
         for each in (*self.wrapped.named.values(), *self.original.parameters()):
@@ -353,6 +346,39 @@ class RankSubject(TrainerSubject):
                     raise NotMeasuredError("the model shows neither hidden states nor logits")
                 found.append(outputs[0])
         return found
+
+    def labelled_everywhere(self, micro: MicroBatch) -> tuple[np.ndarray, np.ndarray | None]:
+        """Computes a micro-batch in which every token has a label, padding excepted. This is a collective.
+
+        Returns the labels of its whole rows [B, T], and at which tokens of this rank the loss has a gradient in the
+        last hidden state, bool [B, T]; None if the decoder is not found.
+        """
+        whole = micro.whole
+        is_text = np.ones(whole.ids.shape, dtype=bool) if whole.attended is None else whole.attended != 0
+        labels = np.where(is_text, whole.ids, IGNORE_INDEX)
+        inputs = cloned(micro.inputs)
+        if inputs["input_ids"].shape == whole.ids.shape:
+            values = torch.from_numpy(labels).to(inputs["input_ids"])
+            behind = torch.nn.functional.pad(values[:, 1:], (0, 1), value=IGNORE_INDEX)
+            for name, each in (("labels", values), ("shift_labels", behind)):
+                if name in inputs:
+                    inputs[name] = each
+        else:
+            rows = [{**each, "labels": list(each["input_ids"])} for each in whole.features]
+            inputs = dict(own_collator(self.trainer)(rows))
+            sizes = [len(each["labels"]) for each in rows] if len(whole.ids) == 1 else []
+            labels[0, np.cumsum([0, *sizes[:-1]], dtype=int)] = IGNORE_INDEX
+        named = self.wrapped.named
+        before = {name: each.grad for name, each in named.items()}
+        for each in named.values():
+            each.grad = None
+        with self.wrapped.in_place() as module, gradient_places(self.wrapped.inner) as places:
+            torch.manual_seed(0)
+            with self.trainer.accelerator.no_sync(model=module):
+                self.trainer.training_step(module, inputs, self.step.num_items)
+        for name, each in named.items():
+            each.grad = before[name]
+        return labels, places[-1] if places else None
 
     def rotations(self, micro: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Returns the cosines and sines [B or 1, T, D] of each rotary embedding that this rank computes of its part,
@@ -393,18 +419,16 @@ class RankSubject(TrainerSubject):
         num_labels = sum(int((batches[rank][n][1][:, 1:] != IGNORE_INDEX).sum()) for n, rank in units)
         if not num_labels:
             raise NotMeasuredError("no token of the computed batches is trained")
-        sums, has_gradient = dict[tuple[int, int], float](), {}
+        total = 0.0
         for each in model.parameters():
             each.grad = None
         for n, rank in units:
             arguments, labels = batches[rank][n]
             arguments = {name: _on(each, self.trainer.args.device) for name, each in arguments.items()}
             torch.manual_seed(0)
-            with gradient_places(self.model.unwrapped) as places:
-                context = self.trainer.compute_loss_context_manager
-                sums[n, rank] = loss_sum(model, arguments, labels, 1 / num_labels, context)
-            has_gradient[n, rank] = places[-1] if places else None
-        return ReferenceRun(num_labels, sum(sums.values()) / num_labels, sums, has_gradient)
+            context = self.trainer.compute_loss_context_manager
+            total += loss_sum(model, arguments, labels, 1 / num_labels, context)
+        return ReferenceRun(num_labels, total / num_labels)
 
     @cached_property
     def expected_gradients(self) -> dict[str, Tensor]:
