@@ -81,7 +81,6 @@ class ContextTrainer(Trainer):
 
     size = 2
     loss_is_scaled_for_ga = True
-    _groups: list[Any] = []
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)

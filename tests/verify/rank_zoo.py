@@ -33,7 +33,7 @@ _TIME_LIMIT_S = 60
 
 
 def run(set_up: RankSetUp, prove: bool) -> dict[str, Any]:
-    """Verifies or proves one set-up, on every rank. Returns its result, whose `problem` is empty if it is as expected."""
+    """Verifies or proves one set-up, on every rank. Its result has no `problem` if it is as expected."""
     from accelerate.state import AcceleratorState
 
     started, rows = time.monotonic(), {}

@@ -65,9 +65,7 @@ def _longrope() -> Any:
     """Phi 3 whose rotations have two sets of factors: of rows up to 24 tokens, and of longer ones."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 10000.0}
     rope |= {"original_max_position_embeddings": 24}
-    return _other(
-        Phi3Config, rope_parameters=rope, max_position_embeddings=256, original_max_position_embeddings=24
-    )
+    return _other(Phi3Config, rope_parameters=rope, max_position_embeddings=256, original_max_position_embeddings=24)
 
 
 # -- broken ----------------------------------------------------------------------------------------------------------
@@ -169,7 +167,11 @@ class _DifferentRows(ContextTrainer):
         return DistributedSampler(self.train_dataset, dist.get_world_size(), dist.get_rank())  # pyright: ignore
 
 
-@broken("rows", may="gradients, loss, denominators, across ranks, borders, rotations, positions, isolation", proof=step_is_wrong)
+@broken(
+    "rows",
+    may="gradients, loss, denominators, across ranks, borders, rotations, positions, isolation",
+    proof=step_is_wrong,
+)
 def different_rows_in_a_group() -> Trainer:
     """The ranks of a group are given different rows, and each computes its part of another one."""
     return shared(_DifferentRows, per_device_train_batch_size=1, collator=_OneLength(tok("chatml")))
@@ -323,4 +325,3 @@ class _CutByTheCollator(ContextTrainer):
 def rows_cut_by_the_collator() -> Trainer:
     """The collator gives each rank its part of the packed rows, as axolotl's does."""
     return shared(_CutByTheCollator, collator=_Cutting(tok("chatml")), per_device_train_batch_size=3)
-

@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 4 -m sftron verify-trainer my_script.py:make_trainer
 
 make_trainer() returns the trainer, which is left as it was. Exit status: 0 passed, 1 a check failed or a required one
-was not measured, 2 the trainer cannot be checked (a message, no traceback). Under torchrun rank 0 prints and writes, and all ranks exit alike.
+was not measured, 2 the trainer cannot be checked (a message, no traceback).
+Under torchrun, rank 0 prints and writes, and all ranks exit alike.
 """
 
 import importlib.util

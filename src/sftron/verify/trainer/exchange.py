@@ -13,7 +13,7 @@ so the row ends on all ranks, and each of them decides by the same list:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -58,7 +58,9 @@ class Exchange:
 
     def __init__(self, time_limit: float) -> None:
         self.rank, self.world_size, self.time_limit = dist.get_rank(), dist.get_world_size(), time_limit
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * time_limit))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * time_limit))
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self._store, self._row = distributed_c10d._get_default_store(), "the start"
 
     def close(self) -> None:
@@ -86,13 +88,7 @@ class Exchange:
         found, error = self.gather(name, (found, error))[0]
         if error is not None:
             raise error
-        return found
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over the ranks of a CPU tensor of the same shape on all of them."""
-        values = values.clone()
-        dist.all_reduce(values, group=self._group)
-        return values
+        return found  # pyright: ignore[reportReturnType]
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Returns rank 0's CPU tensor, which has the same shape on all ranks."""
@@ -102,7 +98,8 @@ class Exchange:
     def row(self, name: str, measure: Callable[[], Finding]) -> list[Finding]:
         """Measures a row on all ranks. Returns their findings; if an exception ended it on one, that for all."""
         self._row = name
-        self._store.set(f"sftron row of rank {self.rank}", name)
+        with suppress(RuntimeError):  # the process of the store has ended, which the row reports
+            self._store.set(f"sftron row of rank {self.rank}", name)
         try:
             return self._end(_measured(measure))
         except RankError as error:
@@ -157,7 +154,10 @@ class Exchange:
     def _rows(self) -> str:
         """Describes the row in which each rank is."""
         keys = {rank: f"sftron row of rank {rank}" for rank in range(self.world_size)}
-        rows = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        try:
+            rows = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        except RuntimeError:
+            return "rank 0 has ended"
         return ", ".join(f"rank {rank} is in {rows.get(rank, 'the start')!r}" for rank in keys)
 
 

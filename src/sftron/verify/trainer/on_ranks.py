@@ -12,24 +12,47 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from sftron.verify.report import Check, Finding, Report, Rule
-from sftron.verify.trainer import rank_checks
+from sftron.verify.trainer import part_checks, rank_checks, rank_rows
 from sftron.verify.trainer.exchange import Exchange, time_limit_of_trainer
-from sftron.verify.trainer.rank_checks import joined, on_first_rank
 from sftron.verify.trainer.rank_subject import RankSubject
 from sftron.verify.trainer.state import untouched
 
 _ADDED: dict[str, tuple[tuple[str, Callable[[RankSubject], Finding]], ...]] = {
-    "ids": (("rows", rank_checks.rows),),
-    "positions": (("across ranks", rank_checks.across_ranks),),
-    "truncation": (("rotations", rank_checks.rotations),),
+    "ids": (("rows", rank_rows.rows),),
+    "positions": (("across ranks", part_checks.across_ranks),),
+    "truncation": (("rotations", part_checks.rotations),),
     "loss": (("denominators", rank_checks.denominators),),
-    "padding": (("gradients", rank_checks.gradients), ("borders", rank_checks.borders)),
+    "padding": (("gradients", rank_checks.gradients), ("borders", part_checks.borders)),
     "adapters": (("replicas", rank_checks.replicas),),
 }
 """The checks between ranks, in front of those of one process."""
 _REPLACED: dict[str, Callable[[Any], Finding]] = {"loss": rank_checks.loss}
 _LEAD_S = 0.5
 _REQUIRED = ("rows", "loss", "gradients", "replicas")
+
+
+def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], Finding]:
+    """Returns a check that rank 0 makes alone, as it alone saves."""
+
+    def check(subject: RankSubject) -> Finding:
+        return subject.exchange.of_first("the finding of rank 0", lambda: measure(subject))
+
+    check.__doc__ = measure.__doc__
+    return check
+
+
+def joined(findings: Sequence[Finding]) -> Finding:
+    """Returns one finding of those of all ranks: it fails if one of them does, and says which."""
+    if len({(each.passed, each.measured) for each in findings}) == 1:
+        return findings[0]
+    failed = [rank for rank, each in enumerate(findings) if each.passed is False]
+    raised = [rank for rank, each in enumerate(findings) if each.raised]
+    measured = [rank for rank, each in enumerate(findings) if each.passed is not None]
+    shown = (failed or raised or measured or [0])[0]
+    first, names = findings[shown], ", ".join(map(str, failed or raised))
+    words = f"rank {names}: {first.measured}" if names else f"{first.measured} (rank {shown}; the others pass too)"
+    detail = tuple(f"rank {shown}: {line}" for line in first.detail if line)
+    return Finding(first.passed, words, first.allowed, detail, first.remedy, first.raised)
 
 
 def num_ranks(trainer: Any) -> int:

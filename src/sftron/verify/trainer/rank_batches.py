@@ -179,7 +179,7 @@ def whole_rows(batch: SeenPart, parts: Sequence[Part], rank: int) -> MicroBatch:
 
 
 def _identity(ids: np.ndarray) -> np.ndarray:
-    return np.stack(np.indices(ids.shape), axis=-1)
+    return np.moveaxis(np.indices(ids.shape), 0, -1)
 
 
 def _numbers_of(part: Part) -> np.ndarray:

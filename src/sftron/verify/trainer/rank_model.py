@@ -75,7 +75,7 @@ class WrappedModel:
         model: The model to wrap.
     """
 
-    def __init__(self, trainer: Any, model: nn.Module) -> None:
+    def __init__(self, trainer: Any, model: Any) -> None:
         self.trainer, args = trainer, trainer.args
         prepare = getattr(trainer, "_prepare_for_training", None)
         if prepare is None:
@@ -84,7 +84,7 @@ class WrappedModel:
         trainer.optimizer = trainer.lr_scheduler = None
         if getattr(args, "gradient_checkpointing", False):
             options = getattr(args, "gradient_checkpointing_kwargs", None)
-            trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         self.module, _ = prepare(1, None, None)
         self.model, self.optimizer = trainer.model, trainer.optimizer
 
@@ -130,7 +130,7 @@ def without_dropout(model: nn.Module) -> None:
 def without_auxiliary_loss(model: Any) -> None:
     """Leaves out the loss that balances the experts of a mixture, of which ranks take means of their own."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
 
