@@ -160,6 +160,11 @@ def loss(subject: RankSubject) -> Finding:
     return Finding(False, f"{apart:.2g} from the ratio", allowed, detail, remedies.MEAN_OF_RANKS.of(subject.trainer))
 
 
+def _rounded_down(count: int, world_size: int) -> tuple[int, int]:
+    """Returns a count by the number of ranks in whole numbers, and that quotient times the number."""
+    return count // world_size, count // world_size * world_size
+
+
 def denominators(subject: RankSubject) -> Finding:
     """The loss is divided on every rank by the number of labels of all ranks."""
     own = subject.step.num_items
@@ -182,7 +187,7 @@ def denominators(subject: RankSubject) -> Finding:
         kind = ": the labels times the number of ranks"
     elif given == [float(count) for count in labels]:
         kind = ": each rank counts its own labels"
-    elif len(set(counts)) == 1 and 0 < expected - given[0] * round(expected / given[0]) < round(expected / given[0]):
+    elif expected % world_size and set(counts) < {float(each) for each in _rounded_down(expected, world_size)}:
         kind = ": a quotient that is rounded down"
     measured = f"num_items_in_batch is {shown}{kind}"
     return Finding(False, measured, f"{expected:,}", detail, remedies.DENOMINATOR.of(subject.trainer))
