@@ -61,8 +61,7 @@ class RankData(TrainerSubject):
     def __init__(
         self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str, exchange: Exchange
     ) -> None:
-        self.model: ModelOfOneProcess
-        self.exchange, self.rank = exchange, exchange.rank
+        self.exchange, self.rank, self.trainer = exchange, exchange.rank, trainer
         self.original = trainer.model
         model = copied(trainer.model)
         for each in (model, trainer.model):
@@ -83,8 +82,9 @@ class RankData(TrainerSubject):
         self.computed_micro_batches = self.micro_batches
         """Those of `step`, of this rank."""
 
-    def _called_model(self, trainer: Any) -> ModelOfOneProcess:
-        return ModelOfOneProcess(trainer)
+    @cached_property
+    def model(self) -> ModelOfOneProcess:
+        return ModelOfOneProcess(self.trainer)
 
     @property
     def declared_size(self) -> int:

@@ -60,7 +60,7 @@ class TrainerSubject:
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
-        self.trainer, self.trained_roles, self.model = trainer, trained_roles, self._called_model(trainer)
+        self.trainer, self.trained_roles = trainer, trained_roles
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
         if is_endless := isinstance(data, PackedDataset):  # its first packs stand for all
@@ -77,8 +77,9 @@ class TrainerSubject:
             trainer, self.encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
 
-    def _called_model(self, trainer: Any) -> CalledModel:
-        return CalledModel(trainer)
+    @cached_property
+    def model(self) -> CalledModel:
+        return CalledModel(self.trainer)
 
     def _require_embeddings(self, batches: Sequence[SeenBatch]) -> None:
         """Raises ValueError if the model has no embedding for an id, as computing with it would end a CUDA process."""
