@@ -1,14 +1,16 @@
 """Checks a trainer of TRL, transformers or another library built on them, before it trains: one table, green or red.
 
     sftron verify-trainer my_script.py:make_trainer
+    torchrun --nproc_per_node 4 -m sftron verify-trainer my_script.py:make_trainer
 
 make_trainer() returns the trainer, which is left as it was. --script FOLDER writes a program without sftron for each
 failed row, which shows the fault in ten to thirty lines (FOLDER/trained-tokens.py); each takes about a minute. Exit
 status: 0 passed, 1 a check failed or a required one was not measured, 2 the trainer cannot be checked (a message, no
-traceback).
+traceback). Under torchrun, rank 0 prints and writes, and all ranks exit alike.
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,28 +59,42 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     parser.add_argument("--script", type=Path, metavar="FOLDER", help="write a program for each failed row there")
+    parser.add_argument(
+        "--time-limit", type=float, default=600, metavar="SECONDS", help="how long a rank waits for another one"
+    )
     options = parser.parse_args(arguments)
+    is_main = os.environ.get("RANK", "0") == "0"
     given = None if options.conversations is None else read_conversations(options.conversations)
     try:
         trainer = load_function(options.target)()
         # Imported here, so that --help and wrong arguments take no time.
         from sftron.verify.report import Table
+        from sftron.verify.trainer.on_ranks import leave_together
         from sftron.verify.verify_trainer import page_of, verify_trainer
 
         table = Table()
-        report = verify_trainer(trainer, given, options.trained_roles, on_start=table.start, on_check=table.check)
+        report = verify_trainer(
+            trainer,
+            given,
+            options.trained_roles,
+            time_limit=options.time_limit,
+            on_start=table.start,
+            on_check=table.check,
+        )
     except Exception as error:
         if isinstance(error, BrokenPipeError) or not is_of_user(error):
             raise
         words = " ".join(str(error).split())
         raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
-    table.finish(report)
-    if options.html is not None:
-        write_report(options.html, page_of(report), "--html")
-    write_json(options.json, report.as_dict())
-    for path in filter(None, (options.html, options.json)):
-        show(f"\nwritten: {path}")
-    if options.script is not None:
+    if is_main:
+        table.finish(report)
+        if options.html is not None:
+            write_report(options.html, page_of(report), "--html")
+        write_json(options.json, report.as_dict())
+        for path in filter(None, (options.html, options.json)):
+            show(f"\nwritten: {path}")
+    leave_together(options.time_limit)
+    if is_main and options.script is not None:
         write_scripts(options.script, report, options.target)
     return 0 if report.passed else 1
 

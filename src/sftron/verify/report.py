@@ -44,6 +44,15 @@ class Check:
     remedy: str = ""
     raised: bool = False
 
+    @classmethod
+    def of(cls, rule: Rule, found: Finding, seconds: float) -> Check:
+        """Returns the row of what a rule has found."""
+        remedy = (found.remedy or rule.meaning_of_failure) if found.passed is False else ""
+        detail = tuple(filter(None, found.detail))
+        return cls(
+            rule.name, found.passed, found.measured, found.allowed, detail, seconds, rule.proves, remedy, found.raised
+        )
+
     @property
     def status(self) -> str:
         return {True: "PASS", False: "FAIL", None: "SKIP"}[self.passed]
@@ -115,17 +124,7 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
             if is_own_code:
                 measured = found.measured.replace("not measured:", "raised", 1)
                 found = replace(found, passed=False, measured=measured, allowed="no error", raised=False)
-        yield Check(
-            rule.name,
-            found.passed,
-            found.measured,
-            found.allowed,
-            tuple(filter(None, found.detail)),
-            time.perf_counter() - started,
-            rule.proves,
-            (found.remedy or rule.meaning_of_failure) if found.passed is False else "",
-            found.raised,
-        )
+        yield Check.of(rule, found, time.perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from sftron.verify.script.make import script_of
 from sftron.verify.script.rebuild import Materials, collect
 from sftron.verify.trainer import data_checks, label_checks, model_checks, saved_checks
 from sftron.verify.trainer.batches import require_checkable
+from sftron.verify.trainer.on_ranks import num_ranks, verify_on_ranks
 from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject
 
@@ -42,23 +43,31 @@ def verify_trainer(
     conversations: Sequence[Any] | None = None,
     trained_roles: str = "assistant",
     *,
+    time_limit: float = 600,
     on_start: Callable[[str, dict[str, str]], None] | None = None,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
     """Checks a trainer before `train()`, on its own batches and model, and leaves it as it was.
 
+    On several ranks, each of them calls this function and returns the same report.
+
     Args:
-        trainer: A `transformers.Trainer`, or one of its subclasses, in one process.
+        trainer: A `transformers.Trainer`, or one of its subclasses.
         conversations: The conversations of its data set, as lists of messages or as rows, if it holds ids alone. By
             default they come from its rows, or are read from the ids.
         trained_roles: "assistant", if answers are meant to be trained; "all" for a loss over everything.
-        on_start: Called with the title and the facts before the first check.
-        on_check: Called with each row as soon as it is measured.
+        time_limit: How long a rank waits for another one, in seconds.
+        on_start: Called with the title and the facts before the first check, on rank 0.
+        on_check: Called with each row as soon as it is measured, on rank 0.
 
     Raises:
         ValueError: The trainer cannot be checked; the message has the remedy.
     """
     tokenizer = require_checkable(trainer, trained_roles)
+    if num_ranks(trainer) > 1:
+        return verify_on_ranks(
+            trainer, tokenizer, conversations, trained_roles, RULES, REQUIRED, time_limit, on_start, on_check
+        )
     with untouched(trainer):
         subject = TrainerSubject(trainer, tokenizer, conversations, trained_roles)
         title, facts = f"{type(trainer).__name__}: before it trains", subject.facts

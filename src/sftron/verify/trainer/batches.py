@@ -31,10 +31,10 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
         raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
     args, config = trainer.args, getattr(trainer.model, "config", None)
     data: Any = trainer.train_dataset
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+    if args.n_gpu > 1 or trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and args.world_size == 1):
         raise ValueError(
-            f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
-            "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
+            f"the trainer has {max(1, args.n_gpu)} devices in one process, or DeepSpeed; give each device a process "
+            "(torchrun), or check it in one process on one device (CUDA_VISIBLE_DEVICES=0)"
         )
     if not isinstance(data, PackedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
@@ -219,8 +219,8 @@ def find(inside: np.ndarray, wanted: np.ndarray) -> int:
     return -1
 
 
-def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
-    """Returns what the dataloader gives for a batch, without the second half of its labels.
+def with_fewer_labels(batch: SeenBatch, num_kept: int | None = None) -> dict[str, Any]:
+    """Returns what the dataloader gives for a batch, with the first labels alone: by default, half of them.
 
     The labels stay as they are if there are fewer than two, or if the dataloader does not give them.
     """
@@ -228,7 +228,7 @@ def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
     positions = np.flatnonzero(np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (1, 0))))
     if len(positions) < 2:
         return inputs
-    first = int(positions[len(positions) // 2])
+    first = int(positions[len(positions) // 2 if num_kept is None else num_kept])
     for name, begin in (("labels", first), ("shift_labels", first - 1)):
         labels = inputs.get(name)
         if isinstance(labels, Tensor) and labels.shape == batch.labels.shape:

@@ -21,7 +21,7 @@ from sftron.verify.trainer.measurements import Moves
 from sftron.verify.trainer.state import untouched
 
 
-class _Caught(BaseException):
+class Caught(BaseException):
     """The call of a module, caught."""
 
 
@@ -105,9 +105,9 @@ class CalledModel:
 
         def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             caught.update({"input_ids": args[0], **kwargs} if args else kwargs)
-            raise _Caught
+            raise Caught
 
-        with self.module.register_forward_pre_hook(catch, with_kwargs=True), suppress(_Caught):
+        with self.module.register_forward_pre_hook(catch, with_kwargs=True), suppress(Caught):
             call()
         return caught
 
@@ -148,14 +148,14 @@ class CalledModel:
             if isinstance(value, Tensor) and value.ndim == 3:
                 found.append(value.detach())
                 if is_all:
-                    raise _Caught
+                    raise Caught
 
         torch.manual_seed(0)
         with ExitStack() as stack:
             for each in (self.decoder, self.module):
                 if each is not None:
                     stack.enter_context(each.register_forward_hook(keep))
-            with suppress(_Caught):
+            with suppress(Caught):
                 call()
         if not found:
             raise NotMeasuredError("the model shows neither hidden states nor logits")

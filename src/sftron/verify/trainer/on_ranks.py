@@ -1,0 +1,119 @@
+"""The checks of a trainer on several ranks: those of one process on each of them, and those between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from sftron.verify.report import Check, Finding, Report, Rule
+from sftron.verify.trainer import part_checks, rank_checks, rank_rows
+from sftron.verify.trainer.exchange import Exchange, time_limit_of_trainer
+from sftron.verify.trainer.rank_subject import RankSubject
+from sftron.verify.trainer.state import untouched
+
+_ADDED: dict[str, tuple[tuple[str, Callable[[RankSubject], Finding]], ...]] = {
+    "ids": (("rows", rank_rows.rows),),
+    "positions": (("across ranks", part_checks.across_ranks),),
+    "truncation": (("rotations", part_checks.rotations),),
+    "loss": (("denominators", rank_checks.denominators),),
+    "padding": (("gradients", rank_checks.gradients), ("borders", part_checks.borders)),
+    "adapters": (("replicas", rank_checks.replicas),),
+}
+"""The checks between ranks, in front of those of one process."""
+_REPLACED: dict[str, Callable[[Any], Finding]] = {"loss": rank_checks.loss}
+_LEAD_S = 0.5
+_REQUIRED = ("rows", "loss", "gradients", "replicas")
+
+
+def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], Finding]:
+    """Returns a check that rank 0 makes alone, as it alone saves."""
+
+    def check(subject: RankSubject) -> Finding:
+        return subject.exchange.of_first("the finding of rank 0", lambda: measure(subject))
+
+    check.__doc__ = measure.__doc__
+    return check
+
+
+def joined(findings: Sequence[Finding]) -> Finding:
+    """Returns one finding of those of all ranks: it fails if one of them does, and says which."""
+    if len({(each.passed, each.measured) for each in findings}) == 1:
+        return findings[0]
+    failed = [rank for rank, each in enumerate(findings) if each.passed is False]
+    raised = [rank for rank, each in enumerate(findings) if each.raised]
+    measured = [rank for rank, each in enumerate(findings) if each.passed is not None]
+    shown = (failed or raised or measured or [0])[0]
+    first, names = findings[shown], ", ".join(map(str, failed or raised))
+    words = f"rank {names}: {first.measured}" if names else f"{first.measured} (rank {shown}; the others pass too)"
+    detail = tuple(f"rank {shown}: {line}" for line in first.detail if line)
+    return Finding(first.passed, words, first.allowed, detail, first.remedy, first.raised)
+
+
+def num_ranks(trainer: Any) -> int:
+    is_started = dist.is_available() and dist.is_initialized()
+    return max(int(trainer.args.world_size), dist.get_world_size() if is_started else 1)
+
+
+def leave_together(time_limit: float) -> None:
+    """Lets the other ranks wait until rank 0 has printed and written, as torchrun ends all when the first one ends."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    store, key = distributed_c10d._get_default_store(), "sftron rank 0 has written"
+    if dist.get_rank() == 0:
+        store.set(key, "")
+        time.sleep(_LEAD_S)  # the store may be in this process
+    else:
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=time_limit))
+
+
+def rules_of_ranks(rules: Sequence[Rule]) -> list[Rule]:
+    """Returns the rules of one process with those between ranks."""
+    found = list[Rule]()
+    for rule in rules:
+        found += [Rule(name, measure) for name, measure in _ADDED.get(rule.name, ())]
+        measure = on_first_rank(rule.measure) if rule.name == "generation" else rule.measure
+        found.append(Rule(rule.name, _REPLACED.get(rule.name, measure)))
+    return found
+
+
+def verify_on_ranks(
+    trainer: Any,
+    tokenizer: Any,
+    conversations: Sequence[Any] | None,
+    trained_roles: str,
+    rules: Sequence[Rule],
+    required: Sequence[str],
+    time_limit: float,
+    on_start: Callable[[str, dict[str, str]], None] | None,
+    on_check: Callable[[Check], None] | None,
+) -> Report:
+    """Returns the report of all ranks, the same on each of them; `verify_trainer` describes the arguments.
+
+    Raises ValueError if the trainer cannot be checked.
+    """
+    exchange = Exchange(time_limit)
+    is_main, checks = exchange.rank == 0, list[Check]()
+    try:
+        with untouched(trainer), time_limit_of_trainer(time_limit):
+            subject = exchange.on_all(lambda: RankSubject(trainer, tokenizer, conversations, trained_roles, exchange))
+            facts = exchange.on_all(lambda: subject.facts)
+            title = f"{type(trainer).__name__}: before it trains, on {exchange.world_size} ranks"
+            if is_main and on_start is not None:
+                on_start(title, facts)
+            for rule in rules_of_ranks(rules):
+                started = time.perf_counter()
+                found = joined(exchange.row(rule.name, lambda rule=rule: rule.measure(subject)))
+                checks.append(Check.of(rule, found, time.perf_counter() - started))
+                if is_main and on_check is not None:
+                    on_check(checks[-1])
+    finally:
+        exchange.close()
+    names = (*required, *_REQUIRED)
+    return Report(title, facts, tuple(checks), names)

@@ -1,0 +1,233 @@
+"""Checks of a trainer's ranks: their rows, their loss, their gradients, and the parts of rows that they share.
+
+The docstring of a check is the law that a pass proves, and is printed in reports. Each of them is a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sftron.verify.report import Finding, NotMeasuredError
+from sftron.verify.trainer import rank_remedies as remedies
+from sftron.verify.trainer.rank_batches import digest
+from sftron.verify.trainer.rank_model import whole
+from sftron.verify.trainer.rank_subject import RankSubject
+
+_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 2**-5
+"""Relative differences of gradients that are rounding, in float32 and in other types."""
+_LOSS_TOLERANCE, _ROUNDED_LOSS_TOLERANCE = 1e-4, 2**-6
+_MOST_NAMED, _MOST_LENGTHS = 3, 16
+
+
+# -- denominators, loss and gradients --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDifference:
+    """The gradients of a rank after the trainer's reduction, against those of the reference."""
+
+    apart: float
+    """The norm of the difference by that of the reference."""
+    factor: float
+    """The factor of the reference that is nearest."""
+    apart_from_factor: float
+    """What `apart` is from the reference times the factor."""
+    worst: str
+    worst_apart: float
+    worst_factor: float
+
+    def is_right(self, tolerance: float) -> bool:
+        return self.worst_apart <= tolerance
+
+
+def _differences(subject: RankSubject) -> list[GradientDifference]:
+    """Returns those of all ranks."""
+    found = vars(subject).get("_gradient_differences")
+    if found is None:
+        own = _difference(subject.run.gradients, subject.expected_gradients)
+        found = subject.exchange.gather("the gradients", own)
+        vars(subject)["_gradient_differences"] = found
+    return found
+
+
+def _difference(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor]) -> GradientDifference:
+    total = math.sqrt(sum(float(each.double().square().sum()) for each in expected.values()))
+    if not total:
+        raise NotMeasuredError("the reference has no gradient")
+    products, squares, worst = 0.0, list[tuple[float, float, float]](), ("", 0.0, 1.0)
+    for name, reference in expected.items():
+        own = gradients.get(name)
+        own = torch.zeros_like(reference) if own is None else own
+        product, norm = float((own.double() * reference).sum()), float(reference.double().norm())
+        products += product
+        squares.append((float(own.double().square().sum()), product, norm**2))
+        # A tensor whose gradient is rounding itself is compared with all of them.
+        apart = float((own.double() - reference).norm()) / max(norm, 1e-4 * total)
+        if not apart <= worst[1]:
+            worst = (name, apart, product / norm**2 if norm else math.inf)
+    factor = products / total**2
+
+    def apart_from(scale: float) -> float:
+        square = sum(own - 2 * scale * product + scale**2 * norm for own, product, norm in squares)
+        return math.sqrt(max(square, 0.0)) / total
+
+    return GradientDifference(apart_from(1.0), factor, apart_from(factor) / max(abs(factor), 1e-12), *worst)
+
+
+def _tolerance(subject: RankSubject) -> float:
+    return _ROUNDED_TOLERANCE if subject.model.is_rounded else _TOLERANCE
+
+
+def _are_right(subject: RankSubject) -> bool:
+    return all(each.is_right(_tolerance(subject)) for each in _differences(subject))
+
+
+def _named_factor(factor: float, world_size: int, declared: int) -> str:
+    names = {world_size: "the number of ranks", declared: "the number of ranks that share a row"}
+    for size, name in names.items():
+        if size > 1 and abs(factor / size - 1) < 0.01:
+            return f"{factor:.4g} times the reference: {name}"
+        if size > 1 and abs(factor * size - 1) < 0.01:
+            return f"{factor:.4g} of the reference: 1 by {name}"
+    return f"{factor:.4g} times the reference"
+
+
+def gradients(subject: RankSubject) -> Finding:
+    """After the trainer's own reduction, every rank has the gradients that one process computes of all rows."""
+    tolerance, world_size = _tolerance(subject), subject.exchange.world_size
+    found = _differences(subject)
+    worst_rank = max(range(world_size), key=lambda rank: found[rank].worst_apart)
+    worst = found[worst_rank]
+    detail = tuple(
+        f"rank {rank}: {each.apart:.2g} apart, factor {each.factor:.4g}; worst {each.worst} "
+        f"({each.worst_apart:.2g} apart, factor {each.worst_factor:.4g})"
+        for rank, each in enumerate(found)
+    )
+    allowed = f"<= {tolerance:.0e}, relative"
+    if worst.is_right(tolerance):
+        measured = f"{worst.worst_apart:.1e} from one process at most, in {len(subject.names):,} tensors"
+        return Finding(True, measured, allowed, detail)
+    size = max(len(micro.group_of(subject.rank)) for micro in subject.computed_micro_batches)
+    factors = [each.factor for each in found]
+    is_constant = all(each.apart_from_factor <= tolerance for each in found)
+    if not math.isfinite(worst.apart):
+        measured, remedy = f"rank {worst_rank}: the gradients are not finite", remedies.NOT_FINITE
+    elif is_constant and max(factors) - min(factors) <= tolerance * max(map(abs, factors)):
+        measured, remedy = _named_factor(worst.factor, world_size, size), remedies.FACTOR
+    elif (
+        max(each.apart for each in found) - min(each.apart for each in found) > tolerance or len(_digests(subject)) > 1
+    ):
+        measured = f"the ranks have different gradients: {', '.join(f'{each.apart:.2g}' for each in found)} apart"
+        remedy = remedies.NOT_SUMMED
+    else:
+        measured = f"{worst.apart:.2g} from one process; worst {worst.worst} ({worst.worst_apart:.2g})"
+        remedy = remedies.OTHER_GRADIENTS
+    return Finding(False, measured, allowed, detail, remedy.of(subject.trainer))
+
+
+def _digests(subject: RankSubject) -> set[str]:
+    """Returns the different gradients of the ranks."""
+    own = [None if each is None else _content(each) for each in subject.run.gradients.values()]
+    return set(subject.exchange.gather("the digests of gradients", digest(own)))
+
+
+def loss(subject: RankSubject) -> Finding:
+    """The mean over the ranks of what a step returns is one ratio: the loss of all trained tokens, by their number."""
+    returned, reference = subject.run.returned, subject.reference
+    totals = [sum(each) for each in returned]
+    total, ratio = sum(totals) / len(totals), reference.loss
+    tolerance = _ROUNDED_LOSS_TOLERANCE if subject.model.is_rounded else _LOSS_TOLERANCE
+    allowed = f"<= {tolerance:.0e}, relative"
+    detail = (
+        f"the ranks return {', '.join(f'{each:.6g}' for each in totals)}; the ratio is {ratio:.6g}",
+        f"{reference.num_labels:,} labels of {len(returned[0])} micro-batches on {len(returned)} ranks",
+    )
+    if not math.isfinite(total + ratio):
+        measured = f"the ranks return {', '.join(f'{each:.4g}' for each in totals)}"
+        return Finding(False, measured, "finite", detail, remedies.NOT_FINITE.of(subject.trainer))
+    apart = abs(total - ratio) / ratio
+    if apart <= tolerance:
+        return Finding(True, f"{apart:.1e} from the ratio of {reference.num_labels:,} labels", allowed, detail)
+    if _are_right(subject):
+        measured = f"the gradients are right; what is returned, and logged, is {apart:.2g} from the ratio"
+        return Finding(True, measured, allowed, detail)
+    return Finding(False, f"{apart:.2g} from the ratio", allowed, detail, remedies.MEAN_OF_RANKS.of(subject.trainer))
+
+
+def _rounded_down(count: int, world_size: int) -> tuple[int, int]:
+    """Returns a count by the number of ranks in whole numbers, and that quotient times the number."""
+    return count // world_size, count // world_size * world_size
+
+
+def denominators(subject: RankSubject) -> Finding:
+    """The loss is divided on every rank by the number of labels of all ranks."""
+    own = subject.step.num_items
+    counts = subject.exchange.gather("the denominators", None if own is None else float(own))
+    num_own = sum(batch.num_trained for batch in subject.step.batches)
+    labels = subject.exchange.gather("the labels", num_own)
+    expected, world_size = subject.reference.num_labels, subject.exchange.world_size
+    given = [count for count in counts if count is not None]
+    if not given:
+        raise NotMeasuredError("the trainer counts nothing; see gradients")
+    shown = ", ".join("none" if count is None else f"{count:,.10g}" for count in counts)
+    detail = (f"num_items_in_batch by rank: {shown}; labels of each rank: {', '.join(map(str, labels))}",)
+    if set(counts) == {float(expected)}:
+        return Finding(True, f"{expected:,} on each of {world_size} ranks", f"{expected:,}", detail)
+    if _are_right(subject):
+        measured = f"num_items_in_batch is {shown}; the gradients show that another number divides"
+        return Finding(True, measured, f"{expected:,}", detail)
+    kind = ""
+    if set(counts) == {float(expected * world_size)}:
+        kind = ": the labels times the number of ranks"
+    elif given == [float(count) for count in labels]:
+        kind = ": each rank counts its own labels"
+    elif expected % world_size and set(counts) < {float(each) for each in _rounded_down(expected, world_size)}:
+        kind = ": a quotient that is rounded down"
+    measured = f"num_items_in_batch is {shown}{kind}"
+    return Finding(False, measured, f"{expected:,}", detail, remedies.DENOMINATOR.of(subject.trainer))
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def _content(tensor: Tensor) -> bytes:
+    return (
+        whole(tensor).contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else bytes(str(tensor), "ascii")
+    )
+
+
+def replicas(subject: RankSubject) -> Finding:
+    """What every rank holds is the same on all of them, before the first step and after it."""
+    before = _differing(subject, "before", _tensors(subject))
+    _ = subject.run
+    optimizer: Any = subject.wrapped.optimizer
+    for group in optimizer.param_groups:  # a warm-up begins with a rate of 0
+        group["lr"] = group.get("initial_lr", group["lr"])
+    optimizer.step()
+    after = _differing(subject, "after", _tensors(subject))
+    num_tensors = len(_tensors(subject))
+    if not before and not after:
+        measured = f"{num_tensors:,} tensors are equal on {subject.exchange.world_size} ranks, also after a step"
+        return Finding(True, measured, "equal")
+    words = "before the first step" if before else "after the first step"
+    names = before or after
+    measured = f"{len(names):,} of {num_tensors:,} tensors differ between the ranks {words}"
+    remedy = remedies.NOT_ALIKE if before else remedies.DRIFT
+    return Finding(False, measured, "equal", (", ".join(names[:_MOST_NAMED]),), remedy.of(subject.trainer))
+
+
+def _tensors(subject: RankSubject) -> dict[str, Tensor]:
+    return dict(subject.wrapped.named)
+
+
+def _differing(subject: RankSubject, name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of the tensors that are not the same on all ranks."""
+    own = {key: digest(_content(each)) for key, each in tensors.items()}
+    found = subject.exchange.gather(f"the tensors {name} a step", own)
+    return [key for key in own if len({each.get(key) for each in found}) > 1]
