@@ -48,7 +48,7 @@ def environment(release: Release, folder: Path) -> Path:
     """Returns the Python of the release, in an environment that is made unless there is one with the same pins."""
     home = folder / release.name
     python, record = home / "bin" / "python", home / "pins.txt"
-    wanted = "\n".join([sys.version, *release.pins, *release.empty])
+    wanted = "\n".join([sys.version, *release.pins, *release.empty, *release.for_newer_python])
     if record.exists() and record.read_text(encoding="utf-8") == wanted:
         return python
     shutil.rmtree(home, ignore_errors=True)
@@ -57,6 +57,8 @@ def environment(release: Release, folder: Path) -> Path:
     # Nothing that is required: a resolver might choose another build of torch, which is a download of gigabytes.
     install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python)]
     subprocess.run([*install, *release.pins], check=True)
+    if release.for_newer_python:
+        subprocess.run([*install, "--python-version", "3.12", *release.for_newer_python], check=True)
     packages = next(home.glob("lib/python3*/site-packages"))
     # Searched after the environment itself.
     (packages / "tools.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,14 @@ from unittest import mock
 from transformers import Trainer
 
 from tools.failures.materials import SCRATCH
+
+
+QWEN3 = next(
+    path.read_text(encoding="utf-8")
+    for folder in sys.path
+    if (path := Path(folder) / "trl" / "chat_templates" / "qwen3.jinja").exists()
+)
+"""Qwen 3's own template, which newer releases of TRL hold."""
 
 
 class _ReadyError(Exception):

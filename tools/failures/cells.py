@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from tools.failures.cell import hush, run
+from tools.failures.materials import SCRATCH
 
 SECONDS = 600
 """The most that one configuration may take."""
@@ -46,6 +48,9 @@ if __name__ == "__main__":
     hush()
     torch.set_num_threads(1)
     __import__(f"tools.failures.{sys.argv[1]}")
-    for configuration in sys.argv[2:]:
-        found = limited(sys.argv[1], configuration)
-        print("\n" + json.dumps({"configuration": configuration, "result": found}), flush=True)
+    try:
+        for configuration in sys.argv[2:]:
+            found = limited(sys.argv[1], configuration)
+            print("\n" + json.dumps({"configuration": configuration, "result": found}), flush=True)
+    finally:
+        shutil.rmtree(SCRATCH, ignore_errors=True)

@@ -102,4 +102,93 @@ _TRANSFORMERS = (
     ),
 )  # fmt: skip
 
-FAULTS = (*_TRL, *_TRANSFORMERS)
+_AXOLOTL = (
+    Fault(
+        "axolotl_faults accumulation", "axolotl", ("accumulation",), ("loss",),
+        "The trainer looks for `num_items_in_batch` among the parameters of the decoder's `forward`, finds none, and "
+        "averages each micro-batch by itself: a token among few labels counts for more.",
+        "`trainer.model_accepts_loss_kwargs = True`.",
+        ("axolotl-ai-cloud/axolotl#3982",),
+    ),
+    Fault(
+        "axolotl_faults truncation", "axolotl", ("truncation",), ("truncation", "ids", "stop tokens", "trained tokens"),
+        "Answers end where the limit is, without a stop token. Documented.",
+        "`sequence_len` above the longest conversation.",
+    ),
+    Fault(
+        "axolotl_faults dropped", "axolotl", ("dropped",), ("truncation",),
+        "Conversations longer than `sequence_len` are dropped, which the log says. Documented.",
+        "`sequence_len` above the longest conversation.",
+    ),
+    Fault(
+        "axolotl_faults control_text", "axolotl", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+_LLAMA_FACTORY = (
+    Fault(
+        "llamafactory_faults named_template", "LLaMA-Factory", ("named_template",), ("ids",),
+        "Its `smollm2` ends the default system prompt with a period, and the template that is saved with the model does "
+        "not: such rows are trained with another prompt than they are served with.",
+        "Leave `template:` out, and the tokenizer's own is taken.",
+    ),
+    Fault(
+        "llamafactory_faults packing", "LLaMA-Factory", ("packing",), ("isolation",),
+        "An attention mask of ones is passed with the positions, so transformers sees no borders between conversations.",
+        "`neat_packing: true`.",
+        ("hiyouga/LlamaFactory#2289", "huggingface/transformers#46634"),
+    ),
+    Fault(
+        "llamafactory_faults first_tokens", "LLaMA-Factory", ("whole_texts",), ("loss",),
+        "The fault of transformers before 5.10: the first token of each row is counted, and not predicted.",
+        "A release that admits transformers 5.10.",
+        ("huggingface/transformers#46204",),
+    ),
+    Fault(
+        "llamafactory_faults truncation", "LLaMA-Factory", ("truncation",),
+        ("ids", "trained tokens", "stop tokens", "truncation"),
+        "The question and the answer are cut each by itself, and the header between them is lost.",
+        "`cutoff_len` above the longest conversation.",
+    ),
+    Fault(
+        "llamafactory_faults control_text", "LLaMA-Factory", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+_SWIFT = (
+    Fault(
+        "swift_faults named_template", "ms-swift", ("named_template",), ("ids", "truncation"),
+        "Its `chatml` leaves out the default system prompt, which the template that is saved with the model writes.",
+        "A `template` that writes what the tokenizer's own writes.",
+    ),
+    Fault(
+        "swift_faults jinja", "ms-swift", ("jinja",), ("trained tokens",),
+        "This backend masks nothing: prompts are trained.",
+        "`template_backend: swift`, the default.",
+        ("modelscope/ms-swift#9277",),
+    ),
+    Fault(
+        "swift_faults thoughts", "ms-swift", ("thoughts",), ("ids",),
+        "The thoughts of earlier answers are kept, and the template that is saved with the model leaves them out.",
+        "Rows whose thought is in the last answer alone.",
+    ),
+    Fault(
+        "swift_faults truncation", "ms-swift", ("truncation",), ("truncation",),
+        "Answers end where the limit is, without a stop token. Documented; the default drops such rows.",
+        "`max_length` above the longest conversation.",
+    ),
+    Fault(
+        "swift_faults control_text", "ms-swift", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+FAULTS = (*_TRL, *_TRANSFORMERS, *_AXOLOTL, *_LLAMA_FACTORY, *_SWIFT)

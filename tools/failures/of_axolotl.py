@@ -10,7 +10,7 @@ from axolotl.cli.args import TrainerCliArgs
 from axolotl.cli.config import load_cfg
 from axolotl.cli.train import do_train
 
-from tools.failures.capture import new_folder, trainer_of
+from tools.failures.capture import QWEN3, new_folder, trainer_of
 from tools.failures.materials import (
     CALLED,
     CALLS,
@@ -19,7 +19,6 @@ from tools.failures.materials import (
     SCRATCH,
     SMOLLM2,
     TOOL,
-    WITH_TOOLS,
     Configuration,
     Conversation,
     registrar,
@@ -83,14 +82,14 @@ def packing(rows: Rows) -> Any:
 
 @configuration(given=True, rows=tuple(with_thoughts(CHATS)))
 def thoughts(rows: Rows) -> Any:
-    """a thought in each answer"""
-    return sft(rows, WITH_TOOLS)
+    """Qwen 3's template, a thought in each answer"""
+    return sft(rows, QWEN3)
 
 
 @configuration(given=True, rows=tuple(CALLS))
 def tool_calls(rows: Rows) -> Any:
-    """a `tools` column"""
-    return sft(rows, WITH_TOOLS)
+    """Qwen 3's template, a `tools` column"""
+    return sft(rows, QWEN3)
 
 
 @configuration(given=True, rows=(*CHATS, FORGED))

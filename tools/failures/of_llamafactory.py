@@ -7,7 +7,7 @@ from typing import Any
 
 from llamafactory.train.tuner import run_exp
 
-from tools.failures.capture import new_folder, trainer_of
+from tools.failures.capture import QWEN3, new_folder, trainer_of
 from tools.failures.materials import (
     CALLED,
     CALLS,
@@ -16,7 +16,6 @@ from tools.failures.materials import (
     SCRATCH,
     SMOLLM2,
     TOOL,
-    WITH_TOOLS,
     Configuration,
     Conversation,
     arguments,
@@ -97,13 +96,13 @@ def packing_neat(rows: Rows) -> Any:
 @configuration(given=True, rows=tuple(with_thoughts(CHATS)))
 def thoughts(rows: Rows) -> Any:
     """`template: qwen3`, a thought in each answer"""
-    return sft(rows, WITH_TOOLS, template="qwen3")
+    return sft(rows, QWEN3, template="qwen3")
 
 
 @configuration(given=True, rows=tuple(CALLS))
 def tool_calls(rows: Rows) -> Any:
-    """`template: qwen`, a `tools` column"""
-    return sft(rows, WITH_TOOLS, template="qwen")
+    """`template: qwen3`, a `tools` column"""
+    return sft(rows, QWEN3, template="qwen3")
 
 
 @configuration(given=True, rows=(*CHATS, FORGED))

@@ -30,6 +30,7 @@ class Release:
         beside: The versions of the libraries that decide about the results, as the page prints them.
         pins: Everything that is installed; torch and all other packages are those of the environment of the tool.
         empty: The modules that the library imports and never calls here, for which an empty one stands.
+        for_newer_python: Pins whose metadata wants Python 3.12, and whose code runs with an older one all the same.
     """
 
     library: str
@@ -38,6 +39,7 @@ class Release:
     beside: str
     pins: tuple[str, ...]
     empty: tuple[str, ...] = ()
+    for_newer_python: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -47,6 +49,30 @@ class Release:
 def _trl(version: str, transformers: str) -> Release:
     pins = (f"trl=={version}", *_transformers(transformers))
     return Release("TRL", "of_trl", version, f"transformers {transformers}", pins)
+
+
+_AXOLOTL = tuple(
+    "axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 safetensors==0.8.0 fsspec==2025.10.0 addict==2.4.0 "
+    "einops==0.8.2 evaluate==0.4.1 fire==0.7.1 humanfriendly==10.0 coloredlogs==15.0.1 langdetect==1.0.9 "
+    "optimum==1.16.2 posthog==6.7.11 backoff==2.2.1 schedulefree==1.4.1 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 "
+    "threadpoolctl==3.8.0 sentencepiece==0.2.3 termcolor==3.3.0 python-dotenv==1.0.1 responses==0.18.0 "
+    "pydantic-extra-types==2.11.1 pycountry==26.2.16 six==1.17.0 narwhals==2.29.0 numba==0.68.1 llvmlite==0.50.0 "
+    "fastcore==2.2.41".split()
+)
+_LLAMA_FACTORY = tuple(
+    "llamafactory==0.9.5 transformers==5.6.0 trl==0.24.0 peft==0.18.1 accelerate==1.11.0 datasets==4.0.0 "
+    "tokenizers==0.22.2 huggingface-hub==1.33.0 safetensors==0.8.0 dill==0.3.8 multiprocess==0.70.16 fsspec==2025.3.0 "
+    "einops==0.8.2 fire==0.7.1 termcolor==3.3.0 omegaconf==2.4.0 tyro==0.8.14 shtab==1.13.0 docstring-parser==0.18.0 "
+    "av==16.0.0 sentencepiece==0.2.3 pandas==2.3.3 pytz==2026.6 hf-transfer==0.1.9 sse-starlette==3.7.0 "
+    "pydub==0.25.1".split()
+)
+_SWIFT = tuple(
+    "ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 accelerate==1.15.0 datasets==4.8.4 "
+    "tokenizers==0.23.3 huggingface-hub==1.33.0 safetensors==0.8.0 fsspec==2026.2.0 addict==2.4.0 attrdict==2.0.1 "
+    "binpacking==2.0.1 cpm-kernels==1.0.11 dacite==1.9.2 einops==0.8.2 json-repair==0.64.6 modelscope==1.40.2 "
+    "modelscope-hub==0.5.1 nltk==3.10.4 openai==3.57.0 jiter==0.19.0 oss2==2.19.1 rouge==1.0.1 sentencepiece==0.2.3 "
+    "transformers-stream-generator==0.0.5 simplejson==4.3.0 joblib==1.6.0 cloudpickle==3.1.3".split()
+)
 
 
 RELEASES = (
@@ -59,7 +85,25 @@ RELEASES = (
         Release("transformers", "of_transformers", version, "peft 0.21.2", _transformers(version))
         for version in ("5.0.0", "5.9.0", "5.10.0", "5.16.1", "5.23.0")
     ),
-)
+    Release(
+        "axolotl", "of_axolotl", "0.19.0", "transformers 5.16.1, TRL 1.9.0",
+        (*_AXOLOTL, *"axolotl==0.19.0 transformers==5.16.1 trl==1.9.0 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 "
+         "tokenizers==0.23.1 huggingface-hub==1.17.0 kernels==0.16.2 kernels-data==0.16.2 mistral-common==1.11.5 "
+         "tomlkit==0.13.3 liger-kernel==0.8.1 pydantic==2.12.5 pydantic-core==2.41.5 pillow==11.3.0".split()),
+    ),
+    Release(
+        "axolotl", "of_axolotl", "0.21.0", "transformers 5.20.1, TRL 1.14.1",
+        (*_AXOLOTL, *"transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0 datasets==5.0.1 "
+         "tokenizers==0.23.3 huggingface-hub==1.33.0 kernels==0.17.2 mistral-common==1.12.0 tomlkit==0.14.0 "
+         "liger-kernel==0.8.4 pydantic==2.13.5 pydantic-core==2.46.5 pydantic-settings==2.15.0 pillow==12.3.0".split()),
+        for_newer_python=("axolotl==0.21.0",),
+    ),
+    Release(
+        "LLaMA-Factory", "of_llamafactory", "0.9.5", "transformers 5.6.0, peft 0.18.1", _LLAMA_FACTORY,
+        empty=("torchaudio",),
+    ),
+    Release("ms-swift", "of_swift", "4.6.0", "transformers 5.19.0, TRL 0.29.1", _SWIFT),
+)  # fmt: skip
 
 NOT_RUN = {
     "unsloth 2026.10": "imports only where it finds a GPU",
