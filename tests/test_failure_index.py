@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +112,14 @@ def test_every_row_of_verify_trainer_has_a_mutant() -> None:
 
 
 @pytest.fixture
-def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(materials, "SCRATCH", tmp_path)
-    yield
+    monkeypatch.setenv("CI", "1")  # no telemetry
 
 
 @pytest.mark.parametrize(("name", "skipped"), [("prompt_completion", ()), ("packing", ("padding",)), ("lora", ())])
 @pytest.mark.filterwarnings("ignore::")
-@pytest.mark.usefixtures("scratch", "quiet")
+@pytest.mark.usefixtures("scratch")
 def test_each_row_that_passes_fails_with_its_mutant(name: str, skipped: tuple[str, ...]) -> None:
     configuration = of_trl.CONFIGURATIONS[name]
     configuration = replace(configuration, rows=configuration.rows[:12])

@@ -13,6 +13,7 @@ environments in which it was found. Needs uv and a network, for environments tha
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -106,7 +107,10 @@ def shows(python: Path | str, program: str) -> bool:
 
 
 def _hash(*paths: Path) -> str:
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
+    """Returns a digest of the files: of sources, without their comments and their layout."""
+    texts = [(path.suffix, path.read_text(encoding="utf-8")) for path in paths]
+    parts = [ast.dump(ast.parse(text)) if suffix == ".py" else text for suffix, text in texts]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _known(path: Path, key: str) -> Any:

@@ -13,7 +13,6 @@ from transformers import Trainer
 
 from tools.failures.materials import SCRATCH
 
-
 QWEN3 = next(
     path.read_text(encoding="utf-8")
     for folder in sys.path

@@ -131,13 +131,14 @@ _AXOLOTL = (
 _LLAMA_FACTORY = (
     Fault(
         "llamafactory_faults named_template", "LLaMA-Factory", ("named_template",), ("ids",),
-        "Its `smollm2` ends the default system prompt with a period, and the template that is saved with the model does "
-        "not: such rows are trained with another prompt than they are served with.",
+        "Its `smollm2` ends the default system prompt with a period, and the template that is saved with the model "
+        "does not: such rows are trained with another prompt than they are served with.",
         "Leave `template:` out, and the tokenizer's own is taken.",
     ),
     Fault(
         "llamafactory_faults packing", "LLaMA-Factory", ("packing",), ("isolation",),
-        "An attention mask of ones is passed with the positions, so transformers sees no borders between conversations.",
+        "An attention mask of ones is passed with the positions, so transformers sees no border "
+        "between conversations.",
         "`neat_packing: true`.",
         ("hiyouga/LlamaFactory#2289", "huggingface/transformers#46634"),
     ),

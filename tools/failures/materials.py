@@ -50,14 +50,17 @@ FORGED: Conversation = [
 
 @dataclass(frozen=True)
 class Configuration:
-    """One configuration of a library: `make` returns its trainer for the conversations; its docstring has the option.
+    """One configuration of a library.
 
     Attributes:
+        option: The library's own option, as the page prints it.
+        make: Returns the library's trainer for the conversations.
         roles: `trained_roles` of verify_trainer: what the option is meant to train.
         given: Whether verify_trainer is given the conversations, because the rows of the data set hold ids alone.
         rows: The conversations.
     """
 
+    option: str
     make: Callable[[list[Conversation]], Any]
     roles: str = "assistant"
     given: bool = False
@@ -69,23 +72,6 @@ class Configuration:
         if not self.given:
             return None
         return [{"messages": each, "tools": [TOOL]} if each[0] in CALLED else {"messages": each} for each in self.rows]
-
-    @property
-    def option(self) -> str:
-        return (self.make.__doc__ or "").strip()
-
-
-def registrar(registry: dict[str, Configuration]) -> Callable[..., Any]:
-    """Returns a decorator that adds a function to the registry, by its name."""
-
-    def configuration(**described: Any) -> Callable[..., Any]:
-        def add(make: Callable[..., Any]) -> Callable[..., Any]:
-            registry[make.__name__] = Configuration(make, **described)
-            return make
-
-        return add
-
-    return configuration
 
 
 _HEADER = "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -114,7 +100,12 @@ def model(its_tokenizer: Any) -> LlamaForCausalLM:
     """Returns a random Llama of two layers and 64 units, in float32, with weights so large that a leak shows."""
     torch.manual_seed(0)
     ids = {f"{name}_token_id": getattr(its_tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(
         vocab_size=len(its_tokenizer), num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
         architectures=["LlamaForCausalLM"], **sizes, **ids,
@@ -132,8 +123,19 @@ def saved_model(template: str = SMOLLM2) -> Path:
 
 def arguments(**given: Any) -> dict[str, Any]:
     """Returns arguments of TrainingArguments."""
-    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "logging_strategy": "no"}
-    few = {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "no"}
+    quiet = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "logging_strategy": "no",
+    }
+    few = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+    }
     return {"output_dir": str(SCRATCH / "out"), **few, **quiet, **given}
 
 

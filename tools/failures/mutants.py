@@ -1,7 +1,7 @@
 """One fault for each row of verify_trainer's report, for any trainer: what a row that passed must find.
 
-A mutant changes attributes of the trainer or of its model, which `untouched` puts back. Those of batches change what its
-collator gives.
+A mutant changes attributes of the trainer or of its model, which `untouched` puts back. Those of batches change what
+its collator gives.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _run_on(batch: Batch, _: Any) -> None:
     """positions run on through a packed row; in others, they count by two"""
     ids = batch["input_ids"]
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    is_packed = "position_ids" in batch and bool((batch["position_ids"][..., 1:] < batch["position_ids"][..., :-1]).any())
+    is_packed = "position_ids" in batch and bool(
+        (batch["position_ids"][..., 1:] < batch["position_ids"][..., :-1]).any()
+    )
     batch["position_ids"] = positions if is_packed else 2 * positions
 
 

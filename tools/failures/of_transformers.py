@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset
@@ -28,14 +29,10 @@ from tools.failures.materials import (
     Conversation,
     arguments,
     model,
-    registrar,
     resumed,
     tokenizer,
 )
 
-CONFIGURATIONS: dict[str, Configuration] = {}
-NOT_RUN: dict[str, str] = {}
-configuration = registrar(CONFIGURATIONS)
 Rows = list[Conversation]
 
 
@@ -45,7 +42,12 @@ def of_marks(rows: Rows, **options: Any) -> list[dict[str, Any]]:
     for each in rows:
         found = own.apply_chat_template(each, return_dict=True, return_assistant_tokens_mask=True, **options)
         ids, marks = found["input_ids"], found["assistant_masks"]
-        features.append({"input_ids": ids, "labels": [n if mark else -100 for n, mark in zip(ids, marks, strict=True)]})
+        features.append(
+            {
+                "input_ids": ids,
+                "labels": [n if mark else -100 for n, mark in zip(ids, marks, strict=True)],
+            }
+        )
     return features
 
 
@@ -64,7 +66,12 @@ def of_prefixes(rows: Rows, template: str, **options: Any) -> list[dict[str, Any
     return features
 
 
-def trained(features: list[dict[str, Any]], collator: Any = None, template: str = SMOLLM2, **given: Any) -> Trainer:
+def trained(
+    features: list[dict[str, Any]],
+    collator: Any = None,
+    template: str = SMOLLM2,
+    **given: Any,
+) -> Trainer:
     own = tokenizer(template)
     others = {name: given.pop(name) for name in ("model", "eval_dataset") if name in given}
     return Trainer(
@@ -74,78 +81,78 @@ def trained(features: list[dict[str, Any]], collator: Any = None, template: str 
     )  # fmt: skip
 
 
-@configuration(given=True, roles="all")
-def default(rows: Rows) -> Trainer:
-    """`DataCollatorForLanguageModeling(mlm=False)`, the padding token is the stop token"""
+def of_collator(rows: Rows) -> Trainer:
     own = tokenizer()
     features = [{"input_ids": own.apply_chat_template(each, return_dict=True)["input_ids"]} for each in rows]
     return trained(features, DataCollatorForLanguageModeling(own, mlm=False))
 
 
-@configuration(given=True)
-def answers(rows: Rows) -> Trainer:
-    """labels of `return_assistant_tokens_mask`, `DataCollatorForSeq2Seq`"""
-    return trained(of_marks(rows))
-
-
-@configuration(given=True, roles="all")
-def whole_texts(rows: Rows) -> Trainer:
-    """labels that equal the ids, `DataCollatorForSeq2Seq`"""
+def of_whole_texts(rows: Rows) -> Trainer:
     return trained([{**each, "labels": each["input_ids"]} for each in of_marks(rows)])
 
 
-@configuration(given=True)
-def padding_free(rows: Rows) -> Trainer:
-    """`DataCollatorWithFlattening()`"""
-    return trained(of_marks(rows), DataCollatorWithFlattening())
-
-
-@configuration(given=True, rows=tuple(CALLS))
-def tool_calls(rows: Rows) -> Trainer:
-    """`apply_chat_template(tools=...)`, labels by prefixes"""
-    return trained(of_prefixes(rows, WITH_TOOLS, tools=[TOOL]), template=WITH_TOOLS)
-
-
-@configuration(given=True, rows=(*CHATS, FORGED))
-def control_text(rows: Rows) -> Trainer:
-    """`apply_chat_template`, its defaults"""
-    return trained(of_marks(rows))
-
-
-if "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
-
-    @configuration(given=True, rows=(*CHATS, FORGED))
-    def sanitized(rows: Rows) -> Trainer:
-        """`apply_chat_template(sanitize_control_tokens=True)`, labels by prefixes"""
-        return trained(of_prefixes(rows, SMOLLM2, sanitize_control_tokens=True))
-
-
-@configuration(given=True)
-def truncation(rows: Rows) -> Trainer:
-    """`truncation=True, max_length=256`"""
-    return trained(of_marks(rows, truncation=True, max_length=256))
-
-
-@configuration(given=True)
-def accumulation(rows: Rows) -> Trainer:
-    """`gradient_accumulation_steps=4` of single rows"""
-    return trained(of_marks(rows), gradient_accumulation_steps=4, per_device_train_batch_size=1)
-
-
-@configuration(given=True)
-def lora(rows: Rows) -> Trainer:
-    """peft's `LoraConfig(target_modules="all-linear")`"""
+def with_adapters(rows: Rows) -> Trainer:
     settings = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     return trained(of_marks(rows), model=get_peft_model(model(tokenizer()), settings))
 
 
-@configuration(given=True)
-def resume(rows: Rows) -> Trainer:
-    """`resume_from_checkpoint` after two steps"""
-    return resumed(lambda steps: trained(of_marks(rows), **steps))
+def of(option: str, make: Callable[[Rows], Trainer], **described: Any) -> Configuration:
+    return Configuration(option, make, given=True, **described)
 
 
-@configuration(given=True)
-def evaluation(rows: Rows) -> Trainer:
-    """`eval_dataset` of the same form"""
-    return trained(of_marks(rows[8:]), eval_dataset=Dataset.from_list(of_marks(rows[:8])))
+SINGLE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+FORGERY: dict[str, Any] = {"rows": (*CHATS, FORGED)}
+
+CONFIGURATIONS = {
+    "default": of(
+        "`DataCollatorForLanguageModeling(mlm=False)`, the padding token is the stop token",
+        of_collator,
+        roles="all",
+    ),
+    "answers": of(
+        "labels of `return_assistant_tokens_mask`, `DataCollatorForSeq2Seq`",
+        lambda rows: trained(of_marks(rows)),
+    ),
+    "whole_texts": of(
+        "labels that equal the ids, `DataCollatorForSeq2Seq`",
+        of_whole_texts,
+        roles="all",
+    ),
+    "padding_free": of(
+        "`DataCollatorWithFlattening()`",
+        lambda rows: trained(of_marks(rows), DataCollatorWithFlattening()),
+    ),
+    "tool_calls": of(
+        "`apply_chat_template(tools=...)`, labels by prefixes",
+        lambda rows: trained(of_prefixes(rows, WITH_TOOLS, tools=[TOOL]), template=WITH_TOOLS),
+        rows=tuple(CALLS),
+    ),
+    "control_text": of(
+        "`apply_chat_template`, its defaults",
+        lambda rows: trained(of_marks(rows)),
+        **FORGERY,
+    ),
+    "truncation": of(
+        "`truncation=True, max_length=256`",
+        lambda rows: trained(of_marks(rows, truncation=True, max_length=256)),
+    ),
+    "accumulation": of(
+        "`gradient_accumulation_steps=4` of single rows",
+        lambda rows: trained(of_marks(rows), **SINGLE),
+    ),
+    "lora": of('peft\'s `LoraConfig(target_modules="all-linear")`', with_adapters),
+    "resume": of(
+        "`resume_from_checkpoint` after two steps",
+        lambda rows: resumed(lambda steps: trained(of_marks(rows), **steps)),
+    ),
+    "evaluation": of(
+        "`eval_dataset` of the same form",
+        lambda rows: trained(of_marks(rows[8:]), eval_dataset=Dataset.from_list(of_marks(rows[:8]))),
+    ),
+}
+if "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
+    CONFIGURATIONS["sanitized"] = of(
+        "`apply_chat_template(sanitize_control_tokens=True)`, labels by prefixes",
+        lambda rows: trained(of_prefixes(rows, SMOLLM2, sanitize_control_tokens=True)),
+        **FORGERY,
+    )

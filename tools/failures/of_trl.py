@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,11 @@ from tools.failures.materials import (
     arguments,
     as_pair,
     model,
-    registrar,
     resumed,
     tokenizer,
     with_thoughts,
 )
 
-CONFIGURATIONS: dict[str, Configuration] = {}
-NOT_RUN: dict[str, str] = {}
-configuration = registrar(CONFIGURATIONS)
 Rows = list[Conversation]
 
 
@@ -52,102 +49,81 @@ def of_pairs(rows: Rows, **given: Any) -> SFTTrainer:
     return sft([as_pair(each) for each in rows], **given)
 
 
-@configuration()
-def default(rows: Rows) -> SFTTrainer:
-    """a `messages` column, no option"""
-    return of_messages(rows, SMOLLM2)
+def of_answers(**given: Any) -> Callable[[Rows], SFTTrainer]:
+    return lambda rows: of_messages(rows, assistant_only_loss=True, **given)
 
 
-@configuration()
-def answers(rows: Rows) -> SFTTrainer:
-    """`assistant_only_loss=True`, a template with marks"""
-    return of_messages(rows, assistant_only_loss=True)
-
-
-@configuration()
-def prompt_completion(rows: Rows) -> SFTTrainer:
-    """`prompt` and `completion` of messages"""
-    return of_pairs(rows)
-
-
-@configuration(roles="all")
-def whole_texts(rows: Rows) -> SFTTrainer:
-    """a `text` column of rendered conversations"""
+def of_texts(rows: Rows) -> SFTTrainer:
     own = tokenizer()
     return sft([{"text": own.apply_chat_template(each, tokenize=False)} for each in rows])
 
 
-@configuration(given=True)
-def packing(rows: Rows) -> SFTTrainer:
-    """`packing=True` (`bfd`), `max_length=1024`"""
-    return of_messages(rows, assistant_only_loss=True, packing=True, max_length=1024)
+def of_tools(rows: Rows) -> SFTTrainer:
+    return sft(
+        [{"messages": each, "tools": [TOOL]} for each in rows],
+        known("qwen2_5"),
+        assistant_only_loss=True,
+    )
 
 
-@configuration(given=True)
-def packing_split(rows: Rows) -> SFTTrainer:
-    """`packing_strategy="bfd_split"`, `max_length=256`"""
-    options = {"packing": True, "packing_strategy": "bfd_split", "max_length": 256}
-    return of_messages(rows, assistant_only_loss=True, **options)
-
-
-@configuration(given=True)
-def packing_wrapped(rows: Rows) -> SFTTrainer:
-    """`packing_strategy="wrapped"`, `max_length=256`"""
-    options = {"packing": True, "packing_strategy": "wrapped", "max_length": 256}
-    return of_messages(rows, assistant_only_loss=True, **options)
-
-
-@configuration()
-def padding_free(rows: Rows) -> SFTTrainer:
-    """`padding_free=True`, `max_length=None`"""
-    return of_messages(rows, assistant_only_loss=True, padding_free=True, max_length=None)
-
-
-@configuration()
-def thoughts(rows: Rows) -> SFTTrainer:
-    """`assistant_only_loss=True`, Qwen 3's template, a thought in each answer"""
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
-    return of_messages(with_thoughts(rows), template, assistant_only_loss=True)
-
-
-@configuration(rows=(*CHATS, FORGED))
-def control_text(rows: Rows) -> SFTTrainer:
-    """a user's text that spells control tokens"""
-    return of_pairs(rows)
-
-
-@configuration(rows=tuple(CALLS))
-def tool_calls(rows: Rows) -> SFTTrainer:
-    """`assistant_only_loss=True`, Qwen 2.5's template, a `tools` column"""
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text(encoding="utf-8")
-    return sft([{"messages": each, "tools": [TOOL]} for each in rows], template, assistant_only_loss=True)
-
-
-@configuration()
-def truncation(rows: Rows) -> SFTTrainer:
-    """`max_length=256`"""
-    return of_messages(rows, assistant_only_loss=True, max_length=256)
-
-
-@configuration()
-def accumulation(rows: Rows) -> SFTTrainer:
-    """`gradient_accumulation_steps=4` of single rows"""
-    return of_pairs(rows, gradient_accumulation_steps=4, per_device_train_batch_size=1)
-
-
-@configuration()
-def lora(rows: Rows) -> SFTTrainer:
-    """`peft_config=LoraConfig(target_modules="all-linear")`"""
-    return of_pairs(rows, peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-
-
-@configuration()
-def resume(rows: Rows) -> SFTTrainer:
-    """`resume_from_checkpoint` after two steps"""
-    return resumed(lambda steps: of_pairs(rows, **steps))
-
-
-@configuration()
-def evaluation(rows: Rows) -> SFTTrainer:
-    """`eval_dataset` of the same form"""
+def of_evaluation(rows: Rows) -> SFTTrainer:
     return of_pairs(rows[8:], eval_dataset=Dataset.from_list([as_pair(each) for each in rows[:8]]))
+
+
+def known(name: str) -> str:
+    """Returns a template that TRL knows."""
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def packed(option: str, **given: Any) -> Configuration:
+    return Configuration(option, of_answers(packing=True, **given), given=True)
+
+
+LORA = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+SINGLE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+
+CONFIGURATIONS = {
+    "default": Configuration("a `messages` column, no option", lambda rows: of_messages(rows, SMOLLM2)),
+    "answers": Configuration("`assistant_only_loss=True`, a template with marks", of_answers()),
+    "prompt_completion": Configuration("`prompt` and `completion` of messages", of_pairs),
+    "whole_texts": Configuration("a `text` column of rendered conversations", of_texts, roles="all"),
+    "packing": packed("`packing=True` (`bfd`), `max_length=1024`", max_length=1024),
+    "packing_split": packed(
+        '`packing_strategy="bfd_split"`, `max_length=256`',
+        packing_strategy="bfd_split",
+        max_length=256,
+    ),
+    "packing_wrapped": packed(
+        '`packing_strategy="wrapped"`, `max_length=256`',
+        packing_strategy="wrapped",
+        max_length=256,
+    ),
+    "padding_free": Configuration(
+        "`padding_free=True`, `max_length=None`",
+        of_answers(padding_free=True, max_length=None),
+    ),
+    "thoughts": Configuration(
+        "`assistant_only_loss=True`, Qwen 3's template, a thought in each answer",
+        lambda rows: of_messages(with_thoughts(rows), known("qwen3"), assistant_only_loss=True),
+    ),
+    "tool_calls": Configuration(
+        "`assistant_only_loss=True`, Qwen 2.5's template, a `tools` column",
+        of_tools,
+        rows=tuple(CALLS),
+    ),
+    "control_text": Configuration("a user's text that spells control tokens", of_pairs, rows=(*CHATS, FORGED)),
+    "truncation": Configuration("`max_length=256`", of_answers(max_length=256)),
+    "accumulation": Configuration(
+        "`gradient_accumulation_steps=4` of single rows",
+        lambda rows: of_pairs(rows, **SINGLE),
+    ),
+    "lora": Configuration(
+        '`peft_config=LoraConfig(target_modules="all-linear")`',
+        lambda rows: of_pairs(rows, peft_config=LORA),
+    ),
+    "resume": Configuration(
+        "`resume_from_checkpoint` after two steps",
+        lambda rows: resumed(lambda steps: of_pairs(rows, **steps)),
+    ),
+    "evaluation": Configuration("`eval_dataset` of the same form", of_evaluation),
+}

@@ -130,10 +130,14 @@ def _line_of(fault: Fault, run: Sequence[Release], results: Results) -> list[str
         "; ".join(f"{row}: {text}" for row, text in measured.items()),
         where,
         fault.what,
-        ", ".join(f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in fault.threads) or "none known",
+        ", ".join(map(_link, fault.threads)) or "none known",
         f"[{fault.program}](../tools/failures/programs/{file}.py)",
         fault.avoid,
     ]  # fmt: skip
+
+
+def _link(thread: str) -> str:
+    return f"[{thread}](https://github.com/{thread.replace('#', '/issues/')})"
 
 
 def _rest(library: str, run: Sequence[Release], results: Results) -> str:
@@ -182,9 +186,7 @@ def _of_mutants(run: Sequence[Release], results: Results) -> list[str]:
         "token, a label too many, a masked stop token, an attention mask of ones, and so on; and the row is measured "
         f"again. {total} rows that passed fail then ({by_library}). The others:\n"
     )
-    lines = [
-        [row, word, measured, f"{number:,}"] for (row, word, measured), number in sorted(others.items())
-    ]
+    lines = [[row, word, measured, f"{number:,}"] for (row, word, measured), number in sorted(others.items())]
     return [text, _table(["row", "with the fault", "measured", "rows"], lines) if lines else "none.\n"]
 
 

@@ -14,6 +14,10 @@ _HUBS = {  # the newest tokenizers and huggingface-hub that each transformers ad
 }
 
 
+def _pins(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def _transformers(version: str) -> tuple[str, ...]:
     hub = _HUBS.get(version, ("tokenizers==0.23.3", "huggingface-hub==1.33.0"))
     return (f"transformers=={version}", *hub, *_BESIDE)
@@ -51,27 +55,27 @@ def _trl(version: str, transformers: str) -> Release:
     return Release("TRL", "of_trl", version, f"transformers {transformers}", pins)
 
 
-_AXOLOTL = tuple(
+_AXOLOTL = _pins(
     "axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 safetensors==0.8.0 fsspec==2025.10.0 addict==2.4.0 "
     "einops==0.8.2 evaluate==0.4.1 fire==0.7.1 humanfriendly==10.0 coloredlogs==15.0.1 langdetect==1.0.9 "
-    "optimum==1.16.2 posthog==6.7.11 backoff==2.2.1 schedulefree==1.4.1 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 "
-    "threadpoolctl==3.8.0 sentencepiece==0.2.3 termcolor==3.3.0 python-dotenv==1.0.1 responses==0.18.0 "
+    "optimum==1.16.2 posthog==6.7.11 backoff==2.2.1 schedulefree==1.4.1 scikit-learn==1.9.1 scipy==1.17.1 "
+    "joblib==1.6.0 threadpoolctl==3.8.0 sentencepiece==0.2.3 termcolor==3.3.0 python-dotenv==1.0.1 responses==0.18.0 "
     "pydantic-extra-types==2.11.1 pycountry==26.2.16 six==1.17.0 narwhals==2.29.0 numba==0.68.1 llvmlite==0.50.0 "
-    "fastcore==2.2.41".split()
+    "fastcore==2.2.41"
 )
-_LLAMA_FACTORY = tuple(
+_LLAMA_FACTORY = _pins(
     "llamafactory==0.9.5 transformers==5.6.0 trl==0.24.0 peft==0.18.1 accelerate==1.11.0 datasets==4.0.0 "
     "tokenizers==0.22.2 huggingface-hub==1.33.0 safetensors==0.8.0 dill==0.3.8 multiprocess==0.70.16 fsspec==2025.3.0 "
     "einops==0.8.2 fire==0.7.1 termcolor==3.3.0 omegaconf==2.4.0 tyro==0.8.14 shtab==1.13.0 docstring-parser==0.18.0 "
     "av==16.0.0 sentencepiece==0.2.3 pandas==2.3.3 pytz==2026.6 hf-transfer==0.1.9 sse-starlette==3.7.0 "
-    "pydub==0.25.1".split()
+    "pydub==0.25.1"
 )
-_SWIFT = tuple(
+_SWIFT = _pins(
     "ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 accelerate==1.15.0 datasets==4.8.4 "
     "tokenizers==0.23.3 huggingface-hub==1.33.0 safetensors==0.8.0 fsspec==2026.2.0 addict==2.4.0 attrdict==2.0.1 "
     "binpacking==2.0.1 cpm-kernels==1.0.11 dacite==1.9.2 einops==0.8.2 json-repair==0.64.6 modelscope==1.40.2 "
     "modelscope-hub==0.5.1 nltk==3.10.4 openai==3.57.0 jiter==0.19.0 oss2==2.19.1 rouge==1.0.1 sentencepiece==0.2.3 "
-    "transformers-stream-generator==0.0.5 simplejson==4.3.0 joblib==1.6.0 cloudpickle==3.1.3".split()
+    "transformers-stream-generator==0.0.5 simplejson==4.3.0 joblib==1.6.0 cloudpickle==3.1.3"
 )
 
 
@@ -87,15 +91,19 @@ RELEASES = (
     ),
     Release(
         "axolotl", "of_axolotl", "0.19.0", "transformers 5.16.1, TRL 1.9.0",
-        (*_AXOLOTL, *"axolotl==0.19.0 transformers==5.16.1 trl==1.9.0 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 "
-         "tokenizers==0.23.1 huggingface-hub==1.17.0 kernels==0.16.2 kernels-data==0.16.2 mistral-common==1.11.5 "
-         "tomlkit==0.13.3 liger-kernel==0.8.1 pydantic==2.12.5 pydantic-core==2.41.5 pillow==11.3.0".split()),
+        _AXOLOTL + _pins(
+            "axolotl==0.19.0 transformers==5.16.1 trl==1.9.0 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 "
+            "tokenizers==0.23.1 huggingface-hub==1.17.0 kernels==0.16.2 kernels-data==0.16.2 mistral-common==1.11.5 "
+            "tomlkit==0.13.3 liger-kernel==0.8.1 pydantic==2.12.5 pydantic-core==2.41.5 pillow==11.3.0"
+        ),
     ),
     Release(
         "axolotl", "of_axolotl", "0.21.0", "transformers 5.20.1, TRL 1.14.1",
-        (*_AXOLOTL, *"transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0 datasets==5.0.1 "
-         "tokenizers==0.23.3 huggingface-hub==1.33.0 kernels==0.17.2 mistral-common==1.12.0 tomlkit==0.14.0 "
-         "liger-kernel==0.8.4 pydantic==2.13.5 pydantic-core==2.46.5 pydantic-settings==2.15.0 pillow==12.3.0".split()),
+        _AXOLOTL + _pins(
+            "transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0 datasets==5.0.1 "
+            "tokenizers==0.23.3 huggingface-hub==1.33.0 kernels==0.17.2 mistral-common==1.12.0 tomlkit==0.14.0 "
+            "liger-kernel==0.8.4 pydantic==2.13.5 pydantic-core==2.46.5 pydantic-settings==2.15.0 pillow==12.3.0"
+        ),
         for_newer_python=("axolotl==0.21.0",),
     ),
     Release(

@@ -39,7 +39,8 @@ data = {"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": "chat_tem
 settings = {"base_model": str(folder), "datasets": [data], "dataset_prepared_path": str(folder / "data"),
             "chat_template": "tokenizer_default", "sequence_len": 256, "micro_batch_size": 1, "max_steps": 1,
             "gradient_accumulation_steps": 4, "optimizer": "adamw_torch", "learning_rate": 1e-3, "bf16": False,
-            "fp16": False, "dataset_num_proc": 1, "attn_implementation": "sdpa", "output_dir": str(folder / "out"), "val_set_size": 0}  # fmt: skip
+            "fp16": False, "dataset_num_proc": 1, "attn_implementation": "sdpa",
+            "output_dir": str(folder / "out"), "val_set_size": 0}  # fmt: skip
 settings |= {"truncation": {"sequence_len": 64, "excess_length_strategy": "truncate"},
              "dropped": {"sequence_len": 64}}.get(fault, {})  # fmt: skip
 (folder / "config.yaml").write_text(yaml.safe_dump(settings))

@@ -6,7 +6,14 @@ Exits with 1 if the loss of a step is not the mean over its predicted labels; ru
 import sys
 
 import torch
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 tokenizer = AutoTokenizer.from_pretrained("tests/assets/tokenizer")
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

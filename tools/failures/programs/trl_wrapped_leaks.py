@@ -14,7 +14,9 @@ tokenizer = AutoTokenizer.from_pretrained("tests/assets/tokenizer")
 tokenizer.pad_token = tokenizer.eos_token
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, initializer_range=0.3)).eval()
-rows = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}]} for n in range(9)]
+rows = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}]} for n in range(9)
+]
 arguments = SFTConfig(
     "/tmp/trl", packing=True, packing_strategy="wrapped", max_length=64, per_device_train_batch_size=1,
     use_cpu=True, bf16=False, report_to="none",
