@@ -19,7 +19,7 @@ from tools.failures import materials, of_trl
 from tools.failures.cell import made, mutated_check
 from tools.failures.faults import FAULTS
 from tools.failures.mutants import MUTANTS
-from tools.failures.page import ROWS, page, status
+from tools.failures.page import ROWS, _span, page, status
 from tools.failures.releases import CONFIGURATIONS, RELEASES
 
 OLD, NEW = (next(each for each in RELEASES if each.name == name) for name in ("trl-1.9.0", "trl-1.16.0"))
@@ -57,6 +57,11 @@ def test_the_page_has_the_span_of_each_failure_and_what_was_not_run() -> None:
     assert "- open: loss: 4 conversations | leak: thoughts in the answers." in text
     assert "3 of 5 rows that passed fail then (TRL 3 of 5)" in text
     assert "| padding | PASS | N of N tokens | 2 |" in text
+
+
+@pytest.mark.parametrize(("found", "text"), [("2", "2"), ("12", "1 to 2"), ("13", "1, 3"), ("123", "1 to 3")])
+def test_versions_that_follow_each_other_are_a_span(found: str, text: str) -> None:
+    assert _span(list(found), list("123")) == text
 
 
 def test_a_failure_that_no_program_shows_is_open() -> None:
