@@ -1,0 +1,161 @@
+"""The index of silent failures: its page, what its mutants do, and what its results hold."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="needs the extra dev")
+pytest.importorskip("peft", reason="needs the extra lora")
+
+from tools.failure_index import PAGE, PROGRAMS, RESULTS, cells, environment
+from tools.failures import materials, of_trl
+from tools.failures.cell import made, mutated_check
+from tools.failures.faults import FAULTS
+from tools.failures.mutants import MUTANTS
+from tools.failures.page import ROWS, _span, page, status
+from tools.failures.releases import CONFIGURATIONS, RELEASES
+
+OLD, NEW = (next(each for each in RELEASES if each.name == name) for name in ("trl-1.9.0", "trl-1.16.0"))
+KNOWN: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def passed(mutant: str = "FAIL") -> dict[str, Any]:
+    return {"status": "PASS", "measured": "fine", "mutant": {"status": mutant, "measured": "12 of 34 tokens"}}
+
+
+def small() -> dict[str, Any]:
+    """Results of two releases: one row fails in the old one alone, one fails in both, and one has no program."""
+    failed = {"status": "FAIL", "measured": "4 conversations | leak", "remedy": "", "detail": []}
+    rows = {"ids": failed, "loss": failed, "isolation": passed(), "padding": passed("PASS")}
+    rows["adapters"] = {"status": "SKIP", "measured": "nothing to measure"}
+    cell = {"option": "`packing=True`", "rows": rows}
+    other = {"option": "`packing=True`", "rows": rows | {"ids": passed()}}
+    missing = {"not_run": "has none"}
+    return {
+        "trl-1.9.0": {"cells": {"thoughts": cell, "jinja": missing}, "programs": {"trl_thoughts": True}},
+        "trl-1.16.0": {"cells": {"thoughts": other, "jinja": missing}, "programs": {"trl_thoughts": False}},
+    }
+
+
+def test_the_page_has_the_span_of_each_failure_and_what_was_not_run() -> None:
+    text = page(small())
+    (line,) = [line for line in text.splitlines() if line.startswith("| thoughts in the answers: `packing=True` |")]
+    words = dict(zip(ROWS, [cell.strip() for cell in line.strip("|").split(" | ")][1:], strict=True))
+    assert words["ids"] == "**FAIL** 1.9.0, pass 1.16.0"
+    assert (words["loss"], words["isolation"], words["adapters"], words["generation"]) == ("open", "pass", "skip", "")
+    (fault,) = [line for line in text.splitlines() if "](../tools/failures/programs/trl_thoughts.py)" in line]
+    assert "ids: 4 conversations \\| leak | 1.9.0 |" in fault
+    assert "https://github.com/huggingface/trl/issues/5824" in fault
+    assert "- has none: messages, the tokenizer's template by another backend." in text
+    assert "- open: loss: 4 conversations | leak: thoughts in the answers." in text
+    assert "3 of 5 rows that passed fail then (TRL 3 of 5)" in text
+    assert "| padding | PASS | N of N tokens | 2 |" in text
+
+
+@pytest.mark.parametrize(("found", "text"), [("2", "2"), ("12", "1 to 2"), ("13", "1, 3"), ("123", "1 to 3")])
+def test_versions_that_follow_each_other_are_a_span(found: str, text: str) -> None:
+    assert _span(list(found), list("123")) == text
+
+
+def test_a_failure_that_no_program_shows_is_open() -> None:
+    results = small()
+    assert [status(OLD, "thoughts", row, results) for row in ("ids", "loss", "padding")] == ["FAIL", "open", "PASS"]
+    results["trl-1.9.0"]["programs"]["trl_thoughts"] = False
+    assert status(OLD, "thoughts", "ids", results) == "open"
+
+
+def test_the_page_does_not_depend_on_the_order_of_the_results() -> None:
+    assert page(shuffled(KNOWN)) == page(KNOWN) == page(KNOWN)
+
+
+def shuffled(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    names = random.Random(0).sample(list(value), len(value))
+    return {name: shuffled(value[name]) for name in names}
+
+
+def test_the_page_in_docs_is_that_of_the_committed_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(KNOWN), "python tools/failure_index.py --page"
+
+
+def test_the_page_has_no_path_and_no_time() -> None:
+    text = page(KNOWN)
+    assert not re.search(r"/tmp|/home|/root|site-packages|\d\d:\d\d", text)
+
+
+def test_each_fault_has_a_program_without_sftron_and_names_what_exists() -> None:
+    for each in FAULTS:
+        source = (PROGRAMS / f"{each.program.split()[0]}.py").read_text(encoding="utf-8")
+        assert "sftron" not in source, each.program
+        assert set(each.configurations) <= set(CONFIGURATIONS), each.program
+        assert set(each.rows) <= set(ROWS), each.program
+        assert each.library in {release.library for release in RELEASES}, each.program
+
+
+def test_a_program_shows_its_fault_exactly_where_a_row_fails() -> None:
+    """A program that shows a fault where nothing failed would be about something else."""
+    for release in (each for each in RELEASES if each.name in KNOWN):
+        for each in (fault for fault in FAULTS if fault.library == release.library):
+            pairs = [(name, row) for name in each.configurations for row in each.rows]
+            has_failed = any(status(release, *pair, KNOWN) in ("FAIL", "open") for pair in pairs)
+            assert KNOWN[release.name]["programs"][each.program] == has_failed, (release.name, each.program)
+
+
+def test_every_row_of_verify_trainer_has_a_mutant() -> None:
+    from sftron.verify.verify_trainer import RULES
+
+    assert [rule.name for rule in RULES] == list(ROWS)
+    assert {*MUTANTS, "forgery"} == set(ROWS)
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(materials, "SCRATCH", tmp_path)
+    monkeypatch.setenv("CI", "1")  # no telemetry
+
+
+@pytest.mark.parametrize(("name", "skipped"), [("prompt_completion", ()), ("packing", ("padding",)), ("lora", ())])
+@pytest.mark.filterwarnings("ignore::")
+@pytest.mark.usefixtures("scratch")
+def test_each_row_that_passes_fails_with_its_mutant(name: str, skipped: tuple[str, ...]) -> None:
+    configuration = of_trl.CONFIGURATIONS[name]
+    configuration = replace(configuration, rows=configuration.rows[:12])
+    trainer = made(configuration)
+    found = {row: mutated_check(row, trainer, configuration) for row in ROWS}
+    assert [row for row, check in found.items() if check.status != "FAIL"] == list(skipped)
+
+
+def test_two_runs_of_a_configuration_give_the_same_page() -> None:
+    """In the environment of the tests, each in a process of its own."""
+    first, second = cells(sys.executable, "of_trl", ["prompt_completion", "prompt_completion"])
+    assert first == second
+    assert {row["status"] for row in first[1]["rows"].values()} == {"PASS"}
+    pages = {page({"trl-1.16.0": {"cells": dict([each]), "programs": {}}}) for each in (first, second)}
+    assert len(pages) == 1
+
+
+def test_an_environment_is_made_once_and_no_resolver_chooses_a_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands = list[list[str]]()
+
+    def run(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        if "venv" in command:
+            (Path(command[-1]) / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert environment(NEW, tmp_path) == environment(NEW, tmp_path)
+    assert ["venv" in each for each in commands] == [True, False]
+    assert "--no-deps" in commands[1]
+    environment(replace(NEW, pins=(*NEW.pins, "another==1")), tmp_path)
+    assert len(commands) == 4
+    assert not [pin for each in RELEASES for pin in each.pins if pin.startswith(("torch==", "triton", "nvidia"))]

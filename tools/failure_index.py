@@ -1,0 +1,180 @@
+"""Which standard configurations of which releases of other trainers fail which row of verify_trainer, and since when.
+
+    python tools/failure_index.py                                   # everything that has changed, then the page
+    python tools/failure_index.py --only trl-1.16.0 --configurations packing lora
+    python tools/failure_index.py --page                            # the page alone, from tools/failures/results.json
+
+Makes one environment for each release (tools/failures/releases.py) and runs each configuration in a process of its own.
+Only the pinned packages are installed, without what they require: torch and all others are those of the environment
+that runs this. Then the programs of tools/failures/programs, which do without sftron, confirm each failure in the
+environments in which it was found. Needs uv and a network, for environments that do not exist yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+from sftron.errors import show
+from tools.failures.faults import FAULTS
+from tools.failures.page import page
+from tools.failures.releases import CONFIGURATIONS, RELEASES, Release
+
+ROOT = Path(__file__).parents[1]
+FAILURES = ROOT / "tools" / "failures"
+PROGRAMS = FAILURES / "programs"
+RESULTS = FAILURES / "results.json"
+PAGE = ROOT / "docs" / "silent-failures.md"
+QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
+SECONDS = 600
+"""The most that one program may take."""
+SHARED = ("materials.py", "mutants.py", "cell.py")
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
+
+def environment(release: Release, folder: Path) -> Path:
+    """Returns the Python of the release, in an environment that is made unless there is one with the same pins."""
+    home = folder / release.name
+    python, record = home / "bin" / "python", home / "pins.txt"
+    wanted = "\n".join([sys.version, *release.pins, *release.empty, *release.for_newer_python])
+    if record.exists() and record.read_text(encoding="utf-8") == wanted:
+        return python
+    shutil.rmtree(home, ignore_errors=True)
+    uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(home)], check=True)
+    # Nothing that is required: a resolver might choose another build of torch, which is a download of gigabytes.
+    install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python)]
+    subprocess.run([*install, *release.pins], check=True)
+    if release.for_newer_python:
+        subprocess.run([*install, "--python-version", "3.12", *release.for_newer_python], check=True)
+    packages = next(home.glob("lib/python3*/site-packages"))
+    # Searched after the environment itself.
+    (packages / "tools.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    for name in release.empty:
+        (packages / f"{name}.py").write_text(f'"""Stands for {name}, which is not needed here."""\n', encoding="utf-8")
+    record.write_text(wanted, encoding="utf-8")
+    return python
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+def cells(python: Path | str, module: str, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the result of each configuration of tools/failures/MODULE.py in an environment, as soon as it is there.
+
+    Raises:
+        RuntimeError: The library cannot be imported.
+    """
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    command = [str(python), "-m", "tools.failures.cells", module, *names]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        subprocess.Popen(
+            command, env=os.environ | QUIET | {"PYTHONPATH": paths}, cwd=ROOT, stdout=PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            if line.startswith('{"configuration": '):
+                found = json.loads(line)
+                yield found["configuration"], found["result"]
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError(errors.read()[-2000:])
+
+
+def shows(python: Path | str, program: str) -> bool:
+    """Returns whether a program, with its argument, shows its fault; raises RuntimeError if it could not be run."""
+    file, *arguments = program.split()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(python), str(PROGRAMS / f"{file}.py"), *arguments]
+    ended = subprocess.run(command, env=environ | QUIET, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    if ended.returncode not in (0, 1) or "Traceback (most recent call last)" in ended.stderr:
+        raise RuntimeError(f"{program}: ended with {ended.returncode}\n{ended.stderr[-2000:]}")
+    return ended.returncode == 1
+
+
+def _hash(*paths: Path) -> str:
+    """Returns a digest of the files: of sources, without their comments and their layout."""
+    texts = [(path.suffix, path.read_text(encoding="utf-8")) for path in paths]
+    parts = [ast.dump(ast.parse(text)) if suffix == ".py" else text for suffix, text in texts]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _known(path: Path, key: str) -> Any:
+    """Returns what was stored for the same key, or None."""
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return stored["result"] if stored.get("key") == key else None
+
+
+def _store(path: Path, key: str, result: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"key": key, "result": result}, indent=1), encoding="utf-8")
+
+
+def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]:
+    """Returns what is known of a release: its cells, and which programs show their fault in it."""
+    python = environment(release, folder)
+    own, sources = python.parents[1], sorted((ROOT / "src" / "sftron").rglob("*.py"))
+    key = _hash(own / "pins.txt", FAILURES / f"{release.module}.py", *(FAILURES / name for name in SHARED), *sources)
+    paths = {name: own / "cells" / f"{name}.json" for name in names}
+    known = {name: found for name, path in paths.items() if (found := _known(path, key)) is not None}
+    waiting = [name for name in names if name not in known]
+    for name, found in cells(python, release.module, waiting) if waiting else ():
+        failed = [row for row, each in found.get("rows", {}).items() if each["status"] == "FAIL"]
+        told = found.get("not_run") or found.get("broken") or ", ".join(failed) or "nothing failed"
+        show(f"{release.name:24} {name:20} {told}")
+        known[name] = found
+        if "broken" not in found:
+            _store(paths[name], key, found)
+    shown: dict[str, bool] = {}
+    for program in sorted({each.program for each in FAULTS if each.library == release.library}):
+        path, key = own / "programs" / f"{program}.json", _hash(own / "pins.txt", PROGRAMS / f"{program.split()[0]}.py")
+        shows_it = _known(path, key)
+        if shows_it is None:
+            shows_it = shows(python, program)
+            _store(path, key, shows_it)
+            show(f"{release.name:24} {program:40} {'shows it' if shows_it else 'does not show it'}")
+        shown[program] = shows_it
+    for each in known.values():
+        each.pop("trace", None)
+    return {"cells": known, "programs": shown}
+
+
+def read_results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="RELEASE", default=[each.name for each in RELEASES])
+    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
+    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "failure-index", metavar="FOLDER")
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    chosen = parser.parse_args()
+    for release in RELEASES:
+        if chosen.page or release.name not in chosen.only:
+            continue
+        found = measured(release, chosen.environments.resolve(), chosen.configurations)
+        results = read_results()
+        known = results.setdefault(release.name, {"cells": {}, "programs": {}})
+        known["cells"].update(found["cells"])
+        known["programs"] = found["programs"]
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(read_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The faults that were found, each with the program that shows it without sftron, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A reason for which rows of configurations fail.
+
+    Attributes:
+        program: The name of its program in tools/failures/programs, which exits with 1 if the fault shows, and its
+            argument, if it takes one.
+        library: The library whose configurations have it.
+        configurations: Their names.
+        rows: The rows that fail because of it.
+        what: What happens, and whether the library documents it.
+        avoid: How to avoid it.
+        threads: Threads upstream that were read, as repository#number.
+    """
+
+    program: str
+    library: str
+    configurations: tuple[str, ...]
+    rows: tuple[str, ...]
+    what: str
+    avoid: str
+    threads: tuple[str, ...] = ()
+
+
+_TRL = (
+    Fault(
+        "trl_default_trains_prompts", "TRL", ("default",), ("trained tokens",),
+        "Rows of messages train every token, questions and system prompts too. Documented.",
+        "Rows of prompt and completion, or `assistant_only_loss=True`.",
+        ("huggingface/trl#3315",),
+    ),
+    Fault(
+        "trl_packing_cuts bfd_split", "TRL", ("packing_split",), ("ids", "truncation"),
+        "A conversation longer than `max_length` goes on in another document, without its beginning. Documented.",
+        "`max_length` above the longest conversation.",
+        ("huggingface/trl#5075",),
+    ),
+    Fault(
+        "trl_packing_cuts wrapped", "TRL", ("packing_wrapped",), ("ids", "truncation"),
+        "The stream of all conversations is cut each `max_length` tokens. Documented.",
+        '`packing_strategy="bfd"` with `max_length` above the longest conversation.',
+        ("huggingface/trl#3067",),
+    ),
+    Fault(
+        "trl_wrapped_leaks", "TRL", ("packing_wrapped",), ("isolation", "positions"),
+        "The rows have no positions, so each conversation attends to those before it. Documented.",
+        '`packing_strategy="bfd"`.',
+        ("huggingface/trl#3067",),
+    ),
+    Fault(
+        "trl_thoughts", "TRL", ("thoughts",), ("ids",),
+        "TRL renders its own copy of Qwen 3's template, which keeps the thought of every answer; the tokenizer's own, "
+        "with which the model is saved, leaves out those of earlier answers. Documented.",
+        "Rows of prompt and completion, one for each answer.",
+        ("huggingface/trl#5824",),
+    ),
+    Fault(
+        "trl_max_length_cuts", "TRL", ("truncation",), ("truncation",),
+        "Answers end where the limit is, without a stop token. Documented.",
+        "`max_length` above the longest conversation.",
+    ),
+    Fault(
+        "trl_control_text", "TRL", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+_TRANSFORMERS = (
+    Fault(
+        "transformers_counts_first_tokens", "transformers", ("default", "whole_texts"), ("loss",),
+        "Before 5.10, `num_items_in_batch` counts the first token of each row if it has a label, although no label is "
+        "predicted for it: the loss of each step is too small.",
+        "transformers 5.10, or a label of -100 for the first token of each row.",
+        ("huggingface/transformers#46204",),
+    ),
+    Fault(
+        "transformers_masks_stops", "transformers", ("default",), ("trained tokens", "stop tokens"),
+        "The collator masks every padding token, and here that is the stop token: no answer learns to end.",
+        "Another `pad_token`, or labels of one's own with `DataCollatorForSeq2Seq`.",
+        ("huggingface/transformers#23530",),
+    ),
+    Fault(
+        "transformers_cuts", "transformers", ("truncation",), ("truncation",),
+        "Answers end where the limit is, without a stop token. Documented.",
+        "`max_length` above the longest conversation.",
+    ),
+    Fault(
+        "transformers_control_text", "transformers", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "From 5.23, `sanitize_control_tokens=True`, with which no mask of the answers is returned; else refuse or "
+        "escape such texts.",
+        ("huggingface/transformers#29279", "huggingface/transformers#47386"),
+    ),
+)  # fmt: skip
+
+_AXOLOTL = (
+    Fault(
+        "axolotl_faults accumulation", "axolotl", ("accumulation",), ("loss",),
+        "The trainer looks for `num_items_in_batch` among the parameters of the decoder's `forward`, finds none, and "
+        "averages each micro-batch by itself: a token among few labels counts for more.",
+        "`trainer.model_accepts_loss_kwargs = True`.",
+        ("axolotl-ai-cloud/axolotl#3982",),
+    ),
+    Fault(
+        "axolotl_faults truncation", "axolotl", ("truncation",), ("truncation", "ids", "stop tokens", "trained tokens"),
+        "Answers end where the limit is, without a stop token. Documented.",
+        "`sequence_len` above the longest conversation.",
+    ),
+    Fault(
+        "axolotl_faults dropped", "axolotl", ("dropped",), ("truncation",),
+        "Conversations longer than `sequence_len` are dropped, which the log says. Documented.",
+        "`sequence_len` above the longest conversation.",
+    ),
+    Fault(
+        "axolotl_faults control_text", "axolotl", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+_LLAMA_FACTORY = (
+    Fault(
+        "llamafactory_faults named_template", "LLaMA-Factory", ("named_template",), ("ids",),
+        "Its `smollm2` ends the default system prompt with a period, and the template that is saved with the model "
+        "does not: such rows are trained with another prompt than they are served with.",
+        "Leave `template:` out, and the tokenizer's own is taken.",
+    ),
+    Fault(
+        "llamafactory_faults packing", "LLaMA-Factory", ("packing",), ("isolation",),
+        "An attention mask of ones is passed with the positions, so transformers sees no border "
+        "between conversations.",
+        "`neat_packing: true`.",
+        ("hiyouga/LlamaFactory#2289", "huggingface/transformers#46634"),
+    ),
+    Fault(
+        "llamafactory_faults first_tokens", "LLaMA-Factory", ("whole_texts",), ("loss",),
+        "The fault of transformers before 5.10: the first token of each row is counted, and not predicted.",
+        "A release that admits transformers 5.10.",
+        ("huggingface/transformers#46204",),
+    ),
+    Fault(
+        "llamafactory_faults truncation", "LLaMA-Factory", ("truncation",),
+        ("ids", "trained tokens", "stop tokens", "truncation"),
+        "The question and the answer are cut each by itself, and the header between them is lost.",
+        "`cutoff_len` above the longest conversation.",
+    ),
+    Fault(
+        "llamafactory_faults control_text", "LLaMA-Factory", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+_SWIFT = (
+    Fault(
+        "swift_faults named_template", "ms-swift", ("named_template",), ("ids", "truncation"),
+        "Its `chatml` leaves out the default system prompt, which the template that is saved with the model writes.",
+        "A `template` that writes what the tokenizer's own writes.",
+    ),
+    Fault(
+        "swift_faults jinja", "ms-swift", ("jinja",), ("trained tokens",),
+        "This backend masks nothing: prompts are trained.",
+        "`template_backend: swift`, the default.",
+        ("modelscope/ms-swift#9277",),
+    ),
+    Fault(
+        "swift_faults thoughts", "ms-swift", ("thoughts",), ("ids",),
+        "The thoughts of earlier answers are kept, and the template that is saved with the model leaves them out.",
+        "Rows whose thought is in the last answer alone.",
+    ),
+    Fault(
+        "swift_faults truncation", "ms-swift", ("truncation",), ("truncation",),
+        "Answers end where the limit is, without a stop token. Documented; the default drops such rows.",
+        "`max_length` above the longest conversation.",
+    ),
+    Fault(
+        "swift_faults control_text", "ms-swift", ("control_text",), ("forgery",),
+        "The text becomes control tokens, and so a turn that nobody wrote.",
+        "Refuse or escape such texts where the rows are made.",
+        ("huggingface/transformers#29279",),
+    ),
+)  # fmt: skip
+
+FAULTS = (*_TRL, *_TRANSFORMERS, *_AXOLOTL, *_LLAMA_FACTORY, *_SWIFT)
