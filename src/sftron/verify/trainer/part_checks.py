@@ -120,7 +120,8 @@ def borders(subject: RankSubject) -> Finding:
 def across_ranks(subject: RankSubject) -> Finding:
     """No conversation sees another, neither on its own rank nor on another, and no token those after it."""
     micro_batches, world_size = subject.computed_micro_batches, subject.exchange.world_size
-    numbers = subject.exchange.gather("the documents", [len(_documents(subject, micro)) for micro in micro_batches])
+    documents = [_documents(subject, micro) for micro in micro_batches]
+    numbers = subject.exchange.gather("the documents", [len(each) for each in documents])
     before = subject.hidden_on_ranks([micro.whole.ids for micro in micro_batches])
     apart, own, size = 0.0, 0.0, max(float(each.abs().max()) for each in before)
     for kind in ("odd", "even", "second halves"):
@@ -128,7 +129,7 @@ def across_ranks(subject: RankSubject) -> Finding:
         for n, micro in enumerate(micro_batches):
             first = micro.group_of(subject.rank)[0] if micro.is_split(subject.rank) else subject.rank
             earlier = sum(numbers[rank][n] for rank in micro.first_of_groups if rank < first)
-            changes.append(_change_of(micro, _documents(subject, micro), earlier, kind))
+            changes.append(_change_of(micro, documents[n], earlier, kind))
         after = subject.hidden_on_ranks([each.ids for each in changes])
         for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
             if one.shape[1] != micro.index.shape[1]:
@@ -176,8 +177,4 @@ def _change_of(micro: MicroBatch, documents: Sequence[tuple[int, slice]], earlie
 
 
 def _documents(subject: RankSubject, micro: MicroBatch) -> list[tuple[int, slice]]:
-    found = vars(subject).setdefault("_documents_of_micro", {})
-    if id(micro) not in found:
-        documents = subject.training.documents_of([micro.whole])
-        found[id(micro)] = [each.index for each in documents if len(each) > 1]
-    return found[id(micro)]
+    return [each.index for each in subject.training.documents_of([micro.whole]) if len(each) > 1]

@@ -40,6 +40,8 @@ def digest(value: Any) -> str:
                 add(inner)
         elif isinstance(each, (Tensor, np.ndarray)):
             add(each.tolist())
+        elif isinstance(each, bytes):
+            found.update(each)
         else:
             found.update(repr(each).encode())
 

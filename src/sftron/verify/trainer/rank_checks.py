@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,64 +27,12 @@ _MOST_NAMED, _MOST_LENGTHS = 3, 16
 # -- denominators, loss and gradients --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GradientDifference:
-    """The gradients of a rank after the trainer's reduction, against those of the reference."""
-
-    apart: float
-    """The norm of the difference by that of the reference."""
-    factor: float
-    """The factor of the reference that is nearest."""
-    apart_from_factor: float
-    """What `apart` is from the reference times the factor."""
-    worst: str
-    worst_apart: float
-    worst_factor: float
-
-    def is_right(self, tolerance: float) -> bool:
-        return self.worst_apart <= tolerance
-
-
-def _differences(subject: RankSubject) -> list[GradientDifference]:
-    """Returns those of all ranks."""
-    found = vars(subject).get("_gradient_differences")
-    if found is None:
-        own = _difference(subject.run.gradients, subject.expected_gradients)
-        found = subject.exchange.gather("the gradients", own)
-        vars(subject)["_gradient_differences"] = found
-    return found
-
-
-def _difference(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor]) -> GradientDifference:
-    total = math.sqrt(sum(float(each.double().square().sum()) for each in expected.values()))
-    if not total:
-        raise NotMeasuredError("the reference has no gradient")
-    products, squares, worst = 0.0, list[tuple[float, float, float]](), ("", 0.0, 1.0)
-    for name, reference in expected.items():
-        own = gradients.get(name)
-        own = torch.zeros_like(reference) if own is None else own
-        product, norm = float((own.double() * reference).sum()), float(reference.double().norm())
-        products += product
-        squares.append((float(own.double().square().sum()), product, norm**2))
-        # A tensor whose gradient is rounding itself is compared with all of them.
-        apart = float((own.double() - reference).norm()) / max(norm, 1e-4 * total)
-        if not apart <= worst[1]:
-            worst = (name, apart, product / norm**2 if norm else math.inf)
-    factor = products / total**2
-
-    def apart_from(scale: float) -> float:
-        square = sum(own - 2 * scale * product + scale**2 * norm for own, product, norm in squares)
-        return math.sqrt(max(square, 0.0)) / total
-
-    return GradientDifference(apart_from(1.0), factor, apart_from(factor) / max(abs(factor), 1e-12), *worst)
-
-
 def _tolerance(subject: RankSubject) -> float:
     return _ROUNDED_TOLERANCE if subject.model.is_rounded else _TOLERANCE
 
 
 def _are_right(subject: RankSubject) -> bool:
-    return all(each.is_right(_tolerance(subject)) for each in _differences(subject))
+    return all(each.is_right(_tolerance(subject)) for each in subject.differences)
 
 
 def _named_factor(factor: float, world_size: int, declared: int) -> str:
@@ -101,7 +48,7 @@ def _named_factor(factor: float, world_size: int, declared: int) -> str:
 def gradients(subject: RankSubject) -> Finding:
     """After the trainer's own reduction, every rank has the gradients that one process computes of all rows."""
     tolerance, world_size = _tolerance(subject), subject.exchange.world_size
-    found = _differences(subject)
+    found = subject.differences
     worst_rank = max(range(world_size), key=lambda rank: found[rank].worst_apart)
     worst = found[worst_rank]
     detail = tuple(
