@@ -1,4 +1,4 @@
-"""Each failed row of verify_trainer becomes a program without sftron that shows its fault, and a sound trainer's does not.
+"""Each failed row of verify_trainer becomes a program without sftron that shows its fault; no sound trainer shows one.
 
 By night, for all set-ups of the zoo.
 """
@@ -66,14 +66,15 @@ def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
     return found
 
 
-def code_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
-
-
 def has_form(text: str) -> bool:
-    """Returns whether a program has ten to thirty lines of at most 120 characters, besides templates."""
-    lines = [line for line in code_lines(text) if not line.startswith("tokenizer.chat_template = ")]
-    return 10 <= len(lines) <= 30 and all(len(line) <= 120 or "{%" in line for line in lines)
+    """Returns whether a program has ten to forty lines besides classes of the user's, of at most 120 characters.
+
+    A string is not broken, so its line may be longer.
+    """
+    blocks = [block for block in text.split("\n\n") if not block.startswith(("class ", "def ", "@"))]
+    lines = [line for block in blocks for line in block.splitlines()]
+    unbroken = [re.sub(r"'[^']{60,}'|\"[^\"]{60,}\"", "''", line) for line in lines]
+    return 10 <= len(lines) <= 40 and all(len(line) <= 120 for line in unbroken)
 
 
 @pytest.mark.parametrize("row", FAST)
@@ -99,7 +100,7 @@ def test_no_program_of_a_sound_trainer_shows_a_fault(name: str) -> None:
 
 
 def test_an_evidence_that_always_shows_a_fault_is_seen_in_a_sound_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Evidence("Everything is wrong.", lambda *_args, **_facts: ["print('found 1; wanted 0')", "sys.exit(True)"])
+    wrong = Evidence("Everything is wrong.", "print('found 1; wanted 0')\nsys.exit(True)")
     monkeypatch.setitem(EVIDENCE, "ids", (wrong,))
     assert len(faults_shown(report_of("flattening_of_llama"), ["ids"])) == 1
 
@@ -145,9 +146,9 @@ class Keyed(DataCollatorForSeq2Seq):
 
 def test_a_trainer_that_cannot_be_written_has_no_program_and_the_reason_is_told(own: Any, tmp_path: Path) -> None:
     report = verify_trainer(plain(own, tmp_path, collator=Keyed(own, object())))
-    with pytest.raises(ValueError, match="trained tokens: no program .* Keyed does not keep its argument key"):
+    with pytest.raises(ValueError, match=r"trained tokens: no program .* Keyed does not keep its argument key"):
         report.script("trained tokens")
-    with pytest.raises(ValueError, match="no row 'ids' has failed; failed: .*trained tokens"):
+    with pytest.raises(ValueError, match=r"no row 'ids' has failed; failed: .*trained tokens"):
         report.script("ids")
     with pytest.raises(ValueError, match="only a report of verify_trainer has programs"):
         Report("", {}, ()).script()

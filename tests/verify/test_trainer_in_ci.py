@@ -1,4 +1,4 @@
-"""verify_trainer in the tests and the CI of others: the helper for pytest, the GitHub Action, and the line of a card."""
+"""verify_trainer in the tests and the CI of others: a helper for pytest, a GitHub Action, and a card's line."""
 
 import hashlib
 import json
@@ -63,7 +63,9 @@ def made():
 """
 
 
-@pytest.mark.parametrize(("rows", "status", "words"), [("ANSWERS", 0, "checks passed in"), ("ROWS", 1, "FAIL  trained")])
+@pytest.mark.parametrize(
+    ("rows", "status", "words"), [("ANSWERS", 0, "checks passed in"), ("ROWS", 1, "FAIL  trained")]
+)
 def test_the_action_shows_the_table_in_the_summary_and_exits_as_the_command_does(
     tmp_path: Path, rows: str, status: int, words: str
 ) -> None:

@@ -13,15 +13,17 @@ from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import Program, run_fresh
 from sftron.verify.script.rebuild import (
     Materials,
-    Suspect,
     model_config,
-    rows_for,
     tokenizer_lines,
     versions,
 )
+from sftron.verify.script.seen import Suspect, rows_for
 from sftron.verify.script.shrink import Search, is_small, shrunk
 
 _MOST_ALONE = 4
+_PARTS = ("arguments", "options", "after", "model_lines", "model_options", "tokenizer", "config")
+_OF_THE_MODEL = ("isolation", "positions", "loss", "padding", "adapters")
+"""The rows whose faults do not depend on the tokenizer; with another template, others would be other faults."""
 _IN_EVALUATION = "In the evaluation's batches"
 
 
@@ -39,9 +41,10 @@ def make_script(materials: Materials, check: Check, target: str | None) -> str:
         ValueError: None was found; the message says why.
     """
     search, is_evaluation = Search(), check.remedy.startswith(_IN_EVALUATION)
-    found = _smallest(search, candidates(materials, check.name, check.measured, is_evaluation=is_evaluation))
+    parts = _PARTS if check.name in _OF_THE_MODEL else tuple(part for part in _PARTS if part != "tokenizer")
+    found = _smallest(search, parts, candidates(materials, check.name, check.measured, is_evaluation=is_evaluation))
     if found is None and target is not None:
-        found = _smallest(search, of_function(materials, check, target, is_evaluation=is_evaluation))
+        found = _smallest(search, (), of_function(materials, check, target, is_evaluation=is_evaluation))
     if found is not None:
         if (outcome := run_fresh(found)).shows_fault:
             return found
@@ -51,12 +54,12 @@ def make_script(materials: Materials, check: Check, target: str | None) -> str:
     raise ValueError(f"{check.name}: no program of the trainer's parts shows the fault{why}")
 
 
-def _smallest(search: Search, candidates: Iterable[Candidate]) -> str | None:
+def _smallest(search: Search, parts: Sequence[str], candidates: Iterable[Candidate]) -> str | None:
     """Returns the text of the first candidate that shows its fault, made small; None if none does."""
     for candidate in candidates:
         if search.shows(candidate.program):
             kept = ("use_cpu", "bf16", *candidate.evidence.given)
-            return shrunk(candidate.program, search, keeps_texts=candidate.keeps_texts, kept=kept).text
+            return shrunk(candidate.program, search, parts, keeps_texts=candidate.keeps_texts, kept=kept).text
     return None
 
 
@@ -122,7 +125,7 @@ def _ways(materials: Materials, suspects: Sequence[Suspect]) -> Sequence[str]:
     """Returns from what the rows of a program are made; TRL makes the ids of texts and messages itself."""
     if not materials.is_trl:
         return ("ids",)
-    has_columns = bool(suspects) and rows_for(suspects[:1], "columns", materials, "") is not None
+    has_columns = bool(suspects) and rows_for(suspects[:1], "columns", "", completion_only=False) is not None
     return ("columns",) if has_columns else ("conversations", "ids")
 
 
@@ -145,8 +148,11 @@ def _candidate(
     is_evaluation: bool,
 ) -> Candidate | None:
     """Returns the program with these rows; None if it cannot be made, or if the evidence measures nothing in it."""
-    rows = rows_for(chosen, way, materials, "eval_" if is_evaluation else "")
-    training = rows_for(materials.training_rows[:2], way, materials, "") if is_evaluation else rows
+    completion_only = materials.completion_only
+    rows = rows_for(chosen, way, "eval_" * is_evaluation, completion_only=completion_only)
+    training = rows
+    if is_evaluation:
+        training = rows_for(materials.training_rows[:2], way, "", completion_only=completion_only)
     if rows is None or training is None:
         return None
     facts, extra = materials.facts, ()
@@ -193,7 +199,8 @@ def _candidate(
 def _comment(sentence: str) -> tuple[str, ...]:
     return (
         f"# {versions()}",
-        f"# {sentence} Exit status: 1 if the fault shows, 0 if it does not.",
+        f"# {sentence}",
+        "# Exit status: 1 if the fault shows, 0 if it does not.",
     )
 
 

@@ -204,7 +204,7 @@ class Outcome:
 def run_here(text: str) -> Outcome:
     """Runs a program in this process, and puts back what such programs change outside of themselves."""
     output = io.StringIO()
-    with _quiet_and_restored(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+    with quiet_and_restored(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         try:
             exec(compile(text, "<script>", "exec"), {"__name__": "__main__"})
         except SystemExit as ended:
@@ -215,7 +215,7 @@ def run_here(text: str) -> Outcome:
 
 
 @contextlib.contextmanager
-def _quiet_and_restored() -> Iterator[None]:
+def quiet_and_restored() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     shared = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sftron.verify.script.program import FIXED, Outcome, Program, Rows, run_here
+from sftron.verify.script.program import FIXED, Outcome, Program, Rows, quiet_and_restored, run_here
 from sftron.verify.script.rebuild import SMALL
 
 _MOST_TRIES, _MOST_SECONDS = 200, 240
@@ -50,15 +50,18 @@ class Search:
             self.errors.append(" ".join(outcome.output.split())[:300])
 
 
-def shrunk(program: Program, search: Search, *, keeps_texts: bool, kept: Sequence[str]) -> Program:
+def shrunk(
+    program: Program, search: Search, parts: Sequence[str], *, keeps_texts: bool, kept: Sequence[str]
+) -> Program:
     """Returns the smallest program that was found.
 
     Args:
         program: One that shows its fault.
+        parts: The names of the parts that may be left out.
         keeps_texts: Whether its rows have to stay as they are.
         kept: The arguments that the measurement needs.
     """
-    for part in ("arguments", "options", "after", "model_lines", "model_options", "tokenizer", "config"):
+    for part in parts:
         program = _without_parts(program, part, search, kept)
     program = _with_small_numbers(program, search)
     for name in ("rows", "evaluation") if not keeps_texts else ():
@@ -88,7 +91,7 @@ def is_small(program: Program) -> bool:
 
     try:
         sizes = {name: ast.literal_eval(value) for name, value in program.config.items() if name != "vocab_size"}
-        with torch.device("meta"):
+        with quiet_and_restored(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(program.model_type, vocab_size=8, **sizes))
     except Exception:  # of the model's own code
         return False
@@ -154,22 +157,23 @@ def _with_small_rows(program: Program, name: str, search: Search) -> Program:
 def _shorter_ids(row: Sequence[Mapping[str, Sequence[int]]], still: Callable[[Any], bool]) -> Any:
     """Returns a row with fewer columns and tokens; a token is taken from all columns."""
     others = [name for name in row[0] if name not in ("input_ids", FIXED)]
-    columns = fewest(others, lambda left: still(_with_columns(row, left)))
-    documents = list(_with_columns(row, columns))
-    for at, document in enumerate(documents):
-        size = len(document["input_ids"])
-        free = [n for n in range(size) if not document[FIXED][n]]
+    documents = _with_columns(row, fewest(others, lambda left: still(_with_columns(row, left))))
+    for at in range(len(documents)):
+        documents = _with_short_document(documents, at, still)
+    return documents
 
-        def having(left: Sequence[int], at: int = at, document: Any = document, free: Any = free) -> Any:
-            dropped = set(free) - set(left)
-            shorter = {name: [each for n, each in enumerate(values) if n not in dropped]
-                       for name, values in document.items()}  # fmt: skip
-            return (*documents[:at], shorter, *documents[at + 1 :])
 
-        left = fewest(free, lambda left, size=size, free=free, having=having: (
-            size - len(free) + len(left) > 0 and still(having(left))))  # fmt: skip
-        documents = list(having(left))
-    return tuple(documents)
+def _with_short_document(documents: tuple[Any, ...], at: int, still: Callable[[Any], bool]) -> tuple[Any, ...]:
+    fixed = documents[at][FIXED]
+    free = [n for n, is_fixed in enumerate(fixed) if not is_fixed]
+
+    def having(left: Sequence[int]) -> tuple[Any, ...]:
+        dropped = set(free) - set(left)
+        columns = documents[at].items()
+        shorter = {name: [each for n, each in enumerate(values) if n not in dropped] for name, values in columns}
+        return (*documents[:at], shorter, *documents[at + 1 :])
+
+    return having(fewest(free, lambda left: (len(left) > 0 or any(fixed)) and still(having(left))))
 
 
 def _with_columns(row: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[dict[str, Any], ...]:
@@ -182,17 +186,19 @@ def _shorter_texts(row: Mapping[str, Any], still: Callable[[Any], bool]) -> Any:
     row = {name: row[name] for name in columns}
     for name, value in list(row.items()):
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            has_question = _is_asked(value)
-            messages = fewest(
-                value,
-                lambda left, name=name, asked=has_question: (
-                    bool(left) and _is_asked(left) >= asked and still({**row, name: list(left)})
-                ),
-            )
-            row = {**row, name: list(messages)}
+            row = {**row, name: _fewer_messages(row, name, still)}
     for place in list(_texts(row)):
         row = _with_fewer_words(row, place, still)
     return row
+
+
+def _fewer_messages(row: Mapping[str, Any], name: str, still: Callable[[Any], bool]) -> list[Any]:
+    is_asked = _is_asked(row[name])
+
+    def suffice(left: Sequence[Any]) -> bool:
+        return bool(left) and _is_asked(left) >= is_asked and still({**row, name: list(left)})
+
+    return fewest(row[name], suffice)
 
 
 def _is_asked(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -40,7 +40,7 @@ class Names:
 
     def expression(self, value: Any) -> str:
         """Returns an expression that makes an equal value. Raises NoSourceError."""
-        if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, Enum):
+        if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, Enum)):
             return repr(value)
         if isinstance(value, float):
             return repr(value) if value - value == 0 else f"float({str(value)!r})"

@@ -1,0 +1,323 @@
+"""The measurements of programs: one text for each kind of failure, with transformers and torch alone.
+
+A text ends with `sys.exit(True)` if the fault shows, and never shows one in a sound trainer, however its rows are
+shortened. The places that begin with $ are filled by evidence.py.
+"""
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+IDS_DIFFER = """
+$batch
+found = batch['input_ids'][0].tolist()
+$wanted
+at = next((n for n, pair in enumerate(zip(found, wanted)) if pair[0] != pair[1]), len(wanted))
+print(f'token {at} of the row begins {tokenizer.decode(found[at : at + 8])!r}')
+print(f'wanted {tokenizer.decode(wanted[at : at + 8])!r}, as the chat template writes')
+sys.exit(at < len(wanted))
+"""
+TEXT_AFTER = """
+$batch
+$wanted
+found = tokenizer.decode(batch['input_ids'][0][len(wanted) :], skip_special_tokens=True).strip()
+print(f'behind the conversation, the row has {found!r}; wanted nothing')
+sys.exit(found != '')
+"""
+APPLIED_TWICE = """
+$batch
+text = tokenizer.decode(batch['input_ids'][0])
+found = text.count($twice)
+print(f'the row begins {text[:100]!r}')
+print(f'the template begins within {found} of its questions; wanted 0')
+sys.exit(found > 0)
+"""
+NO_HEADER = """
+$batch
+text = tokenizer.decode(batch['input_ids'][0])
+header = $header
+print(f'the row begins {text[:80]!r}')
+print(f'it has {header!r} {text.count(header)} times; wanted once for each answer')
+sys.exit(header not in text)
+"""
+NO_TEMPLATE = """
+with tempfile.TemporaryDirectory() as folder:
+    trainer.save_model(folder)
+    found = AutoTokenizer.from_pretrained(folder).chat_template
+$batch
+text = tokenizer.decode(batch['input_ids'][0][:40])
+print(f'the rows are rendered: {text!r}')
+print(f'the chat template of the saved tokenizer is {found!r}; wanted the one that rendered them')
+sys.exit(found is None)
+"""
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+LABELS_OTHER = """
+$batch
+ids, labels = batch['input_ids'], batch['labels']
+found = int(((labels != -100) & (labels != ids)).sum())
+print(f'{found} of {int((labels != -100).sum())} labels are another token than that at their place; wanted 0')
+sys.exit(found > 0)
+"""
+ANSWERS = """
+$batch
+$spans
+found = [tokenizer.decode(span).$strip for span in spans]
+header, stop = $header, $stop
+text = tokenizer.decode(batch['input_ids'][0])
+wanted = re.findall(re.escape(header) + '(.*?' + re.escape(stop) + ')', text, re.DOTALL)$last
+wanted = [each.$strip for each in wanted]
+print(f'trained: {found}')
+print(f'wanted: {wanted}, which is what the model has to write')
+sys.exit($is_wrong)
+"""
+TOO_MUCH = ANSWERS.replace("$is_wrong", "bool(wanted) and len(''.join(found)) > len(''.join(wanted))")
+TOO_LITTLE = ANSWERS.replace("$is_wrong", "any(each not in '…'.join(found) for each in wanted)")
+COMPLETION = """
+$batch
+$spans
+found = [tokenizer.decode(span).$strip for span in spans]
+wanted = [$rows[0]['completion'].$strip + tokenizer.eos_token]
+print(f'trained: {found}')
+print(f'wanted: {wanted}, which is what the model has to write')
+sys.exit(found != wanted)
+"""
+EVERYTHING = """
+$batch
+found = tokenizer.decode(batch['input_ids'][0, 1:][batch['labels'][0, 1:] == -100])
+print(f'tokens without a label: {found!r}; wanted none')
+sys.exit(found != '')
+"""
+STOPS = """
+$batch
+text = tokenizer.decode(batch['input_ids'][0])
+stop = tokenizer.convert_tokens_to_ids($stop)
+is_trained = (batch['labels'][0] == stop) & (batch['input_ids'][0] == stop)
+found, wanted = int(is_trained.sum()), $number
+print(f'{found} answers of {text!r} train {tokenizer.decode(stop)}; wanted {wanted}')
+sys.exit(found < wanted)
+"""
+
+# -- isolation and positions -------------------------------------------------------------------------------------------
+
+IN_ONE_ROW = """
+$batch
+$border
+$logits
+ids = batch['input_ids'].clone()
+ids[0, :border] = (ids[0, :border] + 7) % len(tokenizer)
+found = float((logits(ids) - logits(batch['input_ids']))[0, border:].abs().max())
+print(f'other tokens in the first conversation change the logits of the second by {found:.3g}; wanted 0')
+sys.exit(found > 1e-4)
+"""
+IN_OTHER_ROWS = """
+$batch
+$logits
+ids = batch['input_ids'].clone()
+ids[0] = (ids[0] + 7) % len(tokenizer)
+found = float((logits(ids) - logits(batch['input_ids']))[1:].abs().max())
+print(f'other tokens in the first row change the logits of the others by {found:.3g}; wanted 0')
+sys.exit(found > 1e-4)
+"""
+FUTURE = """
+$batch
+$logits
+ids = batch['input_ids'].clone()
+ids[0, -1] = (ids[0, -1] + 7) % len(tokenizer)
+found = float((logits(ids) - logits(batch['input_ids']))[0, :-1].abs().max())
+print(f'another last token changes the logits before it by {found:.3g}; wanted 0')
+sys.exit(found > 1e-4)
+"""
+LABELS_CROSS = """
+$batch
+$border
+found = int(batch['labels'][0, border])
+print(f'the label of the first token of the second conversation is {found}; wanted -100')
+sys.exit(found != -100)
+"""
+ALONE_IN_PACK = """
+$batch
+$border
+with torch.no_grad():
+    together = trainer.model.eval()(**{**batch, 'labels': None}).logits[:, border:]
+    alone = trainer.model(input_ids=batch['input_ids'][:, border:]).logits
+found = float((together - alone)[:, : alone.shape[1]].abs().max())
+print(f'the logits of the second conversation are {found:.3g} from those of its ids alone; wanted 0')
+sys.exit(found > 1e-3)
+"""
+ALONE_IN_BATCH = """
+$batch
+found, model = 0.0, trainer.model.eval()
+with torch.no_grad():
+    for row, logits in zip(batch['input_ids'], model(**{**batch, 'labels': None}).logits):
+        real = (row != tokenizer.pad_token_id).nonzero()
+        begin, end = int(real[0]), int(real[-1]) + 1
+        alone = model(input_ids=row[None, begin:end]).logits[0, -1]
+        found = max(found, float((alone - logits[end - 1]).abs().max()))
+print(f'the last logits of a row are {found:.3g} from those of its ids alone; wanted 0')
+sys.exit(found > 1e-3)
+"""
+
+# -- truncation --------------------------------------------------------------------------------------------------------
+
+WHOLE = """
+seen = [tokenizer.decode(ids) for batch in $loader for ids in batch['input_ids']]
+wanted = [tokenizer.apply_chat_template($each, tokenize=False).strip() for $of]
+wanted = [tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) for text in wanted]
+found = sum(any(text in each for each in seen) for text in wanted)
+print(f'{found} of {len(wanted)} conversations are whole in a row of the batches; wanted all')
+sys.exit(found < len(wanted))
+"""
+ENDS = """
+stop, seen = $stop, [tokenizer.decode(ids).strip() for batch in $loader for ids in batch['input_ids']]
+found = sum(row.endswith(stop) for row in seen)
+print(f'a row ends {seen[-1][-40:]!r}')
+print(f'{found} of {len(seen)} rows end with {stop}; wanted all')
+sys.exit(found < len(seen))
+"""
+BEGINS = """
+$batch
+found, wanted = tokenizer.decode(batch['input_ids'][0]), $beginning
+print(f'the row begins {found[:40]!r}; wanted {wanted!r}')
+sys.exit(not found.startswith(wanted))
+"""
+EMPTY = """
+found = sum(int((batch['labels'] == -100).all(dim=1).sum()) for batch in $loader)
+print(f'{found} rows of the batches have no label at all; wanted 0')
+sys.exit(found > 0)
+"""
+
+# -- loss --------------------------------------------------------------------------------------------------------------
+
+MICRO_BATCHES = """
+batches, count = trainer.get_batch_samples(iter($loader), arguments.gradient_accumulation_steps, 'cpu')
+trainer.current_gradient_accumulation_steps, is_wrong = len(batches), False
+number = sum(int((batch['labels'][:, 1:] != -100).sum()) for batch in batches)
+for batch in batches:
+    torch.manual_seed(0)
+    found = float(trainer.training_step(trainer.model, dict(batch), count))
+    torch.manual_seed(0)
+    logits, labels = trainer.model(**{**batch, 'labels': None}).logits[:, :-1], batch['labels'][:, 1:]
+    wanted = float(cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum')) / number
+    print(f'the loss of a micro-batch is {found:.4f}; wanted {wanted:.4f}')
+    is_wrong |= abs(found - wanted) > 0.02 * wanted
+sys.exit(is_wrong)
+"""
+AT_OTHER_PLACES = """
+$batch
+kept, head = [], trainer.model.get_output_embeddings()
+head.register_forward_hook(lambda module, inputs, output: kept.append(output))
+labels = torch.nn.functional.pad(batch['labels'][:, 1:], (0, 1), value=-100) != -100
+loss = trainer.compute_loss(trainer.model.eval(), dict(batch), num_items_in_batch=labels.sum())
+trained = torch.autograd.grad(loss, kept[0])[0].abs().sum(-1) > 0
+missing, others = int((labels & ~trained).sum()), int((trained & ~labels).sum())
+print(f'{missing} of {int(labels.sum())} labels are not in the loss; wanted 0')
+print(f'{others} tokens without a label are in the loss; wanted 0')
+sys.exit(missing + others > 0)
+"""
+ONE_BY_ONE = """
+rows = [{name: row[name] for name in $columns} for row in trainer.train_dataset]
+def loss(rows):
+    batch = trainer.data_collator(rows)
+    logits, labels = trainer.model.eval()(**{**batch, 'labels': None}).logits[:, :-1], batch['labels'][:, 1:]
+    return float(cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum'))
+found, wanted = loss(rows), sum(loss([row]) for row in rows)
+print(f'the sum of the token losses of {len(rows)} rows is {found:.4f} together')
+print(f'wanted {wanted:.4f}, as one by one')
+sys.exit(abs(found / wanted - 1) > 1e-4)
+"""
+
+# -- padding and forgery -----------------------------------------------------------------------------------------------
+
+PADDING_TRAINED = """
+$batch
+is_padding = $padding
+found = int((batch['labels'][is_padding] != -100).sum())
+print(f'{found} of {int(is_padding.sum())} padding tokens have a label; wanted 0')
+sys.exit(found > 0)
+"""
+TEXT_HIDDEN = """
+$batch
+found = int((batch['attention_mask'] == 0).sum())
+print(f'the mask of a batch of one row, which has no padding, is 0 at {found} tokens; wanted 0')
+sys.exit(found > 0)
+"""
+CONTROL_TOKENS = """
+$batch
+special = set(tokenizer.all_special_ids)
+plain = [{**message, 'content': 'x'} for message in $messages]
+found = sum(token in special for token in batch['input_ids'][0].tolist())
+wanted = sum(token in special for token in tokenizer.apply_chat_template(plain, return_dict=False))
+print(f'the row has {found} control tokens; wanted {wanted}, as the template writes')
+sys.exit(found > wanted)
+"""
+LONE_ANSWERS = """
+$batch
+$spans
+found = tokenizer.decode(batch['input_ids'][0]).count($header)
+print(f'{found} answers begin in the row, as a text spells control tokens')
+print(f'wanted {len(spans)}, which have labels')
+sys.exit(0 < len(spans) < found)
+"""
+
+# -- what is trained and saved -----------------------------------------------------------------------------------------
+
+NOT_IN_OPTIMIZER = """
+trainer.create_optimizer()
+held = {id(each) for group in trainer.optimizer.param_groups for each in group['params']}
+trainable = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+found = [name for name, each in trainable.items() if id(each) not in held]
+print(f'{len(found)} of {len(trainable)} trainable tensors are not in the optimizer: {found[:2]}; wanted 0')
+sys.exit(len(found) > 0)
+"""
+NOT_SAVED = """
+saved = get_peft_model_state_dict(trainer.model, save_embedding_layers=False).values()
+pointers = {each.data_ptr() for each in saved}
+trainable = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+found = [name for name, each in trainable.items() if each.data_ptr() not in pointers]
+print(f'{len(found)} of {len(trainable)} trainable tensors are not saved with the adapter; wanted 0')
+sys.exit(len(found) > 0)
+"""
+UNTRAINED_TOKENS = """
+$batch
+layer = trainer.model.get_input_embeddings()
+distances = (layer.weight - layer.weight.mean(dim=0)).norm(dim=1)
+tokens = {*batch['input_ids'].flatten().tolist()} & {*tokenizer.get_added_vocab().values()}
+new = [n for n in tokens - {layer.padding_idx} if distances[n] < 0.1 * distances.median()]
+is_trained = any(each.requires_grad for each in layer.parameters())
+print(f'embeddings that are the mean of all, as those of new tokens: {tokenizer.convert_ids_to_tokens(new)}')
+print(f'the embeddings are trained: {is_trained}; wanted no such token, or True')
+sys.exit(bool(new) and not is_trained)
+"""
+ENDS_OF_FOLDER = """
+$batch
+stop = tokenizer.convert_tokens_to_ids($stop)
+number = int((batch['labels'] == stop).sum())
+trainer.train()
+with tempfile.TemporaryDirectory() as folder:
+    trainer.save_model(folder)
+    ends = $ends.eos_token_id
+ends = ends if isinstance(ends, list) else [ends]
+print(f'the saved model ends at {tokenizer.convert_ids_to_tokens(ends)}')
+print(f'wanted {tokenizer.decode(stop)}, which {number} labels of a batch are')
+sys.exit(number > 0 and stop not in ends)
+"""
+
+# -- parts of them -----------------------------------------------------------------------------------------------------
+
+LOGITS = """
+def logits(ids):
+    with torch.no_grad():
+        return trainer.model.eval()(**{**batch, 'input_ids': ids, 'labels': None}).logits
+"""
+SPANS = """
+labels = batch['labels'][0].tolist()
+spans = [list(each) for has_label, each in groupby(labels, lambda label: label != -100) if has_label]
+"""
+BORDER_OF_POSITIONS = """
+border = int((batch['position_ids'][0] == 0).nonzero()[1])
+"""
+BORDER_OF_DOCUMENTS = """
+$documents_line
+row = batch['input_ids'][0].tolist()
+border = next(len(ids) for ids in $documents if row[: len(ids)] == ids and len(row) > len(ids))
+"""
