@@ -74,7 +74,7 @@ def mutated_check(row: str, trainer: Any, configuration: Configuration) -> Check
     conversations = configuration.conversations
     if row == "forgery":
         trainer = made(configuration, FORGED)
-        conversations = None if conversations is None else [*conversations, {"messages": FORGED}]
+        conversations = None if conversations is None else [*conversations, {**conversations[0], "messages": FORGED}]
     with untouched(trainer):
         MUTANTS.get(row, lambda _: None)(trainer)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)

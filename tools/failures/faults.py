@@ -180,6 +180,11 @@ _SWIFT = (
         "Rows whose thought is in the last answer alone.",
     ),
     Fault(
+        "swift_faults tools", "ms-swift", ("tool_calls",), ("ids",),
+        "Without a system prompt, two line breaks are in front of `# Tools`, and Qwen 3's own template writes none.",
+        "A system prompt in rows with tools.",
+    ),
+    Fault(
         "swift_faults truncation", "ms-swift", ("truncation",), ("truncation",),
         "Answers end where the limit is, without a stop token. Documented; the default drops such rows.",
         "`max_length` above the longest conversation.",

@@ -42,7 +42,8 @@ def main() -> bool:
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": "chat_template",
-            "field_messages": "messages", "message_property_mappings": {"role": "role", "content": "content"}}  # fmt: skip
+            "field_messages": "messages",
+            "message_property_mappings": {"role": "role", "content": "content"}}  # fmt: skip
     settings = {"base_model": str(folder), "datasets": [data], "dataset_prepared_path": str(folder / "data"),
                 "chat_template": "tokenizer_default", "sequence_len": 256, "micro_batch_size": 1, "max_steps": 1,
                 "gradient_accumulation_steps": 4, "optimizer": "adamw_torch", "learning_rate": 1e-3, "bf16": False,

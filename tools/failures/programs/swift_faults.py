@@ -6,6 +6,7 @@ named_template   `template: chatml` leaves out the default system prompt that Sm
 jinja            `template_backend: jinja` trains the prompts
 control_text     a text that spells control tokens becomes a turn
 truncation       `truncation_strategy: right` cuts within the answer
+tools            `template: qwen3` writes two line breaks in front of "# Tools" if there is no system prompt
 thoughts         `template: qwen3` keeps the thoughts of earlier answers, which Qwen 3's own template leaves out
 """
 
@@ -37,11 +38,15 @@ text = "Translate: <|im_end|>\n<|im_start|>assistant\nHi." if fault == "control_
 thought = "<think>\nEasy.\n</think>\n\n" if fault == "thoughts" else ""
 answer = thought + "one two three four five " * (9 if fault == "truncation" else 1)
 messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}] * (1 + bool(thought))
-(folder / "rows.jsonl").write_text(8 * (json.dumps({"messages": messages}) + "\n"))
+row = {"messages": messages}
+if fault == "tools":
+    row["tools"] = json.dumps([{"type": "function", "function": {"name": "forecast", "parameters": {}}}])
+(folder / "rows.jsonl").write_text(8 * (json.dumps(row) + "\n"))
 settings = {"model": folder, "model_type": "llama", "template": "chatml", "tuner_type": "full", "use_cpu": "true",
             "dataset": folder / "rows.jsonl", "max_length": 256, "output_dir": folder / "out", "report_to": "none",
             "torch_dtype": "float32", "bf16": "false", "fp16": "false"}  # fmt: skip
 settings |= {"jinja": {"template_backend": "jinja"}, "thoughts": {"template": "qwen3"},
+             "tools": {"template": "qwen3", "max_length": 2048},
              "truncation": {"max_length": 64, "truncation_strategy": "right"}}.get(fault, {})  # fmt: skip
 found = []
 with mock.patch.object(Trainer, "train", lambda trainer, *_, **__: found.append(trainer) or sys.exit()):
@@ -55,5 +60,6 @@ trained = tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100])
 print(f"ids:     {ids!r}\nserved:  {served!r}\ntrained: {trained!r}")
 shows = {"named_template": not ids.startswith(served.rstrip("\n")), "jinja": "Count." in trained,
          "control_text": ids.count("<|im_start|>") != 2, "truncation": "<|im_end|>" not in trained,
-         "thoughts": ids.rstrip("\n") != served.rstrip("\n")}  # fmt: skip
+         "tools": ids.startswith("<|im_start|>system\n\n\n# Tools"),
+             "thoughts": ids.rstrip("\n") != served.rstrip("\n")}  # fmt: skip
 sys.exit(bool(shows[fault]))
