@@ -170,5 +170,5 @@ def test_torchrun_exits_as_the_command_does_and_rank_0_prints(tmp_path: Path, fu
     assert bool(ended.returncode) == bool(status)  # torchrun's own is 1
     assert f"exitcode  : {status}" in ended.stderr or not status
     if status < 2:
-        assert ended.stdout.count("on 2 ranks\n") == 1
+        assert ended.stdout.count("before it trains, on 2 ranks\n") == 1
         assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["passed"] is (status == 0)

@@ -157,6 +157,7 @@ def replicas(subject: RankSubject) -> Finding:
     for group in optimizer.param_groups:  # a warm-up begins with a rate of 0
         group["lr"] = group.get("initial_lr", group["lr"])
     optimizer.step()
+    optimizer.state.clear()  # twice the weights in size
     after = _differing(subject, "after", _tensors(subject))
     num_tensors = len(_tensors(subject))
     if not before and not after:
