@@ -45,7 +45,8 @@ class ExactSums:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._reductions.append(_ExactReduceScatter(copies))
-                module.set_custom_reduce_scatter(self._reductions[-1])
+                reduction: Any = self._reductions[-1]  # the type that torch expects is private
+                module.set_custom_reduce_scatter(reduction)
                 if mesh is not None and mesh.size() == 1:
                     module.set_all_reduce_hook(self._reductions[-1].sum_in_place)
         self._loss: _Sum | None = None
