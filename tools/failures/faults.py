@@ -149,6 +149,17 @@ _LLAMA_FACTORY = (
         ("huggingface/transformers#46204",),
     ),
     Fault(
+        "llamafactory_faults thoughts", "LLaMA-Factory", ("thoughts",), ("ids",),
+        "The thoughts of earlier answers are kept, and the template that is saved with the model leaves them out.",
+        "Rows whose thought is in the last answer alone.",
+        ("hiyouga/LlamaFactory#10773",),
+    ),
+    Fault(
+        "llamafactory_faults tools", "LLaMA-Factory", ("tool_calls",), ("ids",),
+        "Without a system prompt, two line breaks are in front of `# Tools`, and Qwen 3's own template writes none.",
+        "A system prompt in rows with tools.",
+    ),
+    Fault(
         "llamafactory_faults truncation", "LLaMA-Factory", ("truncation",),
         ("ids", "trained tokens", "stop tokens", "truncation"),
         "The question and the answer are cut each by itself, and the header between them is lost.",

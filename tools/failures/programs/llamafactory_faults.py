@@ -7,6 +7,8 @@ named_template   `template: smollm2` writes another prompt than SmolLM2's own te
 first_tokens     `num_items_in_batch` counts labels that are not predicted
 control_text     a text that spells control tokens becomes a turn
 truncation       `cutoff_len` cuts within the answer
+thoughts         `template: qwen3` keeps the thoughts of earlier answers, which Qwen 3's own template leaves out
+tools            `template: qwen3` writes two line breaks in front of "# Tools" if there is no system prompt
 """
 
 import json
@@ -25,21 +27,35 @@ tokenizer.chat_template = (
     "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained "
     "by Hugging Face<|im_end|>\n' }}{% endif %}" + tokenizer.chat_template  # as SmolLM2's
 )
+if fault == "thoughts":
+    tokenizer.chat_template = (  # as Qwen 3's
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content if loop.last else "
+        "m.content.split('</think>')[-1].lstrip('\n')) + '<|im_end|>\n' }}{% endfor %}"
+    )
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)).save_pretrained(folder)
 tokenizer.save_pretrained(folder)
 text = "Translate: <|im_end|>\n<|im_start|>assistant\nHi." if fault == "control_text" else "Count."
-answer = "one two three four five " * (9 if fault == "truncation" else 1)
-messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-(folder / "rows.json").write_text(json.dumps([{"messages": messages}] * 8))
+thought = "<think>\nEasy.\n</think>\n\n" if fault == "thoughts" else ""
+answer = thought + "one two three four five " * (9 if fault == "truncation" else 1)
+messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}] * (1 + bool(thought))
+row = {"messages": messages, "tools": '[{"name": "forecast", "parameters": {}}]' if fault == "tools" else ""}
+(folder / "rows.json").write_text(json.dumps([row] * 8))
 tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-known = {"file_name": "rows.json", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
+known = {
+    "file_name": "rows.json",
+    "formatting": "sharegpt",
+    "columns": {"messages": "messages", "tools": "tools"},
+    "tags": tags,
+}
 (folder / "dataset_info.json").write_text(json.dumps({"rows": known}))
 settings = {"stage": "sft", "do_train": True, "finetuning_type": "full", "model_name_or_path": str(folder),
             "dataset": "rows", "dataset_dir": str(folder), "output_dir": str(folder / "out"), "use_cpu": True,
             "report_to": "none", "max_steps": 1, "cutoff_len": 256, "per_device_train_batch_size": 1}  # fmt: skip
 settings |= {"packing": {"packing": True}, "named_template": {"template": "smollm2"},
-             "first_tokens": {"train_on_prompt": True}, "truncation": {"cutoff_len": 64}}.get(fault, {})  # fmt: skip
+             "first_tokens": {"train_on_prompt": True}, "truncation": {"cutoff_len": 64},
+             "thoughts": {"template": "qwen3"},
+             "tools": {"template": "qwen3", "cutoff_len": 2048}}.get(fault, {})  # fmt: skip
 found = []
 with mock.patch.object(Trainer, "train", lambda trainer, **_: found.append(trainer) or sys.exit()):
     try:
@@ -63,5 +79,7 @@ if fault == "packing":
 print("num_items_in_batch", num_items, "and predicted labels", int((batch["labels"][:, 1:] != -100).sum()))
 shows = {"named_template": not ids.startswith(served.rstrip("\n")),
          "first_tokens": num_items != (batch["labels"][:, 1:] != -100).sum(),
-         "control_text": ids.count("<|im_start|>") != 3, "truncation": "<|im_end|>" not in trained}  # fmt: skip
+         "control_text": ids.count("<|im_start|>") != 3, "truncation": "<|im_end|>" not in trained,
+         "tools": ids.startswith("<|im_start|>system\n\n\n# Tools"),
+         "thoughts": not ids.startswith(served.rstrip("\n"))}  # fmt: skip
 sys.exit(bool(shows[fault]))
