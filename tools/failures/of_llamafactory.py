@@ -98,7 +98,7 @@ def of(
     )
 
 
-SINGLE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 
 CONFIGURATIONS = {
     "default": of("`template:` left out, which takes the tokenizer's own"),

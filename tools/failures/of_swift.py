@@ -87,7 +87,7 @@ def of(
     )
 
 
-SINGLE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 TOOLS = {"template": "qwen3", "agent_template": "hermes"}
 
 CONFIGURATIONS = {

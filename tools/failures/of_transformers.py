@@ -100,7 +100,7 @@ def of(option: str, make: Callable[[Rows], Trainer], **described: Any) -> Config
     return Configuration(option, make, given=True, **described)
 
 
-SINGLE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 FORGERY: dict[str, Any] = {"rows": (*CHATS, FORGED)}
 
 CONFIGURATIONS = {

@@ -80,7 +80,7 @@ def packed(option: str, **given: Any) -> Configuration:
 
 
 LORA = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-SINGLE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 
 CONFIGURATIONS = {
     "default": Configuration("a `messages` column, no option", lambda rows: of_messages(rows, SMOLLM2)),
