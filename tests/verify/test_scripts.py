@@ -13,11 +13,13 @@ import pytest
 from transformers import DataCollatorForSeq2Seq, Trainer
 
 from sftron import verify_trainer
+from sftron.commands.verify_trainer import main
 from sftron.verify.report import Report
 from sftron.verify.script import make
 from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import run_here
 from sftron.verify.script.rebuild import Materials
+from tests.conftest import ROOT
 from tests.verify.small_trainers import plain
 from tests.verify.test_zoo_proofs import NEEDS_SMOLLM2
 from tests.verify.trainer_zoo import ZOO, hush
@@ -152,6 +154,60 @@ def test_a_trainer_that_cannot_be_written_has_no_program_and_the_reason_is_told(
         report.script("ids")
     with pytest.raises(ValueError, match="only a report of verify_trainer has programs"):
         Report("", {}, ()).script()
+
+
+@NEEDS_SMOLLM2
+def test_the_program_of_the_page_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    hush()
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/verify-any-trainer.md").read_text(encoding="utf-8")
+    text, shown = re.findall(r"^```text\n(.*?)^```", page.split("## A program for an issue")[1], re.DOTALL | re.M)[:2]
+    outcome = run_here(text)
+    assert outcome.status == 1
+    numbers = [re.findall(r"\d+\.\d+", output) for output in (outcome.output, shown)]
+    assert float(numbers[0][0]) == pytest.approx(float(numbers[1][0]), rel=0.01)
+    assert re.sub(r"\d+\.\d+", "", outcome.output) == re.sub(r"\d+\.\d+", "", shown)
+
+
+SCRIPT = """
+import torch
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
+from transformers import Trainer, TrainingArguments
+
+class Keyed(DataCollatorForSeq2Seq):
+    def __init__(self, tokenizer, key):
+        super().__init__(tokenizer)
+    def __call__(self, features, return_tensors=None):
+        batch = super().__call__(features)
+        batch["labels"] = batch["input_ids"].clone()
+        return batch
+
+def made():
+    tokenizer = AutoTokenizer.from_pretrained({folder!r})
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48,
+                                         num_hidden_layers=2, num_attention_heads=4))
+    rows = []
+    for n in range(12):
+        question, answer = f"What is {{n}}?", f"{{n}} is " * (1 + n % 3)
+        messages = [dict(role="user", content=question), dict(role="assistant", content=answer)]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        rows.append(dict(input_ids=ids, labels=ids))
+    arguments = TrainingArguments({out!r}, use_cpu=True, report_to="none", disable_tqdm=True)
+    return Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer, data_collator=Keyed(tokenizer, 1))
+"""
+
+
+def test_the_command_writes_a_program_that_takes_the_function_of_the_user_where_there_is_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, folder = tmp_path / "their_script.py", tmp_path / "programs"
+    script.write_text(SCRIPT.format(folder=str(ROOT / "tests/assets/tokenizer"), out=str(tmp_path)), encoding="utf-8")
+    assert main([f"{script}:made", "--script", str(folder)]) == 1
+    assert f"written: {folder}/trained-tokens.py" in capsys.readouterr().out
+    text = (folder / "trained-tokens.py").read_text(encoding="utf-8")
+    assert "from their_script import made" in text
+    assert "# The trainer is that of made() in their_script.py.\n" in text
+    assert run_alone(text, tmp_path)[0] == 1
 
 
 # -- by night ----------------------------------------------------------------------------------------------------------

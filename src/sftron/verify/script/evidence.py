@@ -208,7 +208,7 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
                  fits=lambda program, facts: facts.has_mask or not facts.pads_with_stop),
         Evidence("The attention mask hides text.", texts.TEXT_HIDDEN, words=("attention mask is 0",),
                  fits=lambda program, facts: facts.has_mask),
-        Evidence("Padding is attended to.", texts.ALONE_IN_BATCH, _PAIRS, words=("attended",)),
+        Evidence("Padding is attended to.", texts.ALONE_IN_BATCH, _PAIRS, _is_padded, words=("attended",)),
     ),
     "forgery": (
         Evidence("A text's control tokens became control tokens.", texts.CONTROL_TOKENS, fits=_has_conversations),
