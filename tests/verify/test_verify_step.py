@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sftron import verify_step
+from sftron.verify.loop.call import Call
 from sftron.verify.verify_step import RULES
 from tests.conftest import rest_nightly
 from tests.verify import loop_materials, stranger_loop
@@ -64,7 +65,7 @@ def with_dropout() -> Loop:
     torch.manual_seed(0)
     llama = model(TOKENIZER, attention_dropout=0.1)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
 
     def step(micro_batches: list[Any]) -> None:
         llama.train()
@@ -122,6 +123,7 @@ def test_a_compiled_model_is_checked_without_its_compiler(is_whole_step: bool) -
             (compiled(**batch).loss / len(micro_batches)).backward()
 
     given = torch.compile(step, backend="eager") if is_whole_step else step
+    given(loop.batches[:2])  # what is compiled then knows no hooks
     report = verify_step(compiled, loop.batches, given, TOKENIZER, CONVERSATIONS)  # pyright: ignore
     assert [row.name for row in report.checks if row.status == "FAIL"] == ["loss"]
 
@@ -146,6 +148,27 @@ def test_micro_batches_with_equal_numbers_of_targets_hide_no_mean_of_means() -> 
     assert "where a mean of means is the ratio" in row_of(report, "loss").measured
     one = verify_step(loop.model, loop.batches, loop.step, TOKENIZER, CONVERSATIONS, num_micro_batches=1)
     assert row_of(one, "loss").status == "PASS"
+
+
+class Packed(nn.Module):
+    def forward(self, tokens: Any, positions: Any, bounds: Any, max_seqlen: int, targets: Any) -> None: ...
+
+
+def test_a_conversation_alone_has_its_own_positions_and_bounds() -> None:
+    arguments = {
+        "tokens": torch.tensor([[5, 6, 7, 8, 9]]),
+        "positions": torch.tensor([[0, 1, 2, 0, 1]]),
+        "bounds": torch.tensor([0, 3, 5], dtype=torch.int32),
+        "max_seqlen": 3,
+        "targets": torch.tensor([[6, 7, -1, 9, -1]]),
+    }
+    call = Call(Packed(), (), arguments)
+    assert call.starts == {0, 3}
+    _, alone = call.alone(torch.tensor([[5, 6, 7, 8], [6, 7, 8, 9]]), Packed())
+    assert alone["positions"].tolist() == [[0, 1, 2, 3]] * 2
+    assert alone["bounds"].tolist() == [0, 4, 8]
+    assert alone["max_seqlen"] == 4
+    assert alone["targets"].shape == (2, 4)
 
 
 def packs_shifted_by_document(tokenizer: Any, size: int = 3) -> list[dict[str, torch.Tensor]]:
