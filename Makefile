@@ -7,6 +7,7 @@
 # make versions     a fast part of the tests with the lowest versions that pyproject.toml admits, and with the newest.
 #                   torch alone stays that of .venv, because another build of it may be a download of gigabytes
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
+# make mutants      100 changes of the code in which the laws stand, drawn at random, and which no test of a law finds
 # make docs         the documentation as a site in build/site, with the reference of the Python API
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
@@ -32,7 +33,7 @@ VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
-.PHONY: install quickstart test lint docs nightly long-tests chaos fuzz versions bench-gpu clean
+.PHONY: install quickstart test lint docs nightly long-tests chaos fuzz versions mutants bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -80,6 +81,9 @@ chaos: install
 
 fuzz: install
 	for target in row encode config manifest lane_state; do $(BIN)/python tests/fuzz/targets.py $$target --runs 5000 || exit 1; done
+
+mutants: install
+	$(BIN)/python tools/mutants.py --number 100 --seed $(shell date +%Y%m%d)
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -38,10 +38,7 @@ def run(module: str, name: str) -> dict[str, Any]:
     try:
         trainer = made(configuration)
     except Exception as error:
-        return found | {
-            "not_run": f"raises {_first_line(error)}",
-            "trace": traceback.format_exc(),
-        }
+        return found | {"not_run": f"raises {_first_line(error)}", "trace": traceback.format_exc()}
     try:
         report = verify_trainer(trainer, configuration.conversations, configuration.roles)
     except ValueError as error:

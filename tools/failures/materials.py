@@ -100,12 +100,7 @@ def model(its_tokenizer: Any) -> LlamaForCausalLM:
     """Returns a random Llama of two layers and 64 units, in float32, with weights so large that a leak shows."""
     torch.manual_seed(0)
     ids = {f"{name}_token_id": getattr(its_tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         vocab_size=len(its_tokenizer), num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
         architectures=["LlamaForCausalLM"], **sizes, **ids,
@@ -123,19 +118,8 @@ def saved_model(template: str = SMOLLM2) -> Path:
 
 def arguments(**given: Any) -> dict[str, Any]:
     """Returns arguments of TrainingArguments."""
-    quiet = {
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "logging_strategy": "no",
-    }
-    few = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-    }
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "logging_strategy": "no"}
+    few = {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "no"}
     return {"output_dir": str(SCRATCH / "out"), **few, **quiet, **given}
 
 

@@ -28,22 +28,14 @@ from tools.failures.materials import (
 Rows = list[Conversation]
 
 
-def run(
-    rows: Rows,
-    its_template: str = SMOLLM2,
-    of_data: dict[str, Any] | None = None,
-    **given: Any,
-) -> None:
+def run(rows: Rows, its_template: str = SMOLLM2, **given: Any) -> None:
     """Runs the command `axolotl train` on the rows."""
     folder = new_folder()
     path, config = folder / "rows.jsonl", folder / "config.yaml"
     tools = {"tools": [TOOL]} if rows[0][0] in CALLED else {}
-    path.write_text(
-        "".join(json.dumps({"messages": each, **tools}) + "\n" for each in rows),
-        encoding="utf-8",
-    )
+    path.write_text("".join(json.dumps({"messages": each, **tools}) + "\n" for each in rows), encoding="utf-8")
     data = {"path": str(path), "ds_type": "json", "type": "chat_template", "field_messages": "messages",
-            "message_property_mappings": {"role": "role", "content": "content"}, **(of_data or {})}  # fmt: skip
+            "message_property_mappings": {"role": "role", "content": "content"}}  # fmt: skip
     quiet = {"bf16": False, "fp16": False, "tf32": False, "gradient_checkpointing": False,
              "attn_implementation": "sdpa", "dataset_num_proc": 1, "dataloader_num_workers": 0,
              "use_tensorboard": False}  # fmt: skip
@@ -69,54 +61,28 @@ def resumed(rows: Rows) -> Any:
     return trainer
 
 
-def of(
-    option: str,
-    its_template: str = SMOLLM2,
-    rows: Rows = CHATS,
-    roles: str = "assistant",
-    **given: Any,
-) -> Any:
+def of(option: str, its_template: str = SMOLLM2, rows: Rows = CHATS, roles: str = "assistant", **given: Any) -> Any:
     """Returns a configuration with these settings beside the common ones."""
-    return Configuration(
-        option,
-        lambda own: sft(own, its_template, **given),
-        roles,
-        given=True,
-        rows=tuple(rows),
-    )
+    return Configuration(option, lambda own: sft(own, its_template, **given), roles, given=True, rows=tuple(rows))
 
 
-EVERY = {
-    "of_data": {"roles_to_train": ["system", "user", "assistant"]},
-    "train_on_inputs": True,
-}
 TRUNCATED = {"sequence_len": 256, "excess_length_strategy": "truncate"}
 PACKED = {"sample_packing": True, "sequence_len": 1024, "micro_batch_size": 1}
 
 CONFIGURATIONS = {
     "default": of("`type: chat_template`, `chat_template: tokenizer_default`"),
     "named_template": of("`chat_template: chatml`", chat_template="chatml"),
-    "whole_texts": of("`train_on_inputs: true`, `roles_to_train` of all roles", roles="all", **EVERY),
     "packing": of("`sample_packing: true`, `sequence_len: 1024`", **PACKED),
     "thoughts": of("Qwen 3's template, a thought in each answer", QWEN3, with_thoughts(CHATS)),
     "tool_calls": of("Qwen 3's template, a `tools` column", QWEN3, CALLS),
     "control_text": of("a user's text that spells control tokens", rows=[*CHATS, FORGED]),
     "truncation": of("`sequence_len: 256`, `excess_length_strategy: truncate`", **TRUNCATED),
-    "dropped": of(
-        "`sequence_len: 256`, whose default drops longer conversations",
-        sequence_len=256,
-    ),
+    "dropped": of("`sequence_len: 256`, whose default drops longer conversations", sequence_len=256),
     "accumulation": of(
-        "`gradient_accumulation_steps: 4` of single rows",
-        gradient_accumulation_steps=4,
-        micro_batch_size=1,
+        "`gradient_accumulation_steps: 4` of single rows", gradient_accumulation_steps=4, micro_batch_size=1
     ),
     "lora": of(
-        "`adapter: lora`, `lora_target_linear: true`",
-        adapter="lora",
-        lora_r=8,
-        lora_alpha=16,
-        lora_target_linear=True,
+        "`adapter: lora`, `lora_target_linear: true`", adapter="lora", lora_r=8, lora_alpha=16, lora_target_linear=True
     ),
     "resume": Configuration("`resume_from_checkpoint` after two steps", resumed, given=True),
     "evaluation": of("`val_set_size: 0.2`", val_set_size=0.2),

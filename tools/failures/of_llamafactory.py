@@ -32,22 +32,12 @@ def settings(rows: Rows, chat_template: str = SMOLLM2, **given: Any) -> dict[str
     """Writes the model and the data; returns the configuration."""
     folder, number = new_folder(), len(rows)
     tools = {"tools": json.dumps([TOOL["function"]])} if rows[0][0] in CALLED else {}
-    rows_of_it = [{"messages": as_sharegpt(each), **tools} for each in rows]
-    (folder / "rows.json").write_text(json.dumps(rows_of_it), encoding="utf-8")
+    written = [{"messages": as_sharegpt(each), **tools} for each in rows]
+    (folder / "rows.json").write_text(json.dumps(written), encoding="utf-8")
     columns = {"messages": "messages", **({"tools": "tools"} if tools else {})}
-    known = {
-        "rows": {
-            "file_name": "rows.json",
-            "formatting": "sharegpt",
-            "columns": columns,
-            "tags": TAGS,
-        }
-    }
+    known = {"rows": {"file_name": "rows.json", "formatting": "sharegpt", "columns": columns, "tags": TAGS}}
     (folder / "dataset_info.json").write_text(json.dumps(known), encoding="utf-8")
-    options = arguments(gradient_checkpointing=False) | {
-        "use_cpu": True,
-        "overwrite_cache": True,
-    }
+    options = arguments(gradient_checkpointing=False) | {"use_cpu": True, "overwrite_cache": True}
     return options | {
         "stage": "sft", "do_train": True, "finetuning_type": "full",
         "model_name_or_path": str(saved_model(chat_template)), "dataset": "rows",
@@ -59,10 +49,7 @@ def settings(rows: Rows, chat_template: str = SMOLLM2, **given: Any) -> dict[str
 def as_sharegpt(messages: Conversation) -> Conversation:
     """Returns the messages with calls as LLaMA-Factory reads them."""
     return [
-        {
-            "role": "function_call",
-            "content": json.dumps([each["tool_calls"][0]["function"]]),
-        }
+        {"role": "function_call", "content": json.dumps([each["tool_calls"][0]["function"]])}
         if each.get("tool_calls")
         else {"role": each["role"], "content": each["content"]}
         for each in messages
@@ -81,21 +68,9 @@ def resumed(rows: Rows) -> Any:
     return trainer
 
 
-def of(
-    option: str,
-    chat_template: str = SMOLLM2,
-    rows: Rows = CHATS,
-    roles: str = "assistant",
-    **given: Any,
-) -> Any:
+def of(option: str, chat_template: str = SMOLLM2, rows: Rows = CHATS, roles: str = "assistant", **given: Any) -> Any:
     """Returns a configuration with these settings beside the common ones."""
-    return Configuration(
-        option,
-        lambda own: sft(own, chat_template, **given),
-        roles,
-        given=True,
-        rows=tuple(rows),
-    )
+    return Configuration(option, lambda own: sft(own, chat_template, **given), roles, given=True, rows=tuple(rows))
 
 
 SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
@@ -105,18 +80,8 @@ CONFIGURATIONS = {
     "named_template": of("`template: smollm2`", template="smollm2"),
     "whole_texts": of("`train_on_prompt: true`", roles="all", train_on_prompt=True),
     "packing": of("`packing: true`, `cutoff_len: 1024`", packing=True, cutoff_len=1024),
-    "packing_neat": of(
-        "`packing: true`, `neat_packing: true`",
-        packing=True,
-        neat_packing=True,
-        cutoff_len=1024,
-    ),
-    "thoughts": of(
-        "`template: qwen3`, a thought in each answer",
-        QWEN3,
-        with_thoughts(CHATS),
-        template="qwen3",
-    ),
+    "packing_neat": of("`packing: true`, `neat_packing: true`", packing=True, neat_packing=True, cutoff_len=1024),
+    "thoughts": of("`template: qwen3`, a thought in each answer", QWEN3, with_thoughts(CHATS), template="qwen3"),
     "tool_calls": of("`template: qwen3`, a `tools` column", QWEN3, CALLS, template="qwen3"),
     "control_text": of("a user's text that spells control tokens", rows=[*CHATS, FORGED]),
     "truncation": of("`cutoff_len: 64`", cutoff_len=64),

@@ -31,12 +31,7 @@ def run(rows: Rows, chat_template: str = CHATML, **given: Any) -> None:
     """Runs the pipeline on the rows."""
     path = new_folder() / "rows.jsonl"
     path.write_text("".join(json.dumps(as_row(each)) + "\n" for each in rows), encoding="utf-8")
-    few = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 4,
-        "save_strategy": "no",
-    }
+    few = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "save_strategy": "no"}
     quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "fp16": False, "torch_dtype": "float32",
              "dataset_num_proc": 1, "dataloader_num_workers": 0, "gradient_checkpointing": False}  # fmt: skip
     options = {
@@ -70,21 +65,9 @@ def resumed(rows: Rows) -> Any:
     return trainer
 
 
-def of(
-    option: str,
-    chat_template: str = CHATML,
-    rows: Rows = CHATS,
-    roles: str = "assistant",
-    **given: Any,
-) -> Any:
+def of(option: str, chat_template: str = CHATML, rows: Rows = CHATS, roles: str = "assistant", **given: Any) -> Any:
     """Returns a configuration with these settings beside the common ones."""
-    return Configuration(
-        option,
-        lambda own: sft(own, chat_template, **given),
-        roles,
-        given=True,
-        rows=tuple(rows),
-    )
+    return Configuration(option, lambda own: sft(own, chat_template, **given), roles, given=True, rows=tuple(rows))
 
 
 SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
@@ -97,24 +80,10 @@ CONFIGURATIONS = {
     "whole_texts": of("`loss_scale: all`", roles="all", loss_scale="all"),
     "packing": of("`packing: true`", packing=True),
     "padding_free": of("`padding_free: true`", padding_free=True),
-    "thoughts": of(
-        "`template: qwen3`, a thought in each answer",
-        QWEN3,
-        with_thoughts(CHATS),
-        template="qwen3",
-    ),
-    "tool_calls": of(
-        "`template: qwen3`, `agent_template: hermes`, a `tools` column",
-        QWEN3,
-        CALLS,
-        **TOOLS,
-    ),
+    "thoughts": of("`template: qwen3`, a thought in each answer", QWEN3, with_thoughts(CHATS), template="qwen3"),
+    "tool_calls": of("`template: qwen3`, `agent_template: hermes`, a `tools` column", QWEN3, CALLS, **TOOLS),
     "control_text": of("a user's text that spells control tokens", rows=[*CHATS, FORGED]),
-    "truncation": of(
-        "`max_length: 256`, `truncation_strategy: right`",
-        max_length=256,
-        truncation_strategy="right",
-    ),
+    "truncation": of("`max_length: 256`, `truncation_strategy: right`", max_length=256, truncation_strategy="right"),
     "accumulation": of("`gradient_accumulation_steps: 4` of single rows", **SINGLE),
     "lora": of("`tuner_type: lora`", tuner_type="lora", target_modules="all-linear"),
     "resume": Configuration("`resume_from_checkpoint` after two steps", resumed, given=True),

@@ -42,12 +42,7 @@ def of_marks(rows: Rows, **options: Any) -> list[dict[str, Any]]:
     for each in rows:
         found = own.apply_chat_template(each, return_dict=True, return_assistant_tokens_mask=True, **options)
         ids, marks = found["input_ids"], found["assistant_masks"]
-        features.append(
-            {
-                "input_ids": ids,
-                "labels": [n if mark else -100 for n, mark in zip(ids, marks, strict=True)],
-            }
-        )
+        features.append({"input_ids": ids, "labels": [n if mark else -100 for n, mark in zip(ids, marks, strict=True)]})
     return features
 
 
@@ -66,12 +61,7 @@ def of_prefixes(rows: Rows, template: str, **options: Any) -> list[dict[str, Any
     return features
 
 
-def trained(
-    features: list[dict[str, Any]],
-    collator: Any = None,
-    template: str = SMOLLM2,
-    **given: Any,
-) -> Trainer:
+def trained(features: list[dict[str, Any]], collator: Any = None, template: str = SMOLLM2, **given: Any) -> Trainer:
     own = tokenizer(template)
     others = {name: given.pop(name) for name in ("model", "eval_dataset") if name in given}
     return Trainer(
@@ -105,45 +95,30 @@ FORGERY: dict[str, Any] = {"rows": (*CHATS, FORGED)}
 
 CONFIGURATIONS = {
     "default": of(
-        "`DataCollatorForLanguageModeling(mlm=False)`, the padding token is the stop token",
-        of_collator,
-        roles="all",
+        "`DataCollatorForLanguageModeling(mlm=False)`, the padding token is the stop token", of_collator, roles="all"
     ),
     "answers": of(
-        "labels of `return_assistant_tokens_mask`, `DataCollatorForSeq2Seq`",
-        lambda rows: trained(of_marks(rows)),
+        "labels of `return_assistant_tokens_mask`, `DataCollatorForSeq2Seq`", lambda rows: trained(of_marks(rows))
     ),
-    "whole_texts": of(
-        "labels that equal the ids, `DataCollatorForSeq2Seq`",
-        of_whole_texts,
-        roles="all",
-    ),
+    "whole_texts": of("labels that equal the ids, `DataCollatorForSeq2Seq`", of_whole_texts, roles="all"),
     "padding_free": of(
-        "`DataCollatorWithFlattening()`",
-        lambda rows: trained(of_marks(rows), DataCollatorWithFlattening()),
+        "`DataCollatorWithFlattening()`", lambda rows: trained(of_marks(rows), DataCollatorWithFlattening())
     ),
     "tool_calls": of(
         "`apply_chat_template(tools=...)`, labels by prefixes",
         lambda rows: trained(of_prefixes(rows, WITH_TOOLS, tools=[TOOL]), template=WITH_TOOLS),
         rows=tuple(CALLS),
     ),
-    "control_text": of(
-        "`apply_chat_template`, its defaults",
-        lambda rows: trained(of_marks(rows)),
-        **FORGERY,
-    ),
+    "control_text": of("`apply_chat_template`, its defaults", lambda rows: trained(of_marks(rows)), **FORGERY),
     "truncation": of(
-        "`truncation=True, max_length=256`",
-        lambda rows: trained(of_marks(rows, truncation=True, max_length=256)),
+        "`truncation=True, max_length=256`", lambda rows: trained(of_marks(rows, truncation=True, max_length=256))
     ),
     "accumulation": of(
-        "`gradient_accumulation_steps=4` of single rows",
-        lambda rows: trained(of_marks(rows), **SINGLE),
+        "`gradient_accumulation_steps=4` of single rows", lambda rows: trained(of_marks(rows), **SINGLE)
     ),
     "lora": of('peft\'s `LoraConfig(target_modules="all-linear")`', with_adapters),
     "resume": of(
-        "`resume_from_checkpoint` after two steps",
-        lambda rows: resumed(lambda steps: trained(of_marks(rows), **steps)),
+        "`resume_from_checkpoint` after two steps", lambda rows: resumed(lambda steps: trained(of_marks(rows), **steps))
     ),
     "evaluation": of(
         "`eval_dataset` of the same form",

@@ -59,11 +59,7 @@ def of_texts(rows: Rows) -> SFTTrainer:
 
 
 def of_tools(rows: Rows) -> SFTTrainer:
-    return sft(
-        [{"messages": each, "tools": [TOOL]} for each in rows],
-        known("qwen2_5"),
-        assistant_only_loss=True,
-    )
+    return sft([{"messages": each, "tools": [TOOL]} for each in rows], known("qwen2_5"), assistant_only_loss=True)
 
 
 def of_evaluation(rows: Rows) -> SFTTrainer:
@@ -72,7 +68,7 @@ def of_evaluation(rows: Rows) -> SFTTrainer:
 
 def known(name: str) -> str:
     """Returns a template that TRL knows."""
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return (Path(trl.__path__[0]) / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def packed(option: str, **given: Any) -> Configuration:
@@ -89,41 +85,31 @@ CONFIGURATIONS = {
     "whole_texts": Configuration("a `text` column of rendered conversations", of_texts, roles="all"),
     "packing": packed("`packing=True` (`bfd`), `max_length=1024`", max_length=1024),
     "packing_split": packed(
-        '`packing_strategy="bfd_split"`, `max_length=256`',
-        packing_strategy="bfd_split",
-        max_length=256,
+        '`packing_strategy="bfd_split"`, `max_length=256`', packing_strategy="bfd_split", max_length=256
     ),
     "packing_wrapped": packed(
-        '`packing_strategy="wrapped"`, `max_length=256`',
-        packing_strategy="wrapped",
-        max_length=256,
+        '`packing_strategy="wrapped"`, `max_length=256`', packing_strategy="wrapped", max_length=256
     ),
     "padding_free": Configuration(
-        "`padding_free=True`, `max_length=None`",
-        of_answers(padding_free=True, max_length=None),
+        "`padding_free=True`, `max_length=None`", of_answers(padding_free=True, max_length=None)
     ),
     "thoughts": Configuration(
         "`assistant_only_loss=True`, Qwen 3's template, a thought in each answer",
         lambda rows: of_messages(with_thoughts(rows), known("qwen3"), assistant_only_loss=True),
     ),
     "tool_calls": Configuration(
-        "`assistant_only_loss=True`, Qwen 2.5's template, a `tools` column",
-        of_tools,
-        rows=tuple(CALLS),
+        "`assistant_only_loss=True`, Qwen 2.5's template, a `tools` column", of_tools, rows=tuple(CALLS)
     ),
     "control_text": Configuration("a user's text that spells control tokens", of_pairs, rows=(*CHATS, FORGED)),
     "truncation": Configuration("`max_length=256`", of_answers(max_length=256)),
     "accumulation": Configuration(
-        "`gradient_accumulation_steps=4` of single rows",
-        lambda rows: of_pairs(rows, **SINGLE),
+        "`gradient_accumulation_steps=4` of single rows", lambda rows: of_pairs(rows, **SINGLE)
     ),
     "lora": Configuration(
-        '`peft_config=LoraConfig(target_modules="all-linear")`',
-        lambda rows: of_pairs(rows, peft_config=LORA),
+        '`peft_config=LoraConfig(target_modules="all-linear")`', lambda rows: of_pairs(rows, peft_config=LORA)
     ),
     "resume": Configuration(
-        "`resume_from_checkpoint` after two steps",
-        lambda rows: resumed(lambda steps: of_pairs(rows, **steps)),
+        "`resume_from_checkpoint` after two steps", lambda rows: resumed(lambda steps: of_pairs(rows, **steps))
     ),
     "evaluation": Configuration("`eval_dataset` of the same form", of_evaluation),
 }
