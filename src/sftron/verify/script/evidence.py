@@ -194,7 +194,7 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         Evidence("Rows have nothing to train.", texts.EMPTY, _FEW, words=("nothing to train",)),
         Evidence("A row ends before its answer does.", texts.ENDS, _FEW, lambda program, facts: facts.has_stop),
         Evidence("A row begins within a conversation.", texts.BEGINS, fits=lambda program,
-                 facts: bool(facts.beginning)),
+                 facts: bool(facts.beginning) and not facts.is_text),
     ),
     "loss": (
         Evidence("A micro-batch has another loss than its token losses, divided by all labels of the step.",

@@ -76,7 +76,7 @@ COMPLETION = """
 $batch
 $spans
 found = [tokenizer.decode(span).$strip for span in spans]
-wanted = [$rows[0]['completion'].$strip + tokenizer.eos_token]
+wanted = [$rows[0]['completion'].removesuffix(tokenizer.eos_token).$strip + tokenizer.eos_token]
 print(f'trained: {found}')
 print(f'wanted: {wanted}, which is what the model has to write')
 sys.exit(found != wanted)

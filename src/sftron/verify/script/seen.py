@@ -21,6 +21,8 @@ from sftron.verify.trainer.truth import PlainText
 from sftron.verify.trainer.view import View
 
 MADE_BY_TRL = {"input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths"}
+_MOST_ROWS = 32
+"""The most rows of a program before it is made smaller."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _wrong(view: View, name: str) -> list[Document]:
 
 
 def _rows_of(view: View, documents: Sequence[Document]) -> list[Suspect]:
-    """Returns the rows of these documents, each with all documents of its batch's row, in the order of the first."""
+    """Returns the first rows of these documents, each with all documents of its batch's row."""
     neighbors: dict[tuple[int, int], list[Document]] = {}
     for each in view.documents:
         neighbors.setdefault((each.batch, each.row), []).append(each)
@@ -150,6 +152,8 @@ def _rows_of(view: View, documents: Sequence[Document]) -> list[Suspect]:
         row = _row_with(view, each)
         if row is None or id(row) in seen:
             continue
+        if len(found) == _MOST_ROWS:
+            break
         seen.add(id(row))
         ids = ids_of(row)
         own = [other for other in neighbors[each.batch, each.row] if ids is None or find(ids, other.ids) >= 0] or [each]
