@@ -94,7 +94,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         places = (place for node in nodes for place in operator.mutation_positions(node))
         for occurrence, (start, end) in enumerate(places):
             if not any(first <= start and end <= last for first, last in silent):
-                yield Mutant(str(path.relative_to(ROOT)), name, occurrence, *start, end[0])
+                yield Mutant(str(path.relative_to(ROOT)), name, occurrence, start[0], start[1], end[0])
 
 
 Span = tuple[tuple[int, int], tuple[int, int]]
