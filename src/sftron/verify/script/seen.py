@@ -43,8 +43,7 @@ class Suspect:
 def facts_of(subject: TrainerSubject) -> Facts:
     view, trainer, tokenizer = subject.training, subject.trainer, subject.training.tokenizer
     batch = max(subject.step.batches, key=lambda each: each.ids.size)
-    header, stop, beginning = _template_texts(tokenizer)
-    before = _user_header(tokenizer)
+    header, stop, beginning, twice = _template_texts(tokenizer)
     stops = Counter(n for each in view.documents if each.tokens is not None for n in each.tokens.stop_ids)
     if stops:
         stop = tokenizer.decode([stops.most_common(1)[0][0]])
@@ -56,7 +55,7 @@ def facts_of(subject: TrainerSubject) -> Facts:
         stop=stop or tokenizer.eos_token or "",
         has_stop=bool(stop),
         beginning=beginning,
-        twice=before + beginning if before and beginning else "",
+        twice=twice,
         is_everything=subject.trained_roles == "all",
         is_text=bool(contents) and all(isinstance(each, PlainText) for each in contents),
         is_marked_by_trl=bool(getattr(trainer, "chat_template", None)),
@@ -69,39 +68,36 @@ def facts_of(subject: TrainerSubject) -> Facts:
     )
 
 
-def _template_texts(tokenizer: Any) -> tuple[str, str, str]:
-    """Returns what the template writes before an answer, the token behind it, and what it begins with."""
+def _template_texts(tokenizer: Any) -> tuple[str, str, str, str]:
+    """Returns what the template writes before an answer, the token behind it, what it begins with, and that twice.
+
+    They are as ids of them are decoded: SentencePiece writes a space behind a control token.
+    """
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 
     def rendered(*messages: Any, **options: Any) -> str:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 
+    def read(text: str) -> str:
+        return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))).strip(" ")
+
     try:
         both, prompt = rendered(user, answer), rendered(user, add_generation_prompt=True)
         header = prompt.removeprefix(rendered(user)) if both.startswith(prompt) else ""
     except Exception:  # no template, or one that refuses such messages
-        return "", tokenizer.eos_token or "", ""
-    header = header or both.partition("Hi")[2].partition("Yo")[0]
-    read = tokenizer.decode(tokenizer.encode(both, add_special_tokens=False))
-    if header not in read:  # SentencePiece writes a space behind a control token
-        header = tokenizer.decode(tokenizer.encode(header, add_special_tokens=False))
-    rest = both.partition("Yo")[2].strip()
+        return "", tokenizer.eos_token or "", "", ""
+    before, _, rest = both.partition("Hi")
+    header, rest = header or rest.partition("Yo")[0], rest.partition("Yo")[2].strip()
     tokens = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
     stop = next((token for token in tokens if rest.startswith(token)), "")
-    with suppress(Exception):
+    try:
         other = rendered({"role": "system", "content": "Be kind."}, user)
-        same = [a == b for a, b in zip(other, both, strict=False)]
-        return header.strip(" "), stop, both[: (*same, False).index(False)]
-    return header.strip(" "), stop, ""
-
-
-def _user_header(tokenizer: Any) -> str:
-    """Returns what the template writes in front of a question, from its last control token on."""
-    with suppress(Exception):
-        text = str(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False))
-        head, tokens = text.partition("Hi")[0], [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
-        return head[max(head.rfind(token) for token in tokens) :] if any(each in head for each in tokens) else ""
-    return ""
+    except Exception:  # no system prompts
+        return read(header), stop, "", ""
+    same = [a == b for a, b in zip(other, both, strict=False)]
+    beginning = both[: (*same, False).index(False)]
+    last = max(before.rfind(token) for token in tokens)
+    return read(header), stop, read(beginning), read(before[last:] + beginning) if last >= 0 and beginning else ""
 
 
 def _is_of_numbers(value: Any) -> bool:
