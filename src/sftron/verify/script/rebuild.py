@@ -170,7 +170,7 @@ def tokenizer_lines(materials: Materials) -> tuple[tuple[str, ...], int]:
     """Returns the lines that make the tokenizer, and the number of tokens that it has before any is added."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(materials.tokenizer_name)
+    loaded = AutoTokenizer.from_pretrained(materials.tokenizer_name, trust_remote_code=False)
     own, state = materials.tokenizer_state, _tokenizer_state(loaded)
     lines = [f"tokenizer = AutoTokenizer.from_pretrained({materials.tokenizer_name!r})"]
     if new := [token for token in own["added"] if token not in state["added"]]:
