@@ -43,7 +43,11 @@ FAST = {
 }
 """A set-up of each row for make test; forgery needs a model's tokenizer, and is measured by night."""
 FAST_SOUND = ("assistant_only_loss", "flattening_of_llama", "left_padding")
-NOT_SHOWN: dict[tuple[str, str], str] = {}
+NOT_SHOWN = {
+    ("wrapped_packing", "stop tokens"): "no program of the trainer's parts shows the fault",  # two of 58, at cuts
+    ("template_without_stop", "trained tokens"): "no program of the trainer's parts shows the fault",
+    ("questions_and_answers_cut", "trained tokens"): "no program of the trainer's parts shows the fault",
+}
 """The failed rows without a program, with a part of the reason that is given."""
 _BLOCKED = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 

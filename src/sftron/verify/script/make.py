@@ -114,19 +114,24 @@ def candidates(
     for is_reduced in (True, False):
         config = model_config(materials, is_small=is_reduced)
         for evidence in _kinds(name, measured):
-            for way in _ways(materials, suspects):
+            for way in _ways(materials, name, suspects):
                 for chosen in _choices(suspects, evidence.num_rows):
                     candidate = _candidate(materials, evidence, way, chosen, config, lines, num_loaded, is_evaluation)
                     if candidate is not None and (is_reduced or is_small(candidate.program)):
                         yield candidate
 
 
-def _ways(materials: Materials, suspects: Sequence[Suspect]) -> Sequence[str]:
-    """Returns from what the rows of a program are made; TRL makes the ids of texts and messages itself."""
+def _ways(materials: Materials, name: str, suspects: Sequence[Suspect]) -> Sequence[str]:
+    """Returns from what the rows of a program are made.
+
+    TRL makes ids of texts and messages, and keeps these but for packed rows; their labels may be those of the user.
+    """
     if not materials.is_trl:
         return ("ids",)
-    has_columns = bool(suspects) and rows_for(suspects[:1], "columns", "", completion_only=False) is not None
-    return ("columns",) if has_columns else ("conversations", "ids")
+    if suspects and rows_for(suspects[:1], "columns", "", completion_only=False) is not None:
+        return ("columns",)
+    is_of_labels = name in ("trained tokens", "stop tokens", "forgery")
+    return ("conversations", "ids") if materials.is_packing and not is_of_labels else ("ids",)
 
 
 def _choices(suspects: Sequence[Suspect], numbers: Sequence[int]) -> Iterator[Sequence[Suspect]]:
@@ -148,7 +153,9 @@ def _candidate(
     is_evaluation: bool,
 ) -> Candidate | None:
     """Returns the program with these rows; None if it cannot be made, or if the evidence measures nothing in it."""
-    completion_only = materials.completion_only
+    completion_only, is_single = materials.completion_only, evidence.num_rows == (1,)
+    if is_single and way == "conversations":  # of a pack, the first one
+        chosen = [replace(chosen[0], contents=chosen[0].contents[:1])]
     rows = rows_for(chosen, way, "eval_" * is_evaluation, completion_only=completion_only)
     training = rows
     if is_evaluation:
@@ -163,6 +170,8 @@ def _candidate(
     keeps_texts = evidence.compares and not has_own
     if keeps_texts:
         contents = [content for each in chosen for content in each.contents]
+        if is_single and len(contents) > 1:
+            return None
         if not all(isinstance(each, Mapping) for each in contents):
             if not (facts.is_text and not rows.is_ids):
                 return None
@@ -171,7 +180,8 @@ def _candidate(
             facts = replace(facts, has_conversations=True)
     model_lines = materials.model_lines
     if len(lines) > 1 and "add_tokens" in lines[1]:
-        config = {**config, "vocab_size": repr(num_loaded)}
+        known = {name: value for name, value in config.items() if not _is_new_token(name, value, num_loaded)}
+        config = {**known, "vocab_size": repr(num_loaded)}
         model_lines = ("model.resize_token_embeddings(len(tokenizer))", *model_lines)
     program = Program(
         names=materials.names,
@@ -194,6 +204,10 @@ def _candidate(
         evidence=partial(evidence.lines, facts=facts),
     )
     return Candidate(program, evidence, keeps_texts) if evidence.fits(program, facts) else None
+
+
+def _is_new_token(name: str, value: str, num_loaded: int) -> bool:
+    return name.endswith("_token_id") and value.isdigit() and int(value) >= num_loaded
 
 
 def _comment(sentence: str) -> tuple[str, ...]:

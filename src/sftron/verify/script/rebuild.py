@@ -72,6 +72,7 @@ class Materials:
     after: tuple[str, ...]
     facts: Facts
     is_trl: bool
+    is_packing: bool
     completion_only: bool
     suspects: Mapping[tuple[str, bool], Sequence[Suspect]]
     """By the name of the row, and whether it is about the evaluation."""
@@ -120,6 +121,7 @@ def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
         after=("trainer.model_accepts_loss_kwargs = False",) if trainer.model_accepts_loss_kwargs is False else (),
         facts=facts_of(subject),
         is_trl=library_of(trainer) == "trl",
+        is_packing=bool(getattr(trainer.args, "packing", False)),
         completion_only=bool(getattr(trainer, "completion_only_loss", False)),
         suspects={pair: each for name in rows for pair, each in suspects(subject, name)},
         training_rows=all_rows(subject.training),

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import io
 import re
+import symtable
 import sys
 import sysconfig
 import textwrap
@@ -172,7 +173,7 @@ class _Bare(ast.NodeTransformer):
     """Removes docstrings and annotations, which a program does not need."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns, node.body = None, [_without_annotation(each) for each in _without_docstring(node.body)]
+        node.returns, node.body = None, _without_docstring(node.body)
         for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
             argument.annotation = None
         for argument in filter(None, (node.args.vararg, node.args.kwarg)):
@@ -181,17 +182,14 @@ class _Bare(ast.NodeTransformer):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         node.body = _without_docstring(node.body)
-        return self.generic_visit(node)
+        for each in node.body:
+            if isinstance(each, ast.AnnAssign):
+                each.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
+        node.body = [each if isinstance(each, ast.AnnAssign) else self.visit(each) for each in node.body]
+        return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
-        return self.generic_visit(node)
-
-
-def _without_annotation(statement: ast.stmt) -> ast.stmt:
-    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        return ast.Assign([statement.target], statement.value)
-    return statement
+        return ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -216,8 +214,15 @@ def _parsed(value: Any) -> ast.Module:
 
 
 def used_names(tree: ast.AST) -> set[str]:
-    """Returns the names that are read and are no builtins."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    """Returns the names that are read from outside of functions, and are no builtins."""
+    tables, names = [symtable.symtable(ast.unparse(tree), "<program>", "exec")], set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        is_top = table.get_name() == "top"
+        names |= {
+            each.get_name() for each in table.get_symbols() if each.is_referenced() and (is_top or each.is_global())
+        }
     return names - set(dir(builtins))
 
 
