@@ -138,9 +138,9 @@ ALONE_IN_PACK = """
 $batch
 $border
 with torch.no_grad():
-    together = trainer.model.eval()(**{**batch, 'labels': None}).logits[:, border:]
-    alone = trainer.model(input_ids=batch['input_ids'][:, border:]).logits
-found = float((together - alone)[:, : alone.shape[1]].abs().max())
+    together = trainer.model.eval()(**{**batch, 'labels': None}).logits[:, border:end]
+    alone = trainer.model(input_ids=batch['input_ids'][:, border:end]).logits
+found = float((together - alone).abs().max())
 print(f'the logits of the second conversation are {found:.3g} from those of its ids alone; wanted 0')
 sys.exit(found > 1e-3)
 """
@@ -314,10 +314,12 @@ labels = batch['labels'][0].tolist()
 spans = [list(each) for has_label, each in groupby(labels, lambda label: label != -100) if has_label]
 """
 BORDER_OF_POSITIONS = """
-border = int((batch['position_ids'][0] == 0).nonzero()[1])
+starts = (batch['position_ids'][0] == 0).nonzero().flatten().tolist()
+border, end = [*starts, batch['input_ids'].shape[1]][1:3]
 """
 BORDER_OF_DOCUMENTS = """
 $documents_line
 row = batch['input_ids'][0].tolist()
 border = next(len(ids) for ids in $documents if row[: len(ids)] == ids and len(row) > len(ids))
+end = next((border + len(ids) for ids in $documents if row[border : border + len(ids)] == ids), len(row))
 """
