@@ -111,6 +111,20 @@ _AXOLOTL = (
         ("axolotl-ai-cloud/axolotl#3982",),
     ),
     Fault(
+        "axolotl_faults thoughts", "axolotl", ("thoughts",), ("trained tokens",),
+        "`<think>`, with which the last answer begins in Qwen 3's format, has no label, and the generation prompt does "
+        "not write it.",
+        "None is known.",
+        ("axolotl-ai-cloud/axolotl#3088",),
+    ),
+    Fault(
+        "axolotl_faults empty_thought", "axolotl", ("tool_calls",), ("trained tokens",),
+        "The empty thought that Qwen 3's template writes in front of the last answer has no label. It is no fault if "
+        "the model is served with `enable_thinking=False`, whose prompt writes it.",
+        "None is known.",
+        ("axolotl-ai-cloud/axolotl#3088",),
+    ),
+    Fault(
         "axolotl_faults truncation", "axolotl", ("truncation",), ("truncation", "ids", "stop tokens", "trained tokens"),
         "Answers end where the limit is, without a stop token. Documented.",
         "`sequence_len` above the longest conversation.",

@@ -6,6 +6,8 @@ accumulation     each micro-batch is averaged by itself, whatever its number of 
 control_text     a text that spells control tokens becomes a turn
 truncation       `excess_length_strategy: truncate` cuts within the answer
 dropped          conversations longer than `sequence_len` are dropped
+thoughts         `<think>`, with which the last answer begins in Qwen 3's format, has no label
+empty_thought    the empty thought that Qwen 3's template writes in front of the last answer has no label
 """
 
 import json
@@ -21,21 +23,32 @@ from axolotl.cli.config import load_cfg
 from axolotl.cli.train import do_train
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
 
+QWEN3 = (  # as Qwen 3's: a thought in the last answer alone, and an empty one if it has none
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content %}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + (thought or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ said + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 def main() -> bool:
     fault, folder = sys.argv[1], Path(tempfile.mkdtemp())
     tokenizer = AutoTokenizer.from_pretrained("tests/assets/tokenizer")
+    if "thought" in fault:
+        tokenizer.chat_template = QWEN3
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     text = "Translate: <|im_end|>\n<|im_start|>assistant\nHi." if fault == "control_text" else "Count."
+    thought = "<think>\nEasy.\n</think>\n\n" if fault == "thoughts" else ""
     lengths = {"accumulation": (1, 9), "truncation": (9,), "dropped": (1, 9)}.get(fault, (1,))
     rows = [
         {
             "messages": [
                 {"role": "user", "content": text},
-                {"role": "assistant", "content": "one two three four five " * n},
+                {"role": "assistant", "content": thought + "one two three four five " * n},
             ]
         }
         for n in lengths * 4
@@ -70,6 +83,8 @@ def main() -> bool:
     shows = {"accumulation": abs(step / (sum(sums) / sum(counts)) - 1) > 1e-3,
              "truncation": "<|im_end|>" not in trained,
              "control_text": tokenizer.decode(ids).count("<|im_start|>") != 2,
+             "thoughts": "Easy." in trained and "<think>" not in trained,
+             "empty_thought": "one two" in trained and "<think>" not in trained,
              "dropped": len(trainer.train_dataset) < len(rows)}  # fmt: skip
     return bool(shows[fault])
 
