@@ -17,6 +17,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -172,7 +173,9 @@ def main() -> None:
         known = results.setdefault(release.name, {"cells": {}, "programs": {}})
         known["cells"].update(found["cells"])
         known["programs"] = found["programs"]
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        # No path of a machine.
+        text = re.sub(r'[^\s("]*/site-packages/', "", json.dumps(results, indent=1, sort_keys=True))
+        RESULTS.write_text(text + "\n", encoding="utf-8")
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
 

@@ -196,12 +196,14 @@ def made():
         question, answer = f"What is {{n}}?", f"{{n}} is " * (1 + n % 3)
         messages = [dict(role="user", content=question), dict(role="assistant", content=answer)]
         ids = tokenizer.apply_chat_template(messages, return_dict=False)
-        rows.append(dict(input_ids=ids, labels=ids))
+        start = len(tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False))
+        rows.append(dict(input_ids=ids, labels=[-100] * start + ids[start:]))
     arguments = TrainingArguments({out!r}, use_cpu=True, report_to="none", disable_tqdm=True)
     return Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer, data_collator=Keyed(tokenizer, 1))
 """
 
 
+@pytest.mark.nightly
 def test_the_command_writes_a_program_that_takes_the_function_of_the_user_where_there_is_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
