@@ -74,14 +74,15 @@ def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
 
 
 def has_form(text: str) -> bool:
-    """Returns whether a program has ten to forty lines besides classes of the user's, of at most 120 characters.
+    """Returns whether a program has 10 to 42 lines besides templates and classes of the user's, of 120 characters.
 
     A string is not broken, so its line may be longer.
     """
     blocks = [block for block in text.split("\n\n") if not block.startswith(("class ", "def ", "@"))]
-    lines = [line for block in blocks for line in block.splitlines()]
-    unbroken = [re.sub(r"'[^']{60,}'|\"[^\"]{60,}\"", "''", line) for line in lines]
-    return 10 <= len(lines) <= 40 and all(len(line) <= 120 for line in unbroken)
+    lines = [line for each in blocks for line in each.splitlines() if not line.startswith("tokenizer.chat_template =")]
+    long_text = r"'(?:[^'\\]|\\.){60,}'|\"(?:[^\"\\]|\\.){60,}\""
+    unbroken = [re.sub(long_text, "''", line) for line in lines]
+    return 10 <= len(lines) <= 42 and all(len(line) <= 120 for line in unbroken)
 
 
 @pytest.mark.parametrize("row", FAST)

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 4 -m sftron verify-trainer my_script.py:make_trainer
 
 make_trainer() returns the trainer, which is left as it was. --script FOLDER writes a program without sftron for each
-failed row, which shows the fault in ten to thirty lines (FOLDER/trained-tokens.py); each takes about a minute. Exit
+failed row, which shows the fault in about thirty lines (FOLDER/trained-tokens.py); each takes about a minute. Exit
 status: 0 passed, 1 a check failed or a required one was not measured, 2 the trainer cannot be checked (a message, no
 traceback). Under torchrun, rank 0 prints and writes, and all ranks exit alike.
 """

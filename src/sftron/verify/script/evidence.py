@@ -134,8 +134,9 @@ def _has_answers(program: Program, facts: Facts) -> bool:
     return bool(facts.header and facts.stop) and not facts.is_text and not facts.is_everything
 
 
-def _is_rendered(program: Program) -> bool:
-    return program.measured.is_ids or "text" in program.measured.columns
+def _is_rendered(program: Program, facts: Facts) -> bool:
+    is_of_texts = facts.is_text and facts.is_everything  # which have no template
+    return bool(facts.header) and not is_of_texts and (program.measured.is_ids or "text" in program.measured.columns)
 
 
 def _is_packed(program: Program, facts: Facts) -> bool:
@@ -158,7 +159,7 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         Evidence("The chat template is applied twice.", texts.APPLIED_TWICE, fits=lambda program,
                  facts: bool(facts.twice)),
         Evidence("A row does not have the form of the tokenizer's chat template.", texts.NO_HEADER,
-                 fits=lambda program, facts: bool(facts.header) and _is_rendered(program), words=("has the form",)),
+                 fits=_is_rendered, words=("has the form",)),
         Evidence("The saved tokenizer has no chat template, and the rows were rendered with one.", texts.NO_TEMPLATE,
                  fits=lambda program, facts: not facts.header, words=("no chat template",)),
     ),

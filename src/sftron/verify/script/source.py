@@ -271,7 +271,14 @@ def needed(names: Names, body: Iterable[str]) -> tuple[list[str], list[str]]:
         else:
             imports.add(line)
     lines = sorted(imports)
-    lines += [f"from {module} import {', '.join(sorted(grouped[module]))}" for module in sorted(grouped)]
+    for module in sorted(grouped):
+        names_of_module = sorted(grouped[module])
+        while names_of_module:  # a line of imports is not broken, but there may be several
+            size = len(names_of_module)
+            while len(line := f"from {module} import {', '.join(names_of_module[:size])}") > WIDTH and size > 1:
+                size -= 1
+            lines.append(line)
+            names_of_module = names_of_module[size:]
     return lines, [text for name, text in names.definitions.items() if name in wanted]
 
 
