@@ -1,15 +1,19 @@
 """general.deterministic: layout: weights and optimizer state have the same bits on any layout, and through hops."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from sftron.config import ConfigError, load_config
 from sftron.models.exact_sums import ExactSums, exact_norm
+from sftron.models.sharding import mesh_of_one_rank
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
 from tests.models.reference import EXPERTS
@@ -35,7 +39,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float32": ({}, {}),
     "bfloat16": ({}, {"model__compute_dtype": "bfloat16"}),
     "adapters": ({}, {"lora__rank": 4}),
-    "experts": (EXPERTS | {"model_type": "qwen3_moe"}, {}),
+    "experts": (EXPERTS | {"model_type": "qwen3_moe"}, {"model__router_aux_loss_coef": 0.1}),
 }
 
 
@@ -125,14 +129,32 @@ def test_what_it_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [32.0, float("nan"), float("-inf")])
-def test_a_gradient_out_of_range_makes_the_loss_nan(value: float) -> None:
-    model = torch.nn.Linear(2, 1, bias=False)
-    sums = ExactSums(model)
-    for is_last, gradient in ((False, value), (True, 0.5)):
-        sums.before_backward(torch.tensor(1.0), is_last=is_last)
-        model.weight.grad = torch.tensor([[gradient, 0.25]])
-        sums.after_backward(is_last=is_last)
-    assert sums.finish().isnan()
+def test_a_gradient_out_of_range_makes_loss_and_gradients_nan(value: float, tmp_path: Path) -> None:
+    (ended,) = ranks.launch(1, _out_of_range, value, folder=tmp_path)
+    assert ended.exit_code == 0, ended.err
+
+
+def _out_of_range(value: float) -> int:
+    model, mesh = torch.nn.Linear(2, 1, bias=False), mesh_of_one_rank(torch.device("cpu"))
+    fully_shard(model, mesh=mesh)
+    sums = ExactSums(model, mesh)
+
+    def step(*inputs: float) -> tuple[float, list[float]]:
+        """Returns the loss and the gradient of micro-batches; the gradient of each is its input."""
+        model.zero_grad()
+        for number, each in enumerate(inputs, start=1):
+            output = model(torch.tensor([[each, 0.25]])).sum()
+            sums.before_backward(torch.tensor(0.5), is_last=number == len(inputs))
+            output.backward()
+        gradient = model.weight.grad
+        assert isinstance(gradient, DTensor)
+        return float(sums.finish()), gradient.full_tensor().flatten().tolist()
+
+    loss, gradient = step(value, 0.5)
+    assert math.isnan(loss)
+    assert not all(map(math.isfinite, gradient))
+    assert step(0.125, 0.5) == (1.0, [0.625, 0.5])  # nothing is left of it
+    return 0
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:

@@ -28,57 +28,38 @@ _BITS_OF_SQUARES = 62
 class ExactSums:
     """Sums the gradients of the packs of a step, over micro-batches and ranks, to the same bits in any order.
 
-    In one process, `after_backward` moves the gradients into the sums, and after the last micro-batch it puts the sums
-    in their place. Of a sharded model, the collective that reduces gradients does the same; before the last micro-batch
-    it gives zeros.
+    It replaces the reduction of gradients of a sharded model. Before the last micro-batch, that gives zeros.
 
     Args:
-        model: The model. If it is sharded, its reduction of gradients is replaced.
-        mesh: The device mesh of a sharded model; with copies, its first dimension is theirs.
+        model: A model that is sharded by FSDP2, over one rank or several.
+        mesh: Its device mesh; with copies of the model, the first dimension is theirs.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-        self._model, self._sums = model, dict[nn.Parameter, _Sum]()
-        self._reductions = list[_ExactReduceScatter]()
-        copies = mesh.get_group(0) if mesh is not None and mesh.ndim == 2 else None
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        copies = mesh.get_group(0) if mesh.ndim == 2 else None
         self.num_copies = 1 if copies is None else copies.size()
+        self._reductions, self._loss = list[_ExactReduceScatter](), _Sum()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._reductions.append(_ExactReduceScatter(copies))
                 reduction: Any = self._reductions[-1]  # the type that torch expects is private
                 module.set_custom_reduce_scatter(reduction)
-                if mesh is not None and mesh.size() == 1:
+                if mesh.size() == 1:
                     module.set_all_reduce_hook(self._reductions[-1].sum_in_place)
-        self._loss: _Sum | None = None
 
     def before_backward(self, share: Tensor, *, is_last: bool) -> None:
         """Prepares the backward pass of a micro-batch, from its share of the step's loss."""
-        self._loss = self._loss or _Sum()
         self._loss.add(share.detach())
         for reduction in self._reductions:
             reduction.is_last = is_last
 
-    def after_backward(self, *, is_last: bool) -> None:
-        if self._reductions:
-            return
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                self._sums.setdefault(parameter, _Sum()).add(parameter.grad)
-                parameter.grad = None
-        if is_last:
-            for parameter, total in self._sums.items():
-                parameter.grad = total.value()
-
     def finish(self) -> Tensor:
         """Returns the loss of this rank's micro-batches, a multiple of 2^-48 in float64, whose sum over ranks is exact;
-        NaN if a gradient of this rank was not below 32. Then the next step can begin."""
-        assert self._loss is not None
+        NaN if it or a gradient of this rank was not below 32. Then the next step can begin."""
         loss = self._loss.integers.double() / _SCALE
-        sums = (self._loss, *self._sums.values())
-        for is_exact in (*(each.is_exact for each in sums), *(each.was_exact for each in self._reductions)):
-            loss = loss.where(is_exact.to(loss.device), torch.nan)
-        self._loss = None
-        self._sums.clear()
+        for is_exact in (self._loss.is_exact, *(each.was_exact for each in self._reductions)):
+            loss = loss.where(is_exact, torch.nan)
+        self._loss = _Sum()
         return loss
 
 
@@ -93,12 +74,12 @@ class _Sum:
         is_within = values.abs() < _LARGEST
         scaled = values.double().mul_(_SCALE).round_().where(is_within, 0.0)
         integers = reduce(scaled.long())
-        self.integers = integers if self.integers.ndim == 0 and integers.ndim else self.integers.to(integers) + integers
+        self.integers = self.integers.to(integers.device) + integers
         self.is_exact = self.is_exact.to(values.device) & is_within.all()
 
     def value(self) -> Tensor:
-        """float32, rounded once."""
-        return self.integers.double().div_(_SCALE).float()
+        """float32, rounded once; NaN if a value of this rank was not below 32."""
+        return self.integers.double().div_(_SCALE).float().where(self.is_exact, torch.nan)
 
 
 class _ExactReduceScatter:

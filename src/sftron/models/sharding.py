@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -45,6 +45,14 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh, context_group: dist.Proces
         module.set_gradient_divide_factor(1.0)
         # gloo lacks the scaled sum that a divide factor would otherwise require.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def mesh_of_one_rank(device: torch.device) -> DeviceMesh:
+    """Returns a mesh for a single process, whose model is then computed as each of several ranks computes it."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
 
 
 @contextmanager

@@ -51,8 +51,8 @@ class Steps:
         self._progress, self._settings, self._logs, self._started = progress, settings, logs, started
         self.data_state: Mapping[str, Any] = loader.state_dict()
         self._is_first, self._num_empty = True, 0
-        is_exact = self._config.general.deterministic == "layout"
-        self._sums = ExactSums(model, self._ranks.mesh) if is_exact else None
+        is_exact, mesh = self._config.general.deterministic == "layout", self._ranks.mesh
+        self._sums = ExactSums(model, mesh) if is_exact and mesh is not None else None
 
     def next(self, batches: Iterator[Batch]) -> tuple[StepBatches, StepResult] | None:
         """Makes the next step, logs it, and returns its batches and its result; None if no batch has a conversation."""

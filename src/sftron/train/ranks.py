@@ -332,13 +332,6 @@ def start_ranks(
     )
 
 
-def with_mesh(ranks: Ranks) -> Ranks:
-    """Returns the ranks with a mesh, of one rank in a single process, which is then computed in the same way."""
-    if ranks.mesh is None and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return ranks if ranks.mesh is not None else replace(ranks, mesh=Dimensions().mesh(ranks.device.type))
-
-
 def _open_store() -> dist.Store:
     """Connects to the store that torchrun made for the process group; after a restart, it starts empty."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -182,8 +182,6 @@ def train_step(
             if sums is not None:
                 sums.before_backward(share, is_last=is_last)
             share.backward()
-            if sums is not None:
-                sums.after_backward(is_last=is_last)
             loss += share.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if sums is None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sftron.config import Config, dump_config
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
+from sftron.models.sharding import mesh_of_one_rank
 from sftron.train.build_data import make_loader
 from sftron.train.build_model import load_run_model, make_optimizer
 from sftron.train.build_run import build_run, require_one_folder
@@ -27,7 +29,7 @@ from sftron.train.loop import Steps
 from sftron.train.measured_memory import measure_step_memory
 from sftron.train.outputs import RunExports
 from sftron.train.progress import Progress
-from sftron.train.ranks import start_ranks, with_mesh
+from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, find_finished, find_start, load_start, run_state
 from sftron.train.revisions import REVISIONS, find_commits, pin
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
@@ -80,7 +82,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if config.general.deterministic == "layout":
-            self.ranks = with_mesh(self.ranks)
+            mesh = self.ranks.mesh or mesh_of_one_rank(self.ranks.device)
+            self.ranks = replace(self.ranks, mesh=mesh)
             if self.ranks.device.type == "cpu":
                 # Products are divided among threads, and torchrun gives each of several ranks one.
                 torch.set_num_threads(1)
