@@ -158,13 +158,13 @@ class Report:
 
     @property
     def card_line(self) -> str:
-        """One line for a model card, with a hash of the facts and the rows, which --json has too."""
+        """One line for a model card, with a hash of the facts and the rows; the JSON of a trainer's report has it."""
         num_passed = sum(check.passed is True for check in self.checks)
         rows = [[check.name, check.status.lower(), check.measured, check.allowed] for check in self.checks]
         content = json.dumps([self.facts, rows], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         failed = f"; failed: {', '.join(check.name for check in self.failed)}" if self.failed else ""
-        count = f"{num_passed} of {len(self.checks)} checks of verify_trainer passed{failed}"
+        count = f"{self.title}: {num_passed} of {len(self.checks)} checks passed{failed}"
         return f"{count} ({self.facts.get('versions', '')}; {digest})"
 
     @property
@@ -219,6 +219,34 @@ class Report:
             lines += ["", f"{check.name}: {check.remedy}"] if check.passed is False and check.remedy else []
             lines += [f"  {each}" for each in check.detail]
         return "\n".join(lines)
+
+
+def measure_all(
+    title: str,
+    rules: Sequence[Rule],
+    subject: Any,
+    required: tuple[str, ...] = (),
+    *,
+    is_own_code: bool = False,
+    on_start: Callable[[str, dict[str, Any]], None] | None = None,
+    on_check: Callable[[Check], None] | None = None,
+) -> Report:
+    """Measures all rows of a table, and returns its report.
+
+    Args:
+        subject: What the rules measure; its `facts` are those of the report.
+        is_own_code: See `carry_out`.
+        on_start: Called with the title and the facts before the first check.
+        on_check: Called with each row as soon as it is measured.
+    """
+    facts, checks = subject.facts, list[Check]()
+    if on_start is not None:
+        on_start(title, facts)
+    for check in carry_out(rules, subject, is_own_code=is_own_code):
+        checks.append(check)
+        if on_check is not None:
+            on_check(check)
+    return Report(title, facts, tuple(checks), required)
 
 
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}

@@ -11,7 +11,7 @@ from sftron.config import Config
 from sftron.report.page import render, shown_packs
 from sftron.train.revisions import pinned
 from sftron.verify import adapter_checks, data_checks, model_checks, rank_checks, run_checks
-from sftron.verify.report import Check, Report, Rule, carry_out
+from sftron.verify.report import Check, Report, Rule, measure_all
 from sftron.verify.subject import Subject
 
 RULES: tuple[Rule, ...] = (
@@ -124,14 +124,8 @@ def checked_run(
             num_ranks=num_ranks,
             num_sharing=num_sharing,
         )
-        title, facts, checks = f"{config.general.run_name}: before it begins", subject.facts, []
-        if on_start is not None:
-            on_start(title, facts)
-        for check in carry_out(rules, subject, is_own_code=True):
-            checks.append(check)
-            if on_check is not None:
-                on_check(check)
-        yield Report(title, facts, tuple(checks)), subject
+        title = f"{config.general.run_name}: before it begins"
+        yield measure_all(title, rules, subject, is_own_code=True, on_start=on_start, on_check=on_check), subject
 
 
 def page_of(report: Report, subject: Subject) -> str:

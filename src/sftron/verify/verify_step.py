@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from sftron.verify.loop import step_checks
 from sftron.verify.loop.state import untouched_loop
 from sftron.verify.loop.subject import StepSubject, require_checkable
-from sftron.verify.report import Check, Report, Rule, carry_out
+from sftron.verify.report import Check, Report, Rule, measure_all
 from sftron.verify.verify_trainer import REQUIRED
 from sftron.verify.verify_trainer import RULES as RULES_OF_TRAINERS
 
@@ -66,12 +66,5 @@ def verify_step(
             optimizer=optimizer,
             num_micro_batches=num_micro_batches,
         )
-        title, facts = f"{type(subject.model.unwrapped).__name__}: a loop before it trains", subject.facts
-        if on_start is not None:
-            on_start(title, facts)
-        checks = []
-        for check in carry_out(RULES, subject):
-            checks.append(check)
-            if on_check is not None:
-                on_check(check)
-    return Report(title, facts, tuple(checks), REQUIRED)
+        title = f"{type(subject.model.unwrapped).__name__}: a loop before it trains"
+        return measure_all(title, RULES, subject, REQUIRED, on_start=on_start, on_check=on_check)

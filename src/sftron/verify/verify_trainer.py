@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sftron.report.page import render
-from sftron.verify.report import Check, Report, Rule, carry_out
+from sftron.verify.report import Check, Report, Rule, measure_all
 from sftron.verify.script.make import script_of
 from sftron.verify.script.rebuild import Materials, collect
 from sftron.verify.trainer import data_checks, label_checks, model_checks, saved_checks
@@ -70,16 +71,10 @@ def verify_trainer(
         )
     with untouched(trainer):
         subject = TrainerSubject(trainer, tokenizer, conversations, trained_roles)
-        title, facts = f"{type(trainer).__name__}: before it trains", subject.facts
-        if on_start is not None:
-            on_start(title, facts)
-        checks = []
-        for check in carry_out(RULES, subject):
-            checks.append(check)
-            if on_check is not None:
-                on_check(check)
-        materials = _materials(subject, checks)
-    return Report(title, facts, tuple(checks), REQUIRED, partial(script_of, materials, tuple(checks)))
+        title = f"{type(trainer).__name__}: before it trains"
+        report = measure_all(title, RULES, subject, REQUIRED, on_start=on_start, on_check=on_check)
+        materials = _materials(subject, report.checks)
+    return replace(report, make_script=partial(script_of, materials, report.checks))
 
 
 def _materials(subject: TrainerSubject, checks: Sequence[Check]) -> Materials | str:

@@ -116,4 +116,8 @@ def verify_on_ranks(
     finally:
         exchange.close()
     names = (*required, *_REQUIRED)
-    return Report(title, facts, tuple(checks), names)
+    return Report(title, facts, tuple(checks), names, _no_script)
+
+
+def _no_script(_name: str | None, _target: str | None) -> str:
+    raise ValueError("a program is made of a trainer in one process; check it without torchrun")
