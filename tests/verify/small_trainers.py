@@ -43,7 +43,7 @@ QUIET: dict[str, Any] = {
 }
 
 ALWAYS_FAILED = [] if "[..., 1:]" in inspect.getsource(transformers.trainer) else ["loss"]
-"""The rows that fail for every trainer whose first tokens are labeled. Before 5.10, transformers' Trainer counts them
+"""The rows that fail for every trainer whose first tokens are labeled. To 5.10.0, transformers' Trainer counts them
 in num_items_in_batch, although no label is predicted for them."""
 
 

@@ -77,9 +77,9 @@ _TRL = (
 _TRANSFORMERS = (
     Fault(
         "transformers_counts_first_tokens", "transformers", ("default", "whole_texts"), ("loss",),
-        "Before 5.10, `num_items_in_batch` counts the first token of each row if it has a label, although no label is "
+        "To 5.10.0, `num_items_in_batch` counts the first token of each row if it has a label, although no label is "
         "predicted for it: the loss of each step is too small.",
-        "transformers 5.10, or a label of -100 for the first token of each row.",
+        "transformers 5.10.1, or a label of -100 for the first token of each row.",
         ("huggingface/transformers#46204",),
     ),
     Fault(
@@ -151,8 +151,8 @@ _LLAMA_FACTORY = (
     ),
     Fault(
         "llamafactory_faults first_tokens", "LLaMA-Factory", ("whole_texts",), ("loss",),
-        "The fault of transformers before 5.10: the first token of each row is counted, and not predicted.",
-        "A release that admits transformers 5.10.",
+        "The fault of transformers to 5.10.0: the first token of each row is counted, and not predicted.",
+        "A release that admits transformers 5.10.1.",
         ("huggingface/transformers#46204",),
     ),
     Fault(
