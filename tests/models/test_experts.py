@@ -44,12 +44,18 @@ BLOCKS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: olmoe.OlmoeSparseMoeBlock(
         OlmoeConfig(**SIZES, num_experts=NUM_EXPERTS, intermediate_size=INNER, norm_topk_prob=False)
     ),
+    "qwen3_moe, gelu": lambda: qwen3_moe.Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(
+            **SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=INNER, norm_topk_prob=True, hidden_act="gelu_new"
+        )
+    ),
     "gpt_oss": lambda: gpt_oss.GptOssMLP(
         GptOssConfig(**SIZES, **CLAMP, num_local_experts=NUM_EXPERTS, intermediate_size=INNER)
     ),
 }
 CLAMP = {"swiglu_alpha": 1.3, "swiglu_limit": 2.0}
 NORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False, "gpt_oss": True}
+NORMALIZES |= {"qwen3_moe, gelu": True}
 
 
 def make_mixture(**fields: Any) -> Mixture:
@@ -69,7 +75,8 @@ def make_pair(family: str) -> tuple[Any, Any, Router, Experts | BiasedExperts]:
         block.gate, router.bias = block.router, torch.nn.Parameter(torch.zeros(NUM_EXPERTS))
         experts = BiasedExperts(HIDDEN, NUM_EXPERTS, INNER, alpha=1.3, limit=2.0, **options)
     else:
-        experts = Experts(HIDDEN, NUM_EXPERTS, INNER, **options)
+        activation = "gelu_new" if family.endswith("gelu") else "silu"
+        experts = Experts(HIDDEN, NUM_EXPERTS, INNER, activation=activation, **options)
     router.load_state_dict(block.gate.state_dict())
     experts.load_state_dict(block.experts.state_dict())
     return block.gate, block.experts, router, experts

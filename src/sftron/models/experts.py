@@ -1,6 +1,6 @@
 """The products of experts, which a router (routing.py) selects for each token.
 
-    expert e     (silu(x @ G_e^T) * (x @ U_e^T)) @ D_e^T, where gate_up_proj[e] = cat([G_e, U_e])
+    expert e     (f(x @ G_e^T) * (x @ U_e^T)) @ D_e^T, where gate_up_proj[e] = cat([G_e, U_e]) and f is often SiLU
     output       the sum of the outputs of the token's experts times their scores
 
 Experts may have biases, and another product of gate and up (gpt-oss, arXiv 2508.10925).
@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sftron.kernels.activation import activate, activate_backward
 from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
-from sftron.kernels.swiglu import swiglu, swiglu_backward
 
 
 class Gating(NamedTuple):
@@ -40,23 +40,30 @@ class Gating(NamedTuple):
     """(gradient, gate_up) -> gradient of gate_up, and the product"""
 
 
-_SWIGLU = Gating(swiglu, partial(swiglu_backward, with_output=True))
-
-
 class Experts(nn.Module):
-    """The weights of all experts of a layer."""
+    """The weights of all experts of a layer, whose `activation` is a key of ACTIVATIONS in kernels/activation.py."""
 
-    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int, *, initializer_range: float) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        intermediate_size: int,
+        *,
+        initializer_range: float,
+        activation: str = "silu",
+    ) -> None:
         super().__init__()
         gate_up_EOH = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         down_EHF = torch.empty(num_experts, hidden_size, intermediate_size)
         self.gate_up_proj = nn.Parameter(gate_up_EOH.normal_(std=initializer_range))
         self.down_proj = nn.Parameter(down_EHF.normal_(std=initializer_range))
+        named: dict[str, Any] = {"name": activation, "is_gated": True}
+        self.gating = Gating(partial(activate, **named), partial(activate_backward, **named, with_output=True))
 
     def forward(self, x_TH: Tensor, scores_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Returns the weighted sum of the outputs of each token's experts, [T, H] in the type of x."""
         return _Experts.apply(  # pyright: ignore[reportReturnType]
-            x_TH, scores_TK, experts_TK, self.gate_up_proj, self.down_proj, None, None, _SWIGLU
+            x_TH, scores_TK, experts_TK, self.gate_up_proj, self.down_proj, None, None, self.gating
         )
 
 

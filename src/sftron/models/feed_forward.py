@@ -84,10 +84,11 @@ class ExpertsMLP(nn.Module):
 
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
-        mixture, size, options = config.mixture, config.hidden_size, {"initializer_range": config.initializer_range}
+        mixture, size, std = config.mixture, config.hidden_size, config.initializer_range
         assert mixture is not None
-        self.gate = ROUTERS[mixture.router](size, mixture, **options)
-        self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
+        self.gate = ROUTERS[mixture.router](size, mixture, initializer_range=std)
+        sizes = (size, mixture.num_experts, mixture.intermediate_size)
+        self.experts = Experts(*sizes, activation=config.activation, initializer_range=std)
         # The router and a shared expert have their own.
         self.weights_per_token = 3 * size * mixture.intermediate_size * mixture.num_selected
 

@@ -88,8 +88,6 @@ def read_mixture(
     ]
     if is_empty:
         return None, [False] * num_layers, problems
-    if values.get("hidden_act", "silu") not in ("silu", "swish"):
-        problems.append(f"hidden_act: {values['hidden_act']!r}, implemented for experts is 'silu'")
     if len(set(counts.values())) > 1:
         key, other, *_ = counts
         problems.append(f"{other}: {counts[other]} contradicts {key}: {counts[key]}")
