@@ -75,7 +75,7 @@ def load_in_peft(base: Path, adapter: Path) -> Any:
 
 # Each kind of adapter, of layer and of module; test_adapters.py compares all cases with peft.
 FAST = ["all layers", "biases", "ranks and alphas", "rslora and dora", "dora with biases", "plain MLP", "already fused"]
-FAST += ["embeddings", "tied embeddings", "gpt_oss", "qwen3_5_text"]
+FAST += ["embeddings", "tied embeddings", "gpt_oss", "qwen3_5_text", "beside experts"]
 ALL_CASES = CASES | FAMILY_CASES
 
 

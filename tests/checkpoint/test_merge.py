@@ -35,7 +35,7 @@ def make_adapter(family: str, **options: Any) -> tuple[LoraSpec, dict[str, torch
 
 # Each kind of adapter and of layer; names that are another tensor's natively (GLM 4), experts, a delta layer.
 FAST = ["ranks and alphas", "rslora and dora", "dora with biases", "plain MLP", "already fused", "embeddings"]
-FAST += ["tied embeddings", "glm4", "qwen2_moe", "gpt_oss", "qwen3_5_text"]
+FAST += ["tied embeddings", "glm4", "qwen2_moe", "gpt_oss", "qwen3_5_text", "beside experts"]
 
 
 @pytest.mark.parametrize("case", rest_nightly(ALL_CASES, FAST))

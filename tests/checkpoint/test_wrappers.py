@@ -79,11 +79,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
 }
 """The config of a tiny model of each wrapper."""
+BESIDE_EXPERTS = "gemma4, 26B-A4B"
+_ALL: dict[str, dict[str, Any]] = WRAPPERS | {
+    BESIDE_EXPERTS: {
+        "text_config": {**_TEXT, **FAMILIES["Gemma 4 26B-A4B"], **_FOUR_LAYERS},
+        "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    }
+}
 
 
-def make_wrapper(model_type: str, vocab_size: int = TINY["vocab_size"]) -> Any:
+def make_wrapper(name: str, vocab_size: int = TINY["vocab_size"]) -> Any:
     torch.manual_seed(0)
-    given = WRAPPERS[model_type]
+    given, model_type = _ALL[name], name.partition(",")[0]
     sizes = {key: vocab_size for key in ("vocab_size", "vocab_size_per_layer_input") if key in given["text_config"]}
     config = transformers.AutoConfig.for_model(model_type, **given | {"text_config": given["text_config"] | sizes})
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
@@ -110,7 +117,9 @@ def export(folder: Path, source: Path | ExportSource, weights: Any, dtype: torch
     export_hf(weights, folder, source_folder=source, dtype=dtype, stop_token_ids=[3])
 
 
-@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "gemma3", "gemma4", "qwen3_5", "internvl"]))
+@pytest.mark.parametrize(
+    "model_type", rest_nightly(_ALL, ["mistral3", "gemma3", "gemma4", BESIDE_EXPERTS, "qwen3_5", "internvl"])
+)
 def test_the_text_model_is_read_and_all_else_is_exported_as_it_was(model_type: str, tmp_path: Path) -> None:
     reference = make_wrapper(model_type)
     save(reference, tmp_path / "source")
@@ -159,7 +168,7 @@ def test_only_the_text_model_changes_and_only_its_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
-@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["mistral3", "gemma3", "qwen3_5"]))
+@pytest.mark.parametrize("model_type", rest_nightly(_ALL, ["mistral3", "gemma3", "qwen3_5"]))
 def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrapper(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -196,7 +205,7 @@ def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrap
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
-@pytest.mark.parametrize("model_type", rest_nightly(WRAPPERS, ["qwen3_5"]))
+@pytest.mark.parametrize("model_type", rest_nightly(_ALL, ["qwen3_5"]))
 def test_a_merge_is_the_model_that_peft_merges_with_all_else_as_it_was(model_type: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     save(make_wrapper(model_type), tmp_path / "source")

@@ -216,6 +216,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"tie_word_embeddings": False},
     "Gemma 4 12B": GEMMA_4
     | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "Gemma 4 26B-A4B": GEMMA_4
+    | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     "GLM": {"model_type": "glm", "rms_norm_eps": 0.02, "head_dim": 8},
     "GLM 4": {"model_type": "glm4", "rms_norm_eps": 0.02, "head_dim": 8},
     "GLM 4.5": {"model_type": "glm4_moe", "rms_norm_eps": 0.02, "head_dim": 16, **GROUPS, "use_qk_norm": True}
@@ -301,9 +304,9 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
     config = transformers.AutoConfig.for_model(model_type, **options, **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name or "act_fn." in name:
+        if "norm" in name or "bias" in name or "act_fn." in name or name.endswith("scale"):
             # transformers starts them at constants, where a norm or a bias left out would not show.
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+            torch.nn.init.normal_(parameter, mean=float("norm" in name or "scale" in name), std=0.3)
         if name.endswith("A_log"):
             # Slow decays, with which a state outlasts chunks.
             torch.nn.init.normal_(parameter, mean=-3.0)
@@ -317,6 +320,9 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
         if ".experts." in name and "_proj" in name:
             # More than the initial value, so that logits depend on experts as much as on attention.
             torch.nn.init.normal_(parameter, std=0.5)
+        if name.endswith("router.proj.weight"):
+            # Its logits are those of rows of length 1, and would select experts nearly at random.
+            torch.nn.init.normal_(parameter, std=2.0)
     return model
 
 

@@ -73,6 +73,7 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     model_type: (family, {"target_modules": LINEAR_OF_MIXTURES.get(model_type, ALL_LINEAR)})
     for model_type, family in FIRST_OF_TYPE.items()
 }
+FAMILY_CASES["beside experts"] = ("Gemma 4 26B-A4B", {"target_modules": [*_ATTENTION, "gate_proj", "down_proj"]})
 """Each model type, for tests of folders."""
 
 

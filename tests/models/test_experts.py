@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.mixtral import modeling_mixtral as mixtral
@@ -23,7 +25,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from sftron.models import experts as native_experts
 from sftron.models.experts import BiasedExperts, Experts, sort_by_expert
 from sftron.models.mixtures import Mixture
-from sftron.models.routing import CorrectedRouter, Router, Routing
+from sftron.models.routing import CorrectedRouter, Router, Routing, ScaledRouter
 from sftron.models.sdpa_attention import SdpaAttention
 from sftron.verify.parity import native_logits, rounding_of_experts
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
@@ -156,7 +158,7 @@ def test_the_experts_that_others_choose_change_a_token_by_rounding_alone(
 
 
 MIXTURES = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE", "gpt-oss", "Qwen 3.5 MoE", "Qwen3-Next"]
-MIXTURES += ["Granite 4 with experts"]
+MIXTURES += ["Granite 4 with experts", "Gemma 4 26B-A4B"]
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -278,6 +280,39 @@ def test_the_loads_of_a_router_with_a_correction_are_counted_and_an_auxiliary_lo
     assert routing.table_L2E[0, 1].sum() == pytest.approx(50)
     with pytest.raises(AssertionError):
         Routing(model, 0.1)
+
+
+# --- A router with a norm of its own ---
+
+
+def test_the_scores_of_a_router_that_norms_its_rows_and_all_gradients_are_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    options = {"num_experts": NUM_EXPERTS, "top_k_experts": NUM_SELECTED, "moe_intermediate_size": INNER}
+    theirs = gemma4.Gemma4TextRouter(Gemma4TextConfig(hidden_size=HIDDEN, rms_norm_eps=0.5, **options))
+    router = ScaledRouter(HIDDEN, make_mixture(), initializer_range=0.02, eps=0.5)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=1.0)
+    router.load_state_dict({name.removeprefix("proj."): each for name, each in theirs.state_dict().items()})
+    # Rows of all sizes: where they are small, eps is more than they are.
+    x, grads = torch.randn(10_000, HIDDEN) * torch.rand(10_000, 1) * 3, torch.randn(10_000, NUM_EXPERTS)
+    found = []
+    for each in (router, theirs):
+        rows = x.clone().requires_grad_()
+        *_, scores, choice = each(rows)
+        found.append((rows, torch.zeros(10_000, NUM_EXPERTS).scatter(1, choice, scores), choice.sort(dim=1).values))
+    (ours, found_TE, choice), (wanted, expected_TE, their_choice) = found
+    is_same = choice.eq(their_choice).all(dim=1)
+    assert is_same.sum() >= 9_995  # ties, of which rounding decides
+    assert len(choice.unique()) == NUM_EXPERTS
+    torch.testing.assert_close(found_TE[is_same], expected_TE[is_same], atol=1e-6, rtol=1e-5)
+    for table_TE in (found_TE, expected_TE):
+        (table_TE * grads)[is_same].sum().backward()
+    pairs = [(ours.grad, wanted.grad), (router.weight.grad, theirs.proj.weight.grad)]
+    pairs += [(router.scale.grad, theirs.scale.grad), (router.per_expert_scale.grad, theirs.per_expert_scale.grad)]
+    for gradient, expected in pairs:
+        assert gradient is not None
+        assert expected is not None
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
 # --- The auxiliary loss ---

@@ -45,6 +45,10 @@ RELEASED: dict[str, dict[str, Any]] = {
     "12B": _LARGE
     | _sizes(3840, 15360, 48, 16, 8)
     | {"num_global_key_value_heads": 1, "model_type": "gemma4_unified_text", "layer_types": _types(48, 6)},
+    "26B-A4B": _LARGE
+    | _sizes(2816, 2112, 30, 16, 8)
+    | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    | {"num_global_key_value_heads": 2, "layer_types": _types(30, 6)},
     "31B": _LARGE | _sizes(5376, 21504, 60, 32, 16) | {"num_global_key_value_heads": 4, "layer_types": _types(60, 6)},
 }
 """The keys of the released text models from which their tensors follow."""
@@ -137,10 +141,18 @@ def test_a_checkpoint_holds_what_is_not_trained_and_an_earlier_one_need_not(tmp_
         assert other.model.norm.weight.equal(native.model.norm.weight)
 
 
+_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"enable_moe_block": True, "num_experts": 8}, "enable_moe_block: True, a mixture of experts beside the MLP"),
+        ({"enable_moe_block": 1}, "enable_moe_block: 1 is neither true nor false"),
+        (_EXPERTS | {"num_experts": None}, "num_experts: None is not a whole number from 1"),
+        (_EXPERTS | {"top_k_experts": 0}, "top_k_experts: 0 is not a whole number from 1"),
+        (_EXPERTS | {"top_k_experts": 9}, "top_k_experts: 9 exceeds the 8 experts"),
+        (_EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size: None is not a whole number from 1"),
+        (_EXPERTS | {"model_type": "gemma4_unified_text"}, "enable_moe_block: True, implemented is False"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all', implemented are"),
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input: -1 is not a whole number"),
         ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input: 98, implemented is vocab_size: 97"),

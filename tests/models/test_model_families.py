@@ -39,9 +39,10 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(family: str) -
 
 
 BIASED_OR_TIED = ["SmolLM2", "Granite code", "StarCoder 2 without biases", "Qwen 3.5, tied, as many key heads"]
+BESIDE_EXPERTS = "Gemma 4 26B-A4B"
 
 
-@pytest.mark.parametrize("family", rest_nightly(FAMILIES, [*FIRST_OF_TYPE.values(), *BIASED_OR_TIED]))
+@pytest.mark.parametrize("family", rest_nightly(FAMILIES, [*FIRST_OF_TYPE.values(), *BIASED_OR_TIED, BESIDE_EXPERTS]))
 def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(family: str, tmp_path: Path) -> None:
     reference = make_reference(**FAMILIES[family])
     reference.save_pretrained(tmp_path / "source")
@@ -64,15 +65,15 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
 GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "SmolLM3", "OLMo 1", "OLMo 3"]
 GENERATED += ["Granite 3", "Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B", "Gemma 2", "Gemma 3", "GLM 4", "Cohere 2"]
 GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss", "Gemma 4 E2B", "Gemma 4 31B", "ERNIE 4.5", "Hunyuan"]
-GENERATED += ["LFM2", "LFM2 with biases, untied"]
+GENERATED += ["LFM2", "LFM2 with biases, untied", BESIDE_EXPERTS]
 GENERATED += ["EXAONE 4 32B", "Apertus", "GLM 4.5", "GLM 4.5 Air", "GLM 4.7 Flash", "DeepSeek V3", "Granite 4"]
-SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3, "Apertus": 2}
+SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3, "Apertus": 2, BESIDE_EXPERTS: 4}
 """For families whose random model of seed 0 repeats few tokens; every one of StarCoder 2 does."""
 
 
 # No cache, window, multiplier or state is without one of these.
 FAST = ["Llama 3.2", "OLMo 3", "Granite 3", "Phi 1.5, 2", "Gemma 2", "GLM 4", "Cohere 2", "Ministral 3", "Qwen 3.5"]
-FAST += ["Gemma 4 E2B", "DeepSeek V3", "LFM2"]
+FAST += ["Gemma 4 E2B", "DeepSeek V3", "LFM2", BESIDE_EXPERTS]
 
 
 @pytest.mark.parametrize("family", rest_nightly(GENERATED, FAST))
@@ -144,7 +145,7 @@ def test_a_changed_document_changes_no_bit_of_another_in_any_kind_of_block(famil
             assert is_same == [other != number for other in range(len(lengths))]
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [*KINDS, BESIDE_EXPERTS])
 def test_what_is_recomputed_changes_no_bit_of_a_gradient_in_any_kind_of_block(family: str) -> None:
     reference, batch = make_reference(**FAMILIES[family]), pack([20, 1, 30])
     found = []

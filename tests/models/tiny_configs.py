@@ -66,7 +66,8 @@ _BOUND: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
     "modernbert-decoder": {"pad_token_id": 0},
     "xlnet": {"d_head": 8},
-    # The default of their number is null.
+    # The default of their number is null. The wrapper `gemma4` remains without.
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2},
 }
 """What some classes need besides: sizes that are bound to others, and sizes whose default cannot be built."""

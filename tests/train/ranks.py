@@ -165,7 +165,7 @@ def save_gradients(folder: Path) -> None:
     from sftron.train.objective import TokenLoss
     from sftron.train.ranks import Dimensions, end_ranks, start_ranks
     from sftron.train.step import train_step
-    from tests.models.reference import EXPERTS, GPT_OSS, make_ours, make_theirs
+    from tests.models.reference import EXPERTS, FAMILIES, GPT_OSS, make_ours, make_theirs
     from tests.train.test_step import Recording
     from tests.train.test_token_losses import CONVERSATIONS, batch_of, with_roles
 
@@ -183,6 +183,7 @@ def save_gradients(folder: Path) -> None:
         "tied": ({"tie_word_embeddings": True}, 0.0),
         "experts": ({"model_type": "qwen3_moe", **EXPERTS}, 0.3),
         "sinks": (GPT_OSS, 0.3),
+        "beside": (FAMILIES["Gemma 4 26B-A4B"], 0.3),
     }
     copies = [*((kind, 1) for kind in kinds), *([("untied", 2), ("experts", 2)] if num_ranks == 4 else [])]
     for kind, dp_replicate in copies:

@@ -95,6 +95,27 @@ def test_adapters_of_attention_and_the_shared_expert_are_trained_and_those_of_ex
             build_run(refused, start_ranks())
 
 
+def test_adapters_of_a_model_with_experts_beside_its_mlps_are_of_attention_and_mlps_and_no_router_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_model_folder(tmp_path / "model", **FAMILIES["Gemma 4 26B-A4B"])
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, folder, tokens__train_steps=2)
+    trainer = run(load_config(write_config(tmp_path / "a.yaml", tree | {"lora": {"rank": 4}})))
+    trained = {name.rpartition(".adapters.")[2] for name, p in trainer.model.named_parameters() if p.requires_grad}
+    kinds = {name.split(".")[0] for name in trained}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert "6 experts in 5 layers, 2 a token; routers frozen; router_aux_loss_coef 0" in capsys.readouterr().out
+    before, after = (load_file(each / "model.safetensors") for each in (folder, trainer.directory.folder / "latest"))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert {name.split(".")[-2] for name in changed} == kinds
+    for target in ("router.proj", "experts.down_proj"):
+        lora = {"rank": 4, "targets": [target]}
+        refused = load_config(write_config(tmp_path / "b.yaml", tree | {"lora": lora}))
+        with pytest.raises(ValueError, match="adapters of experts and routers are not implemented"):
+            build_run(refused, start_ranks())
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "shared_experts.up_proj"]])
 def test_adapters_that_peft_would_take_for_those_of_experts_are_refused(
     tmp_path: Path, corrected: Path, targets: Any

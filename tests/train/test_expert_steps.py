@@ -14,6 +14,7 @@ from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from sftron.train.step import train_step
 from tests.models.reference import EXPERTS, GPT_OSS, QWEN_3_5_MOE, make_native, make_reference
+from tests.models.reference import FAMILIES as ALL_FAMILIES
 from tests.train.test_step import CONVERSATIONS, LAYOUTS, Recording, batch_of
 
 COEFFICIENT = 2.0
@@ -23,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Smaller values, with which its loss is not balanced by chance.
     "qwen3_5_moe_text": QWEN_3_5_MOE
     | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "initializer_range": 0.15},
+    "gemma4_text": ALL_FAMILIES["Gemma 4 26B-A4B"]
+    | {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
 }
 
 
@@ -32,7 +35,9 @@ def single_conversations(coefficient: float, family: str) -> tuple[float, float,
     total, router_logits = torch.zeros(()), []
     for c in CONVERSATIONS:
         output = reference(torch.from_numpy(c.input_ids.astype(np.int64))[None], output_router_logits=True)
-        router_logits.append(output.router_logits)
+        # Those of Gemma 4, which has no such loss, are probabilities.
+        of_layers = [each.log() if family == "gemma4_text" else each for each in output.router_logits]
+        router_logits.append(of_layers)
         labels = torch.from_numpy(c.labels.astype(np.int64))
         losses = F.cross_entropy(output.logits[0], labels, reduction="none", ignore_index=IGNORE_INDEX)
         total = total + (losses * torch.from_numpy(c.loss_weights)).sum()
@@ -43,7 +48,7 @@ def single_conversations(coefficient: float, family: str) -> tuple[float, float,
     (loss + coefficient * balance).backward()
     gradients: dict[str, Any] = {name: p.grad for name, p in reference.named_parameters()}
     native = make_native(reference)
-    names = [name for name, _ in native.named_parameters()]
+    names = [name for name, parameter in native.named_parameters() if parameter.requires_grad]
     return loss.item(), balance.item(), dict(fuse_state_dict(names, native.config, gradients.__getitem__))
 
 

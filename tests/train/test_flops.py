@@ -21,7 +21,7 @@ from sftron.models.delta_rule import recurrent_gated_delta_rule
 from sftron.models.llama import LlamaForSFT, blocks_without_weights
 from sftron.train.flops import TrainedMatrices, find_peak, peak_of, step_flops
 from sftron.train.objective import loss_of
-from tests.models.reference import GPT_OSS, GROUPS, LATENT, QWEN_3_5
+from tests.models.reference import FAMILIES, GPT_OSS, GROUPS, LATENT, QWEN_3_5
 from tests.models.reference import TINY as TINY_REFERENCE
 from tests.train.conftest import FinishedRun
 
@@ -144,6 +144,15 @@ def test_of_gpt_oss_every_weight_is_counted_with_which_a_token_is_multiplied() -
         experts = sum(size for name, size in weights.items() if ".experts." in name)
         assert block.flops([1, 2]).weights == 6 * (sum(weights.values()) - experts + experts // 6 * 3)
         assert len(weights) == 5
+
+
+def test_of_experts_beside_an_mlp_every_weight_is_counted_with_which_a_token_is_multiplied() -> None:
+    config = LlamaConfig.from_hf(TINY_REFERENCE | FAMILIES["Gemma 4 26B-A4B"])
+    for block in LlamaForSFT(config, "sdpa", torch.float32).model.layers:
+        weights = {name: each.numel() for name, each in block.named_parameters() if each.ndim > 1}
+        experts = sum(size for name, size in weights.items() if ".experts." in name)
+        assert block.flops([1, 2]).weights == 6 * (sum(weights.values()) - experts + experts // 6 * 2)
+        assert len(weights) == 7
 
 
 def test_a_delta_layer_takes_what_torch_counts_in_its_recurrence_written_as_products() -> None:

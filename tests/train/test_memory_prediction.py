@@ -52,6 +52,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     latent = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
     families |= {"deepseek_v3": LATENT | latent | GROUPS | {"moe_intermediate_size": 128}}
     families |= {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
+    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 128}
+    families |= {"gemma4_text": SETTINGS["gemma4_text"] | beside | {"head_dim": 64}}
     for name, options in families.items():
         found[name] = tmp_path_factory.mktemp(name)
         make_reference(model_type=name, **SIZES | options).save_pretrained(found[name])
@@ -78,6 +80,9 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen2_moe", {"mode": "selective"}, "LoRA"),
     ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}, None),
     ("deepseek_v3", {"mode": "none"}, "LoRA"),
+    ("gemma4_text", {"mode": "none"}, "LoRA"),
+    ("gemma4_text", {"mode": "selective"}, "full"),
+    ("gemma4_text", {"mode": "full", "dtype": torch.bfloat16}, None),
     ("lfm2", {"mode": "none"}, "full"),
     ("lfm2", {"mode": "selective", "dtype": torch.bfloat16}, "LoRA"),
     ("deepseek_v3", {"mode": "selective", "dtype": torch.bfloat16}, "full"),
@@ -98,7 +103,7 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(
     folders: dict[str, Path], model_type: str, case: dict[str, Any], way: str
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    if way == "QLoRA" and model_type in ("mixtral", "qwen2_moe", "deepseek_v3"):
+    if way == "QLoRA" and model_type in ("mixtral", "qwen2_moe", "deepseek_v3", "gemma4_text"):
         pytest.skip("nf4 is refused for experts")
     measured, predicted = measure_and_predict(folders[model_type], way, **case)
     assert predicted.peak == pytest.approx(measured.tensors, rel=0.1)

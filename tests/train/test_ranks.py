@@ -27,7 +27,7 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(
         for rank, ended in enumerate(launch(num_ranks, save_gradients, tmp_path, folder=tmp_path)):
             assert ended.exit_code == 0, f"rank {rank} of {num_ranks}: {ended.err[-2000:]}"
     saved: dict[str, Any] = {path.stem: torch.load(path, weights_only=True) for path in tmp_path.glob("*.pt")}
-    assert len(saved) == (10 if 4 in layouts else 8)
+    assert len(saved) == (12 if 4 in layouts else 10)
     assert saved["gradients-1-1-experts"]["tokens"]["experts"]["largest_share"] > 1.2 / 6
     for name, ours in saved.items():
         alone = saved[f"gradients-1-1-{name.rpartition('-')[2]}"]

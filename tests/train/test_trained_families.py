@@ -21,11 +21,15 @@ from tests.train.ranks import launch, train
 from tests.train.runs import make_config, make_model_folder, metrics, result, run, write_rows
 
 TRAINED = ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code", "Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B", "LFM2"]
+TRAINED += ["Gemma 4 26B-A4B"]
 
 
 # Phi has parallel blocks, biases and a plain MLP, Gemma 2 norms on both sides, windows, soft caps and tied embeddings,
-# gpt-oss sinks and experts.
-@pytest.mark.parametrize("family", rest_nightly(TRAINED, ["Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B"]))
+# gpt-oss sinks and experts, and Gemma 4 experts beside MLPs.
+FAST = ["Phi 1.5, 2", "Gemma 2", "gpt-oss", "Gemma 4 E2B", "Gemma 4 26B-A4B"]
+
+
+@pytest.mark.parametrize("family", rest_nightly(TRAINED, FAST))
 def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family: str) -> None:
     folder = make_model_folder(tmp_path / "model", **FAMILIES[family])
     trained = run(make_config(tmp_path, folder, tokens__train_steps=8, model__activation_checkpointing="full"))

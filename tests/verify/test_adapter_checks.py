@@ -20,6 +20,7 @@ from sftron.verify import adapter_checks, rank_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
 from tests.conftest import LazyModule
+from tests.models.reference import FAMILIES
 from tests.train.runs import make_model_folder
 from tests.verify.test_verify_run import MODEL, Patch, failed, report_of, skipped, wrap
 
@@ -59,13 +60,15 @@ def test_every_kind_of_adapter_passes_the_checks_of_model_and_adapters(
     assert skipped(report) <= {"packed in its type"}
 
 
-@pytest.mark.parametrize("spelling", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("spelling", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text"])
 def test_adapters_of_a_mixture_are_expected_where_a_run_trains_them(home: Path, tmp_path: Path, spelling: str) -> None:
     experts = {"num_experts" if spelling == "qwen3_moe" else "num_local_experts": 4, "num_experts_per_tok": 2}
-    make_model_folder(tmp_path / "model", model_type=spelling, **experts)
+    model: dict[str, Any] = {"model_type": spelling, **experts}
+    model, num_tensors = (model, 16) if spelling != "gemma4_text" else (FAMILIES["Gemma 4 26B-A4B"], 66)
+    make_model_folder(tmp_path / "model", **model)
     report = report_of(home, tmp_path, MOVE, EXPORTED, **LORA, model__path=str(tmp_path / "model"))
     assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
-    assert "16 of 16 tensors" in report.checks[0].measured
+    assert f"{num_tensors} of {num_tensors} tensors" in report.checks[0].measured
 
 
 def test_the_first_layers_alone_have_those_adapters_that_the_whole_model_has_there(home: Path, tmp_path: Path) -> None:

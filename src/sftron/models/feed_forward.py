@@ -12,7 +12,8 @@ from sftron.kernels.xielu import BETA, xielu
 from sftron.models.architecture import LlamaConfig
 from sftron.models.experts import BiasedExperts, Experts
 from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear, made_again
-from sftron.models.routing import ROUTERS
+from sftron.models.projections import make_norm
+from sftron.models.routing import ROUTERS, ScaledRouter
 
 
 class LlamaMLP(nn.Module):
@@ -140,6 +141,28 @@ class AddedExpertsMLP(ExpertsMLP):
         return self.experts(normed_TH, *self.gate(normed_TH)) + self.shared_experts(x_TH, norm)
 
 
+class MLPBesideExperts(LlamaMLP):
+    """The feed-forward network, and a mixture of experts that reads the same x, each between norms (Gemma 4)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        mixture, size, std = config.mixture, config.hidden_size, config.initializer_range
+        assert mixture is not None
+        self.gate = ScaledRouter(size, mixture, eps=config.norm_eps, initializer_range=std)
+        sizes = (size, mixture.num_experts, mixture.intermediate_size)
+        self.experts = Experts(*sizes, activation=config.activation, initializer_range=std)
+        self.post_feedforward_layernorm_1 = make_norm(config, size)
+        self.pre_feedforward_layernorm_2 = make_norm(config, size)
+        self.post_feedforward_layernorm_2 = make_norm(config, size)
+        # All others have their own.
+        self.weights_per_token = 3 * size * mixture.intermediate_size * mixture.num_selected
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        dense_TH = self.post_feedforward_layernorm_1(super().forward(x_TH, norm))
+        routed_TH = self.experts(self.pre_feedforward_layernorm_2(x_TH), *self.gate(x_TH))
+        return dense_TH + self.post_feedforward_layernorm_2(routed_TH)
+
+
 MLPS: dict[str, type[LlamaMLP | PlainMLP | XieluMLP | ExpertsMLP]] = {
     "gated": LlamaMLP,
     "plain": PlainMLP,
@@ -148,4 +171,5 @@ MLPS: dict[str, type[LlamaMLP | PlainMLP | XieluMLP | ExpertsMLP]] = {
     "shared_experts": SharedExpertMLP,
     "added_experts": AddedExpertsMLP,
     "biased_experts": BiasedExpertsMLP,
+    "beside_experts": MLPBesideExperts,
 }

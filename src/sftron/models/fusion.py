@@ -47,7 +47,7 @@ def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -
         return names
     fused = {native: tuple(parts) for native, parts in _parts_of(native_name, config).items()}
     for native, parts in (fused | dict(FAMILIES[config.model_type].names)).items():
-        if f".{native}." in f".{native_name}":
+        if f".{native}." in f".{native_name}.":
             num_heads = config.num_key_value_heads if "k_norm" in native else config.num_attention_heads
             parts = [part.format(head=head) for part in parts for head in range(num_heads if "{head}" in part else 1)]
             return tuple(native_name.replace(native, part) for part in parts)

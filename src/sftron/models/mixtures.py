@@ -8,7 +8,8 @@
                                                                 block_sparse_moe.experts.N.w2.weight
 
 Published files of Granite have block_sparse_moe.router.layer.weight, and block_sparse_moe.{input,output}_linear.weight
-with all experts. A folder has one of these spellings, and its export has the same one.
+with all experts. A folder has one of these spellings, and its export has the same one. Those of Gemma 4, which has
+experts beside an MLP, have one, and are in families/gemma.py.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Mixture:
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names of the number of experts."""
+_SELECTED = ("num_experts_per_tok", "top_k_experts")
+"""The names of the number of experts of a token."""
 _DENSE, _SPARSE = "dense", "sparse"
 _OPTIONAL_SHARED = "shared_intermediate_size"
 """Granite's key for the size of the expert that all tokens share; 0 means that there is none."""
@@ -67,7 +70,8 @@ def read_mixture(
         may_be_empty: Whether the number of experts may be 0.
     """
     num_layers = values["num_hidden_layers"]
-    if "num_experts_per_tok" not in values:
+    selected = next((key for key in _SELECTED if key in values), None)
+    if selected is None or not values.get("enable_moe_block", True):
         return None, [False] * num_layers, []
     names = [key for key in _COUNTS if values.get(key) is not None] or [key for key in _COUNTS if key in values][-1:]
     counts = {key: values[key] for key in [key for key in names if key in given] or names}
@@ -77,7 +81,7 @@ def read_mixture(
     if size_of_shared == _OPTIONAL_SHARED and shared == 0 and not may_be_empty:
         shared = None
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
-    sizes = counts | {key: values[key] for key in ("num_experts_per_tok", inner)}
+    sizes = counts | {key: values[key] for key in (selected, inner)}
     sizes["decoder_sparse_step"] = step = values.get("decoder_sparse_step", 1)
     sizes |= {key: values[key] for key in ("n_group", "topk_group", "n_shared_experts") if key in values}
     sizes = ({} if is_empty else sizes) | ({} if shared is None else {size_of_shared: shared})
@@ -103,9 +107,9 @@ def read_mixture(
         problems.append(f"mlp_layer_types: {kinds!r} has not {_DENSE} or {_SPARSE} for each of {num_layers} layers")
     if problems:
         return None, [], problems
-    num_experts, num_selected = next(iter(counts.values())), values["num_experts_per_tok"]
+    num_experts, num_selected = next(iter(counts.values())), values[selected]
     num_groups, num_selected_groups = values.get("n_group", 1), values.get("topk_group", 1)
-    if wrong := _wrong_groups(num_experts, num_selected, num_groups, num_selected_groups):
+    if wrong := _wrong_groups(selected, num_experts, num_selected, num_groups, num_selected_groups):
         return None, [], [wrong]
     if "n_shared_experts" in values:
         shared = values["n_shared_experts"] * values[inner]
@@ -128,8 +132,11 @@ def read_mixture(
     return mixture, is_sparse, []
 
 
-def _wrong_groups(num_experts: int, num_selected: int, num_groups: int, num_selected_groups: int) -> str | None:
-    """Returns the problem of selecting experts from groups of them, if there is one."""
+def _wrong_groups(
+    selected: str, num_experts: int, num_selected: int, num_groups: int, num_selected_groups: int
+) -> str | None:
+    """Returns the problem of selecting experts from groups of them, if there is one; `selected` is the key of their
+    number."""
     size, rest = divmod(num_experts, num_groups)
     if num_groups > 1 and (rest or size < 2):
         return f"n_group: {num_groups} does not divide the {num_experts} experts into groups of at least 2"
@@ -137,7 +144,7 @@ def _wrong_groups(num_experts: int, num_selected: int, num_groups: int, num_sele
         return f"topk_group: {num_selected_groups} exceeds n_group: {num_groups}"
     if num_selected > size * num_selected_groups:
         of_groups = f" of topk_group: {num_selected_groups}" if num_groups > 1 else ""
-        return f"num_experts_per_tok: {num_selected} exceeds the {size * num_selected_groups} experts{of_groups}"
+        return f"{selected}: {num_selected} exceeds the {size * num_selected_groups} experts{of_groups}"
     return None
 
 

@@ -3,7 +3,8 @@
     p = softmax(x @ R^T) over all experts; the K largest are the token's scores, with or without a division by their sum
     (arXiv 2401.04088, 2409.02060); divided, they are the softmax of the K logits alone
 
-A router may have a bias (gpt-oss, arXiv 2508.10925).
+A router may have a bias (gpt-oss, arXiv 2508.10925). That of Gemma 4 reads x / rms(x) times a scale of each element,
+and multiplies each score by a factor of its expert.
 
     s = sigmoid(x @ R^T); the K experts with the largest s + c are the token's, where c is a fixed correction of each
     expert, and all are of the groups whose two largest s + c have the largest sums; their s, divided by their sum or
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sftron.kernels.rms_norm import rms_norm
 from sftron.models.mixtures import Mixture
 
 CORRECTION = "e_score_correction_bias"
@@ -94,6 +96,24 @@ class CorrectedRouter(Router):
             is_out_TG = torch.ones_like(sums_TG, dtype=torch.bool).scatter_(1, groups_TG, False)
             corrected_TE = corrected_TGE.masked_fill(is_out_TG[:, :, None], -torch.inf).flatten(1)
         return corrected_TE.topk(self.num_selected, dim=-1).indices
+
+
+class ScaledRouter(Router):
+    """The router of Gemma 4, which has a norm of its own; its `eps` is that of the norm."""
+
+    def __init__(self, hidden_size: int, mixture: Mixture, *, initializer_range: float, eps: float) -> None:
+        super().__init__(hidden_size, mixture, initializer_range=initializer_range)
+        self.scale = nn.Parameter(torch.ones(hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.ones(mixture.num_experts))
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the same as that of `Router`, given rows that no norm has changed."""
+        # In fp32: the weights that FSDP gathers may be in bf16.
+        factors_H = self.scale.float() * len(self.scale) ** -0.5
+        scores_TK, experts_TK = super().forward(rms_norm(x_TH, factors_H, self.eps))
+        # The gradient of an index would be summed in any order.
+        return scores_TK * self.per_expert_scale.expand(len(x_TH), -1).gather(1, experts_TK), experts_TK
 
 
 ROUTERS: dict[str, type[Router]] = {"softmax": Router, "corrected": CorrectedRouter}

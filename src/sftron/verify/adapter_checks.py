@@ -135,7 +135,7 @@ def configured_shapes(subject: Subject) -> dict[str, torch.Size]:
         name: shape
         for name, shape in stored.items()
         if len(shape) == 2
-        and not re.search(r"\.experts\.\d+\.|\.(gate|router|embed_tokens|embed_tokens_per_layer)$|^lm_head$", name)
+        and not re.search(r"\.experts\.\d+\.|\.(gate|router(\.proj)?|embed_tokens(_per_layer)?)$|^lm_head$", name)
     }
     if options.adapter is not None:
         chosen = _adapted_in(Path(options.adapter))

@@ -69,8 +69,6 @@ def _problems_of_gemma_4(values: Values) -> list[str]:
     types, num_layers, num_shared = values["layer_types"], values["num_hidden_layers"], values["num_kv_shared_layers"]
     size, num_tokens = values["hidden_size_per_layer_input"], values["vocab_size_per_layer_input"]
     problems = []
-    if values["enable_moe_block"]:
-        problems.append("enable_moe_block: True, a mixture of experts beside the MLP of each layer")
     if values["use_bidirectional_attention"] not in (None, "vision"):
         stated = values["use_bidirectional_attention"]
         problems.append(f"use_bidirectional_attention: {stated!r}, implemented are null and 'vision'")
@@ -121,6 +119,11 @@ _GEMMA_4_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+_GEMMA_4_NAMES = {"mlp.gate.weight": ("router.proj.weight",), "mlp.gate": ("router",), "mlp.experts": ("experts",)}
+_GEMMA_4_NAMES |= {
+    f"mlp.{name}": (name,)
+    for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+}
 _GEMMA_4 = Family(
     architecture="Gemma4ForCausalLM",
     defaults=without("hidden_act")
@@ -131,22 +134,28 @@ _GEMMA_4 = Family(
     | {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": _NOT_STATED}
     | {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
-    | {"use_bidirectional_attention": None, "enable_moe_block": False},
+    | {"use_bidirectional_attention": None, "enable_moe_block": False}
+    | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
     fixed={"mlp_bias": False},
-    # Sizes of the experts, without which they have no effect.
-    irrelevant=frozenset({"hidden_act", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+    irrelevant=frozenset({"hidden_act"}),
     model={
         "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5,
         "activation": key("hidden_activation"),
         "logit_softcap": key("final_logit_softcapping"),
         "per_layer_input_size": key("hidden_size_per_layer_input"),
     },
-    layer={"block": "gemma4", "attention": "normed_values", "scale": 1.0},
+    layer={
+        "block": "gemma4",
+        "attention": "normed_values",
+        "scale": 1.0,
+        "mlp": lambda values: "beside_experts" if values["enable_moe_block"] else "gated",
+    },
     types=_every_sixth_is_full,
     each_layer=_layers_of_gemma_4,
     problems=_problems_of_gemma_4,
     vocab_keys=("vocab_size_per_layer_input",),
     is_whole=True,
+    names=_GEMMA_4_NAMES,
     rope=RopeKeys(
         theta=1e6,
         sliding_theta=1e4,
@@ -198,5 +207,7 @@ GEMMA_FAMILIES: dict[str, Family] = {
         architecture="Gemma4UnifiedForCausalLM",
         defaults={**_GEMMA_4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024}
         | {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
+        # Its class in transformers has no experts.
+        fixed={"mlp_bias": False, "enable_moe_block": False},
     ),
 }
