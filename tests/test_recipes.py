@@ -68,7 +68,7 @@ def test_a_recipe_states_the_memory_that_is_predicted(name: str) -> None:
     assert memory < 80
 
 
-NOT_THE_FIRST = {"phi-4-mini": "Phi 4 mini", "gemma-4-31b": "Gemma 4 31B"}
+NOT_THE_FIRST = {"phi-4-mini": "Phi 4 mini", "gemma-4-31b": "Gemma 4 31B", "gemma-4-26b-a4b": "Gemma 4 26B-A4B"}
 """Tiny models that are not the first of their type."""
 # One with all weights, one with adapters, one with matrices in NF4, and a mixture.
 FAST = ["olmo-3-7b-full.yaml", "granite-3.3-2b-lora.yaml", "llama-3.1-8b-lora.yaml", "gpt-oss-20b-lora.yaml"]

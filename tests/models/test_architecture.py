@@ -109,7 +109,10 @@ def _head_dim_by_transformers(attention: Any) -> int:
 
 
 def _mlp_by_transformers(layer: Any) -> Any:
-    """Granite names its experts after Mixtral's, and has those of all tokens beside them."""
+    """Granite names its experts after Mixtral's, and has those of all tokens beside them. Gemma 4's are the layer's."""
+    if getattr(layer, "enable_moe_block", False):
+        layer.router.num_experts, layer.router.top_k = layer.experts.num_experts, layer.router.config.top_k_experts
+        return layer
     if not hasattr(layer, "block_sparse_moe"):
         return layer.mlp if hasattr(layer, "mlp") else layer.feed_forward
     if layer.block_sparse_moe is not None:
@@ -152,7 +155,7 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
 
 
 _MOST = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
-_MOST |= {"num_experts_per_tok": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 10}
+_MOST |= {"num_experts_per_tok": 4, "top_k_experts": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 10}
 _MOST |= {"vocab_size_per_layer_input": 97}
 
 

@@ -269,6 +269,7 @@ RECIPES = (
     Recipe("qwen-3.5-4b", "Qwen/Qwen3.5-4B", "qwen3_5_text", 2560, 32, 1e-5, 1e-4),
     Recipe("qwen-3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", 2048, 40, 1e-5, 1e-4),
     Recipe("gemma-4-e4b", "google/gemma-4-E4B-it", "gemma4_text", 2560, 42, 1e-5, 5e-5),
+    Recipe("gemma-4-26b-a4b", "google/gemma-4-26B-A4B-it", "gemma4_text", 2816, 30, 1e-5, 2e-4),
     Recipe("gemma-4-31b", "google/gemma-4-31B-it", "gemma4_text", 5376, 60, 5e-6, 5e-5),
 )
 
