@@ -88,6 +88,7 @@ CASES: list[Case] = [
     *_cases("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma"),
     *_cases("gemma2", "gemma3_text", "olmo3", "gpt_oss", "ministral", "cohere2", "exaone4", **WINDOW_AND_ATTENTION),
     *_cases("gemma3n_text", "gemma4_text", num_kv_shared_layers=0, **WINDOW_AND_ATTENTION),
+    Case("gemma4_text", "experts", WINDOW_AND_ATTENTION | {"enable_moe_block": True, "top_k_experts": 2}),
     *_cases("phi", "phi3", "phimoe", "olmo", "olmo2", "olmoe", "flex_olmo", "smollm3", "ministral3", "starcoder2"),
     *_cases("granite", "granitemoe", "granitemoeshared", "stablelm", "cohere", "glm", "glm4", "glm4_moe", "helium"),
     *_cases("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", **LATENT),
