@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ def _create_unfinished(folder: Path) -> Path:
 
 def _commit(unfinished: Path, folder: Path) -> None:
     for path in [*unfinished.rglob("*"), unfinished]:
-        _sync(path)
+        sync(path)
     if folder.exists():
         # A rename cannot replace a non-empty folder, so the old one is renamed first and removed last.
         old = folder.with_name(f"{folder.name}{_REPLACED}{secrets.token_hex(4)}")
@@ -56,7 +57,8 @@ def _commit(unfinished: Path, folder: Path) -> None:
         remove(old)
     else:
         unfinished.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
+    _sync_above(folder.parent)
 
 
 def restore_replaced(parent: Path) -> list[Path]:
@@ -81,9 +83,13 @@ def remove_unfinished(parent: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder. It is renamed first, so that files which a kill or an error leaves count as unfinished."""
+    """Removes a folder. It is renamed first, so that files which a kill or an error leaves count as unfinished.
+
+    The new name is synced, because a loss of power may undo a rename but not the removals after it.
+    """
     try:
         doomed = folder.rename(folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"))
+        sync(folder.parent)
     except OSError:
         return
     shutil.rmtree(doomed, ignore_errors=True)
@@ -113,12 +119,23 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flushes a file or the entries of a folder to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_above(folder: Path) -> None:
+    """Syncs the folders above `folder`, as far as that can be done, so that a loss of power does not undo its creation.
+
+    POSIX keeps the entries only of a folder that was synced itself, whatever was synced below it.
+    """
+    for parent in folder.absolute().parents:
+        with suppress(OSError):
+            sync(parent)
 
 
 class ProcessGroup(Protocol):
