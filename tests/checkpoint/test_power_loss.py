@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.atomic import publish
+from sftron.train.run_directory import RunDirectory
 
 Calls = list[tuple[str, Path]]
 
@@ -57,3 +58,15 @@ def test_a_replaced_folder_is_removed_only_after_the_new_name_is_synced(tmp_path
 
     removed = next(number for number, (name, _) in enumerate(calls) if name == "rmtree")
     assert calls.index(("rename", folder)) < calls.index(("fsync", tmp_path)) < removed
+
+
+def test_a_file_of_the_run_directory_is_synced_before_it_gets_its_name(tmp_path: Path, calls: Calls) -> None:
+    RunDirectory(tmp_path).write("best.json", {"step": 1})
+
+    assert [name for name, path in calls if path.name in ("best.json.tmp", "best.json")] == ["fsync", "replace"]
+
+
+def test_a_link_is_synced_before_a_result_that_relies_on_it(tmp_path: Path, calls: Calls) -> None:
+    RunDirectory(tmp_path).point("latest", tmp_path / "hf" / "step-1")
+
+    assert [name for name, path in calls if path in (tmp_path, tmp_path / "latest")] == ["replace", "fsync"]

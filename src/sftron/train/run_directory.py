@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
+from sftron.checkpoint.atomic import remove_unfinished, restore_replaced, sync
 from sftron.config import Config
 from sftron.errors import without_secrets
 from sftron.regular_file import read_json_value, read_lines
@@ -239,6 +239,7 @@ class RunDirectory:
             aside.unlink(missing_ok=True)
             aside.symlink_to(target.relative_to(self.folder))
             aside.replace(self.folder / name)
+            sync(self.folder)  # before result.json may say that the run is complete
         except OSError as error:
             console.write(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
@@ -267,6 +268,7 @@ class RunDirectory:
             text = content if isinstance(content, str) else json.dumps(without_secrets(content), indent=1) + "\n"
             aside.unlink(missing_ok=True)  # opening a pipe would block
             aside.write_text(text, encoding="utf-8")
+            sync(aside)  # a loss of power may keep the rename without the content
             aside.replace(self.folder / name)
         except OSError as error:
             console.write(f"WARNING    {self.folder / name} cannot be written ({error.strerror}); it stays as it was")
