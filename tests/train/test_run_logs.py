@@ -19,7 +19,7 @@ from sftron.train.logs.run_logs import LineFile
 from sftron.train.run_directory import read_records
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config, metrics, on_each_step, result, run
+from tests.train.runs import make_config, on_each_step, result, run
 
 # --- Files of lines ---
 
@@ -126,24 +126,26 @@ def test_the_digest_of_a_step_does_not_depend_on_the_number_of_ranks(chat_tokeni
         assert unlike == ({"keys"} if change in ("keys", "dropped") else {"tokens"}), change
 
 
-def test_the_lines_of_steps_are_on_the_disk_before_a_checkpoint_that_knows_them(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_lines_are_on_the_disk_before_a_checkpoint_that_knows_their_steps_and_evaluations(
+    tmp_path: Path, model_folder: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that loses its power keeps what was synced, and perhaps no more."""
     options = {"checkpoints__interval": 2, "checkpoints__export_hf": False}
+    options |= {"evaluation__datasets": [{"path": str(held_out)}], "evaluation__interval": 1}
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, **options)
-    fsync, state, on_disk, saved = os.fsync, resume.run_state, [0], {}
+    fsync, state, saved = os.fsync, resume.run_state, {}
+    on_disk = {"metrics.jsonl": 0, "evaluations.jsonl": 0}
 
     def fsync_and_count(file: int) -> None:
         fsync(file)
-        if Path(f"/proc/self/fd/{file}").readlink().name == "metrics.jsonl":
-            on_disk.append(len(metrics(config.run_dir)))
+        if (path := Path(f"/proc/self/fd/{file}").readlink()).name in on_disk:
+            on_disk[path.name] = len(path.read_bytes().splitlines())
 
     def state_at_a_save(*arguments: Any) -> dict[str, Any]:
-        saved[arguments[2].step] = on_disk[-1]
+        saved[arguments[2].step] = (*on_disk.values(),)
         return state(*arguments)
 
     monkeypatch.setattr(run_logs.os, "fsync", fsync_and_count)
     monkeypatch.setattr(trainer, "run_state", state_at_a_save)
     run(config)
-    assert saved == {2: 2, 4: 4}
+    assert saved == {2: (2, 3), 4: (4, 5)}  # one evaluation is before the first step

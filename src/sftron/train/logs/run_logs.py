@@ -220,9 +220,11 @@ class RunLogs:
         return next((record.get("answers") for record in records if record["step"] == step), None)
 
     def sync_steps(self) -> None:
-        """Flushes metrics.jsonl to disk, because it has to contain every step of a checkpoint."""
-        if self._metrics:
-            self._metrics.sync()
+        """Flushes metrics.jsonl and evaluations.jsonl to disk, because they have to contain every step of a checkpoint
+        and every evaluation before it, which a resumed run does not make again."""
+        for file in (self._metrics, self._evaluations):
+            if file:
+                file.sync()
 
     def close(self, status: str) -> None:
         """Closes all logs; loggers may wait a minute for a slow server. `status` is the status in result.json."""
