@@ -109,6 +109,17 @@ def test_a_best_that_cannot_be_saved_does_not_replace_the_one_before(
     assert json.loads((tmp_path / "runs" / "run" / "best.json").read_text())["step"] == 1
 
 
+def test_a_resume_writes_the_best_json_that_a_kill_after_the_checkpoint_has_prevented(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any]
+) -> None:
+    options |= {"tokens__train_steps": 2, "checkpoints__export_hf": False}
+    file = run(make_config(tmp_path, model_folder, **options)).directory.folder / "best.json"
+    written = file.read_text()
+    file.unlink()
+    Trainer(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 3})).build()
+    assert file.read_text() == written
+
+
 def test_with_another_metric_the_search_for_the_best_starts_again(
     tmp_path: Path, model_folder: Path, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:

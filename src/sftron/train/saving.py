@@ -75,9 +75,11 @@ class Saver:
         self._was_skipped = False
         self._judged: tuple[int, bool] | None = None
 
-    def resume_from(self, step: int, *, best_step: int | None) -> None:
+    def resume_from(self, step: int, best: Best | None) -> None:
         self.saved_step = self.tried_step = step
-        self.best_step = best_step
+        if best is not None:  # the run may have been killed after the checkpoint, and before best.json
+            self.best_step = best.step
+            self._record_best(best)
 
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after `step`; only the main rank's result counts, as clocks differ."""
@@ -140,8 +142,11 @@ class Saver:
             evaluator.best = before
             self.best_step = evaluator.best_step
         elif best := evaluator.best:
-            facts = {"metric": best.metric, "value": best.value, "step": best.step}
-            self._directory.write("best.json", facts | {"checkpoint": f"checkpoints/step-{best.step}"})
+            self._record_best(best)
+
+    def _record_best(self, best: Best) -> None:
+        facts = {"metric": best.metric, "value": best.value, "step": best.step}
+        self._directory.write("best.json", facts | {"checkpoint": f"checkpoints/step-{best.step}"})
 
     def save_before_failure(self, step: int) -> None:
         """Saves the last complete step before a bad row ends the run."""

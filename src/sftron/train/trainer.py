@@ -162,7 +162,7 @@ class Trainer:
         self.progress = start.progress
         if start.state:
             self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
-            self._saver.resume_from(self.progress.step, best_step=self._evaluator.best_step)
+            self._saver.resume_from(self.progress.step, self._evaluator.best)
         require_finite(self.model, ranks, str(start.folder or f"model.path: {setup.model.folder}"))
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
