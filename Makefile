@@ -2,6 +2,8 @@
 # make test         lint, types, the import contract, and a fast test of each promise
 # make nightly      what takes longer than a test may; CONTRIBUTING.md says what it is and when it last passed:
 # make chaos        25 kills at random and 10 hops between one rank and two, in a quarter of an hour on two cores
+# make simulate     100,000 runs with faults of disks, ranks and workers, each from a seed, in hours on two cores;
+#                   make simulate SEED=7 replays one
 # make long-tests   the tests marked nightly: every family and case of which make test has one of a kind, machine code,
 #                   a browser, real nodes; and 200 examples of each property, of which make test has 25
 # make versions     a fast part of the tests with the lowest versions that pyproject.toml admits, and with the newest.
@@ -33,7 +35,7 @@ VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
-.PHONY: install quickstart test lint docs nightly long-tests chaos fuzz versions mutants bench-gpu clean
+.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions mutants bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -71,13 +73,16 @@ lint: install
 test: install lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-nightly: long-tests chaos fuzz versions
+nightly: long-tests chaos simulate fuzz versions
 
 long-tests: install
 	$(BIN)/python -m pytest -m "nightly or hypothesis" --hypothesis-profile nightly -n auto --maxprocesses 8 --dist loadfile
 
 chaos: install
 	$(BIN)/python tools/chaos.py --kills 25 --hops 10
+
+simulate: install
+	$(BIN)/python tools/simulate.py $(if $(SEED),--seed $(SEED),--runs 100000 --workers 2)
 
 fuzz: install
 	for target in row encode config manifest lane_state; do $(BIN)/python tests/fuzz/targets.py $$target --runs 5000 || exit 1; done
