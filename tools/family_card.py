@@ -44,7 +44,7 @@ from sftron.models.attention import resolve_attention
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.objective import hidden_states, loss_of
-from sftron.verify.isolation import POSITIONS_ALONE
+from sftron.verify.check_isolation import POSITIONS_ALONE
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_neighbors
 from tools.bench_ways import random_rows
 

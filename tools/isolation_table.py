@@ -29,7 +29,8 @@ from sftron.data.for_transformers import FlattenPacks
 from sftron.data.packing import lay_out
 from sftron.data.types import ConversationKey, LabeledConversation, Pack
 from sftron.errors import show
-from sftron.verify.isolation import POSITIONS_ALONE, Isolation, try_isolation
+from sftron.verify.check_isolation import POSITIONS_ALONE
+from sftron.verify.isolation import Isolation, try_isolation
 
 PAGE = Path(__file__).parents[1] / "docs" / "isolation.md"
 BEGIN, END = "<!-- the table: tools/isolation_table.py -->", "<!-- end of the table -->"

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
     from sftron.train.exports.chat import generate as generate
     from sftron.train.trainer import Trainer as Trainer
+    from sftron.verify.check_isolation import IsolationError as IsolationError
+    from sftron.verify.check_isolation import check_isolation as check_isolation
     from sftron.verify.inspect_run import inspect as inspect
-    from sftron.verify.isolation import check_isolation as check_isolation
     from sftron.verify.verify_run import verify_run as verify_run
     from sftron.verify.verify_step import verify_step as verify_step
     from sftron.verify.verify_trainer import verify_trainer as verify_trainer
@@ -48,7 +49,8 @@ _MODULES = {
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
-    "check_isolation": "sftron.verify.isolation",
+    "IsolationError": "sftron.verify.check_isolation",
+    "check_isolation": "sftron.verify.check_isolation",
     "export_hf": "sftron.checkpoint.hf_export",
     "generate": "sftron.train.exports.chat",
     "inspect": "sftron.verify.inspect_run",

@@ -17,7 +17,7 @@ from sftron.data.labels import Targets
 from sftron.data.loader import collate
 from sftron.data.types import IGNORE_INDEX, DataError, Pack
 from sftron.train.objective import loss_of
-from sftron.verify.isolation import check_isolation
+from sftron.verify.check_isolation import check_isolation
 from tests.data.streams import take
 from tests.train.runs import make_model_folder, write_rows
 

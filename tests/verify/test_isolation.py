@@ -12,7 +12,8 @@ from torch import nn
 
 from sftron import FlattenPacks, check_isolation
 from sftron.data.types import DataError, Pack
-from sftron.verify.isolation import POSITIONS_ALONE, measure_isolation
+from sftron.verify.check_isolation import POSITIONS_ALONE
+from sftron.verify.isolation import measure_isolation
 from tools.isolation_table import CASES, LENGTHS, Case, make_model, make_pack
 
 

@@ -49,6 +49,7 @@ NOT_SHOWN = {
     ("questions_and_answers_cut", "trained tokens"): "no program of the trainer's parts shows the fault",
 }
 """The failed rows without a program, with a part of the reason that is given."""
+RUN_FRESH = "sftron.verify.script.program.run_fresh"
 _BLOCKED = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
@@ -73,8 +74,8 @@ def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
     return found
 
 
-def has_form(text: str) -> bool:
-    """Returns whether a program has 10 to 42 lines besides templates and classes of the user's, of 120 characters.
+def has_form(text: str, most: int = 42) -> bool:
+    """Returns whether a program has 10 to 42 lines of 120 characters, besides templates and classes of the user's.
 
     A string is not broken, so its line may be longer.
     """
@@ -82,14 +83,14 @@ def has_form(text: str) -> bool:
     lines = [line for each in blocks for line in each.splitlines() if not line.startswith("tokenizer.chat_template =")]
     long_text = r"'(?:[^'\\]|\\.){60,}'|\"(?:[^\"\\]|\\.){60,}\""
     unbroken = [re.sub(long_text, "''", line) for line in lines]
-    return 10 <= len(lines) <= 42 and all(len(line) <= 120 for line in unbroken)
+    return 10 <= len(lines) <= most and all(len(line) <= 120 for line in unbroken)
 
 
 @pytest.mark.parametrize("row", FAST)
 def test_a_failed_row_has_a_program_and_with_its_remedy_applied_there_is_none(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make, "run_fresh", run_here)  # a process takes ten seconds, and one test below has one
+    monkeypatch.setattr(RUN_FRESH, run_here)  # a process takes ten seconds, and one test below has one
     text = report_of(FAST[row]).script(row)
     assert has_form(text), text
     assert "sftron" not in text.replace("/sftron", "")

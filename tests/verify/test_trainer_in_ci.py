@@ -13,7 +13,6 @@ import yaml
 
 from sftron import verify_trainer
 from sftron.testing import assert_trainer_is_sound
-from sftron.verify.script import make
 from sftron.verify.script.program import run_here
 from tests.conftest import ROOT
 from tests.verify.small_trainers import ANSWERS, ROWS, encoded, of_features, plain, sft
@@ -25,7 +24,7 @@ def test_the_helper_passes_a_sound_trainer_and_shows_the_rows_and_the_program_of
     own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_trainer_is_sound(plain(own, tmp_path))
-    monkeypatch.setattr(make, "run_fresh", run_here)
+    monkeypatch.setattr("sftron.verify.script.program.run_fresh", run_here)
     everything = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in encoded(own, ROWS)]
     with pytest.raises(AssertionError) as caught:
         assert_trainer_is_sound(of_features(own, tmp_path, everything))

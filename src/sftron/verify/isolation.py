@@ -20,12 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sftron.data.for_transformers import FlattenPacks
-from sftron.data.types import Pack
 from sftron.verify.report import Finding, NotMeasuredError
-
-POSITIONS_ALONE = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
-"""Batches whose only key besides ids and labels is `position_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,43 +47,6 @@ class Isolation:
         return self.difference <= self.rounding < self.past_difference
 
 
-def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks | None = None) -> Isolation:
-    """Checks that conversations of these packs do not attend to each other if transformers' Trainer calls `model`.
-
-    Runs the model twice on the output of the collator (by default `FlattenPacks()`) without its labels: in training
-    mode, without gradients, and with the model's own `config.use_cache`, which transformers' Trainer sets to false when
-    it is created. One or two packs are sufficient. The mode, buffers, gradients and random state of the model are
-    preserved.
-
-    Raises:
-        ValueError: Conversations attend to each other, or the model rejects such a batch; the message has the model's
-            type and the remedy. Or nothing can be measured: there is only one conversation, or the logits are not
-            finite or do not depend on the tokens.
-        DataError: The collator rejects the packs.
-    """
-    collator = collator or FlattenPacks()
-    config, attention = getattr(model, "config", None), _attention_of(model)
-    name = getattr(config, "model_type", None) or type(model).__name__
-    found = try_isolation(model, collator(packs))
-    if isinstance(found, NotMeasuredError):
-        raise ValueError(f"{name}: {found}") from found
-    if isinstance(found, Exception):
-        problem = f"does not take packed conversations: {type(found).__name__}: {found}"
-    elif found.isolated:
-        return found
-    else:
-        what = "tokens moves the logits before them" if found.shows_future else "neighbors moves the logits of others"
-        setting = repr(collator) + (f", attn_implementation={attention!r}" if attention else "")
-        problem = (
-            f"does not keep the conversations of a pack apart: with {setting}, use_cache="
-            f"{getattr(config, 'use_cache', False)}, changing {what} "
-            f"by up to {found.difference or found.past_difference:.2g}, where {found.rounding:.2g} is rounding"
-        )
-    remedies = "; or ".join(_remedies(model, packs, collator))
-    cause = found if isinstance(found, Exception) else None
-    raise ValueError(f"{name} {problem}\nWhat keeps them apart: {remedies}") from cause
-
-
 def try_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation | Exception:
     """Measures one row, a batch of FlattenPacks. Returns the error if the model refuses it or nothing is measured."""
     try:
@@ -109,8 +67,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     device = next(model.parameters()).device
     inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     inputs.pop("labels", None)
-    ids, starts = inputs["input_ids"], (inputs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-    documents = [slice(start, end) for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True)]
+    ids, documents = inputs["input_ids"], documents_of(inputs)
     if len(documents) < 2:
         raise NotMeasuredError(
             "the packs hold 1 attention document, which has no neighbor; give packs of two conversations or more "
@@ -123,6 +80,12 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
             [(0, document) for document in documents],
             lambda longest: rounding_of(model, lambda each: _logits(model, {"input_ids": each}), longest),
         )
+
+
+def documents_of(batch: Mapping[str, Any]) -> list[slice]:
+    """Returns the range of each document of a row, a batch of FlattenPacks."""
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], batch["input_ids"].shape[1]], strict=True)]
 
 
 @torch.no_grad()
@@ -234,54 +197,3 @@ def _training_without_traces(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-# -- remedies --------------------------------------------------------------------------------------------------------
-
-
-def _remedies(model: Any, packs: Sequence[Pack], collator: FlattenPacks) -> Iterator[str]:
-    """Yields what keeps conversations apart: the smallest change that does so in a measurement, then what always does.
-
-    All changes are measured without a cache.
-    """
-    own, config = _attention_of(model), getattr(model, "config", None)
-    changes = [(own, collator), (own, FlattenPacks()), (own, POSITIONS_ALONE)]
-    changes += [(attention, collator) for attention in ("sdpa", "eager") if own]
-    for attention, keys in changes:
-        words = [repr(keys)] * (keys != collator) + [f'attn_implementation="{attention}"'] * (attention != own)
-        if getattr(config, "use_cache", False):
-            words.append("model.config.use_cache = False, which transformers' Trainer sets when it is made")
-        if words and _serves(model, packs, attention, keys):
-            yield f"{' and '.join(words)} (measured just now)"
-            break
-    yield "sftron's own model (`sftron train`, or load_model), where it has this type"
-    yield (
-        'one conversation a row: PackedDataset(..., packing="none"), per_device_train_batch_size=1 and '
-        f"{POSITIONS_ALONE!r}"
-    )
-
-
-def _serves(model: Any, packs: Sequence[Pack], attention: str | None, collator: FlattenPacks) -> bool:
-    """Returns whether this attention without a cache isolates conversations; the model's settings are restored."""
-    own, use_cache = _attention_of(model), getattr(getattr(model, "config", None), "use_cache", None)
-    try:
-        if use_cache:
-            model.config.use_cache = False
-        if attention != own:
-            model.set_attn_implementation(attention)
-        found = try_isolation(model, collator(packs))
-        return isinstance(found, Isolation) and found.isolated
-    except ValueError:  # the model has no such attention
-        return False
-    finally:
-        if use_cache:
-            model.config.use_cache = use_cache
-        if attention != own:
-            model.set_attn_implementation(own)
-
-
-def _attention_of(model: nn.Module) -> str | None:
-    """Returns the attention implementation, or None if parts of the model differ, which one name could not restore."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    names = {getattr(config, "_attn_implementation", None) for config in configs}
-    return names.pop() if len(names) == 1 else None

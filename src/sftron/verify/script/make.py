@@ -10,15 +10,10 @@ from typing import Any
 
 from sftron.verify.report import Check
 from sftron.verify.script.evidence import EVIDENCE, Evidence
-from sftron.verify.script.program import Program, run_fresh
-from sftron.verify.script.rebuild import (
-    Materials,
-    model_config,
-    tokenizer_lines,
-    versions,
-)
+from sftron.verify.script.program import Program, comment_of, confirmed
+from sftron.verify.script.rebuild import Materials, config_of, tokenizer_lines
 from sftron.verify.script.seen import Suspect, rows_for
-from sftron.verify.script.shrink import Search, is_small, shrunk
+from sftron.verify.script.shrink import Search, shrunk
 
 _MOST_ALONE = 4
 _PARTS = ("arguments", "options", "after", "model_lines", "model_options", "tokenizer", "config")
@@ -46,9 +41,7 @@ def make_script(materials: Materials, check: Check, target: str | None) -> str:
     if found is None and target is not None:
         found = _smallest(search, (), of_function(materials, check, target, is_evaluation=is_evaluation))
     if found is not None:
-        if (outcome := run_fresh(found)).shows_fault:
-            return found
-        raise ValueError(f"{check.name}: the program shows its fault in this process alone: {outcome.output}")
+        return confirmed(found)
     reasons = [*materials.problems, *dict.fromkeys(search.errors)][:3]
     why = f"; {'; '.join(reasons)}" if reasons else ""
     raise ValueError(f"{check.name}: no program of the trainer's parts shows the fault{why}")
@@ -112,12 +105,12 @@ def candidates(
     suspects = materials.suspects.get((name, is_evaluation), ())
     lines, num_loaded = tokenizer_lines(materials)
     for is_reduced in (True, False):
-        config = model_config(materials, is_small=is_reduced)
+        config = config_of(materials.names, materials.config, materials.defaults, "len(tokenizer)", is_small=is_reduced)
         for evidence in _kinds(name, measured):
             for way in _ways(materials, name, suspects):
                 for chosen in _choices(suspects, evidence.num_rows):
                     candidate = _candidate(materials, evidence, way, chosen, config, lines, num_loaded, is_evaluation)
-                    if candidate is not None and (is_reduced or is_small(candidate.program)):
+                    if candidate is not None and (is_reduced or candidate.program.is_small):
                         yield candidate
 
 
@@ -186,7 +179,7 @@ def _candidate(
     program = Program(
         names=materials.names,
         tokenizer_object=materials.tokenizer,
-        comment=_comment(evidence.sentence),
+        comment=comment_of(evidence.sentence),
         tokenizer=lines,
         model_type=materials.model_type,
         config=config,
@@ -208,14 +201,6 @@ def _candidate(
 
 def _is_new_token(name: str, value: str, num_loaded: int) -> bool:
     return name.endswith("_token_id") and value.isdigit() and int(value) >= num_loaded
-
-
-def _comment(sentence: str) -> tuple[str, ...]:
-    return (
-        f"# {versions()}",
-        f"# {sentence}",
-        "# Exit status: 1 if the fault shows, 0 if it does not.",
-    )
 
 
 def script_of(materials: Any, checks: Sequence[Check], name: str | None, target: str | None) -> str:

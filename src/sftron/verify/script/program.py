@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sftron.verify.script.source import Names, folded, needed
 
 _FRESH = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 _MOST_SECONDS = 600
+_MOST_PARAMETERS = 10_000_000
 
 
 FIXED = "fixed"
@@ -149,29 +151,34 @@ class Program:
     @property
     def text(self) -> str:
         measured, tokenizer = [*self.extra, *self.evidence(self)], () if self.of_user else self.tokenizer
-        setup = self.of_user or self._setup()
-        imports, definitions = needed(self.names, [*tokenizer, *setup, *measured])
-        blocks = (self.comment, imports, tokenizer, definitions, setup, measured)
-        return "\n\n".join("\n".join(map(_fold, block)) for block in blocks if block) + "\n"
+        return text_of(self.names, self.comment, tokenizer, self.of_user or self._setup(), measured)
 
     def _setup(self) -> list[str]:
         """Returns the lines that build the model, the rows and the trainer."""
         options = dict(self.options)
         if self.evaluation is not None:
             options = {"eval_dataset": self.dataset.format("eval_rows"), **options}
-        sizes = _arguments([repr(self.model_type)], self.config)
         setup = [
-            "torch.manual_seed(0)",
-            f"config = AutoConfig.for_model({sizes})",
-            f"model = AutoModelForCausalLM.from_config({_arguments(['config'], self.model_options)})",
+            *self._model(),
             *self.model_lines,
             *self.rows.lines(self.tokenizer_object),
             *(self.evaluation.lines(self.tokenizer_object) if self.evaluation is not None else ()),
-            f"arguments = {self.arguments_class}({_arguments([repr('/tmp/out')], self.arguments)})",
+            f"arguments = {called(self.arguments_class, [repr('/tmp/out')], self.arguments)}",
         ]
         given = {"train_dataset": self.dataset.format("rows"), "processing_class": "tokenizer", **options}
-        setup.append(f"trainer = {self.trainer}({_arguments(['model', 'arguments'], given)})")
+        setup.append(f"trainer = {called(self.trainer, ['model', 'arguments'], given)}")
         return [*setup, *self.after]
+
+    def _model(self) -> list[str]:
+        return [
+            "torch.manual_seed(0)",
+            f"config = {called('AutoConfig.for_model', [repr(self.model_type)], self.config)}",
+            f"model = {called('AutoModelForCausalLM.from_config', ['config'], self.model_options)}",
+        ]
+
+    @property
+    def is_small(self) -> bool:
+        return makes_small_model(self.names, self._model(), self.tokenizer_object)
 
     def without(self, part: str, dropped: Sequence[str]) -> Program:
         """Returns the program without some lines or arguments of a part."""
@@ -181,12 +188,42 @@ class Program:
         return replace(self, **{part: tuple(line for line in value if line not in dropped)})
 
 
+def text_of(names: Names, *blocks: Sequence[str]) -> str:
+    """Returns the text of a comment, and of the lines of a tokenizer, of a setup and of a measurement."""
+    comment, tokenizer, setup, measured = blocks
+    imports, definitions = needed(names, [*tokenizer, *setup, *measured])
+    blocks = (comment, imports, tokenizer, definitions, setup, measured)
+    return "\n\n".join("\n".join(map(_fold, block)) for block in blocks if block) + "\n"
+
+
 def _fold(lines: str) -> str:
     return lines if "\n" in lines else folded(lines)
 
 
-def _arguments(first: Sequence[str], given: Mapping[str, str]) -> str:
-    return ", ".join([*first, *(f"{name}={value}" for name, value in given.items())])
+def called(name: str, first: Sequence[str], given: Mapping[str, str]) -> str:
+    """Returns the call of a function with some arguments, and with those of a name."""
+    return f"{name}({', '.join([*first, *(f'{each}={value}' for each, value in given.items())])})"
+
+
+def comment_of(sentence: str) -> tuple[str, ...]:
+    found = []
+    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return f"# {', '.join(found)}", f"# {sentence}", "# Exit status: 1 if the fault shows, 0 if it does not."
+
+
+def makes_small_model(names: Names, lines: Sequence[str], tokenizer: Any = None) -> bool:
+    """Returns whether the `model` of these lines has few parameters besides its vocabulary, without making it."""
+    scope: dict[str, Any] = {"tokenizer": tokenizer}
+    try:
+        with quiet_and_restored(), torch.device("meta"):
+            exec(text_of(names, (), (), lines, ()), scope)
+    except Exception:  # of the model's own code
+        return False
+    vocabulary = len(scope["model"].get_input_embeddings().weight)
+    sizes = [each.numel() for each in scope["model"].parameters() if vocabulary not in each.shape]
+    return sum(sizes) < _MOST_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -216,11 +253,7 @@ def run_here(text: str) -> Outcome:
 
 @contextlib.contextmanager
 def quiet_and_restored() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    shared = [
-        (kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState, PartialState)
-    ]
+    shared = [(state, dict(state)) for state in _shared_states()]
     environment, states, level = (
         dict(os.environ),
         (random.getstate(), np.random.get_state()),
@@ -242,6 +275,14 @@ def quiet_and_restored() -> Iterator[None]:
             state.update(before)
 
 
+def _shared_states() -> list[dict[str, Any]]:
+    try:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+    except ImportError:  # only trainers need it
+        return []
+    return [kind._shared_state for kind in (AcceleratorState, GradientState, PartialState)]
+
+
 def run_fresh(text: str) -> Outcome:
     """Runs a program in a process of its own, in which sftron cannot be imported."""
     with tempfile.TemporaryDirectory(prefix="sftron-script-") as folder:
@@ -258,3 +299,10 @@ def run_fresh(text: str) -> Outcome:
     if has_raised:
         return Outcome(None, ended.stderr.strip().splitlines()[-1])
     return Outcome(ended.returncode, ended.stdout)
+
+
+def confirmed(text: str) -> str:
+    """Returns the text. Raises ValueError if the program does not show its fault in a process of its own."""
+    if not (outcome := run_fresh(text)).shows_fault:
+        raise ValueError(f"the program shows its fault in this process alone: {outcome.output}")
+    return text

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sftron.verify.script.evidence import Facts
@@ -36,7 +35,7 @@ _NOT_OF_THE_RUN = {
     "logging_strategy", "output_dir", "project", "report_to", "run_name", "save_strategy", "seed", "use_cpu",
 }  # fmt: skip
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token")
-_IMPORTS = {
+IMPORTS = {
     "AutoConfig": "from transformers import AutoConfig",
     "AutoModelForCausalLM": "from transformers import AutoModelForCausalLM",
     "AutoTokenizer": "from transformers import AutoTokenizer",
@@ -82,22 +81,13 @@ class Materials:
     other_loss: bool = False
 
 
-def versions() -> str:
-    found = []
-    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets"):
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found)
-
-
 def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
     """Collects the parts of a checked trainer. Raises NoSourceError if one that is needed has no source text.
 
     Args:
         rows: What each row of the table that a program may be asked for has measured, by its name.
     """
-    trainer, model, names = subject.trainer, subject.model.unwrapped, Names()
-    names.imports |= _IMPORTS
+    trainer, model, names = subject.trainer, subject.model.unwrapped, Names(IMPORTS)
     problems, config = list[str](), model.config
     arguments = dict(_sources(names, dataclass_changes(trainer.args), _NOT_OF_THE_RUN, list[str]()))
     fixed = {"use_cpu": "True"} | ({"bf16": "False"} if library_of(trainer) == "trl" else {})
@@ -108,8 +98,8 @@ def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
         tokenizer_name=_tokenizer_name(subject.training.tokenizer),
         tokenizer_state=_tokenizer_state(subject.training.tokenizer),
         model_type=config.model_type,
-        config=_settings(config.to_dict()),
-        defaults=_settings(type(config)().to_dict()),
+        config=settings_of(config),
+        defaults=settings_of(type(config)()),
         model_options={"attn_implementation": repr(config._attn_implementation)},
         num_embeddings=len(model.get_input_embeddings().weight),
         model_lines=tuple(_adapter_lines(trainer, names, options, problems)),
@@ -145,10 +135,11 @@ def _sources(
             problems.append(f"{name}: {error}")
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(config: Any) -> dict[str, Any]:
+    """Returns what a configuration says about the model's form."""
     return {
         name: value
-        for name, value in config.items()
+        for name, value in config.to_dict().items()
         if name.lstrip("_") not in _NOT_OF_THE_MODEL and not name.startswith("_")
     }
 
@@ -188,10 +179,11 @@ def tokenizer_lines(materials: Materials) -> tuple[tuple[str, ...], int]:
     return tuple(lines), len(loaded)
 
 
-def model_config(materials: Materials, *, is_small: bool) -> dict[str, str]:
-    """Returns the arguments of the configuration, with the vocabulary of the tokenizer."""
-    config, defaults = dict(materials.config), materials.defaults
-    found = {"vocab_size": "len(tokenizer)"}
+def config_of(
+    names: Names, config: Mapping[str, Any], defaults: Mapping[str, Any], vocabulary: str, *, is_small: bool
+) -> dict[str, str]:
+    """Returns the arguments of a configuration that are not the defaults of its class, and those of its sizes."""
+    found = {"vocab_size": vocabulary}
     for name, value in config.items():
         if is_small and name in SMALL and isinstance(value, int):
             found[name] = repr(min(value, SMALL[name]))
@@ -200,7 +192,7 @@ def model_config(materials: Materials, *, is_small: bool) -> dict[str, str]:
             found[name] = repr((kinds * 2)[:2])
         elif name in SMALL or value != defaults.get(name):
             with suppress(NoSourceError):
-                found[name] = materials.names.expression(value)
+                found[name] = names.expression(value)
     return found
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from sftron.verify.script.program import FIXED, Outcome, Program, Rows, quiet_and_restored, run_here
+from sftron.verify.script.program import FIXED, Outcome, Program, Rows, run_here
 from sftron.verify.script.rebuild import SMALL
 
 _MOST_TRIES, _MOST_SECONDS = 200, 240
-_MOST_PARAMETERS = 10_000_000
 _SMALL_NUMBERS = (1, 2, 8, 16, 32, 64, 128)
 _COUNTS = {"gradient_accumulation_steps": (2,), "per_device_train_batch_size": (1, 2), "max_length": (16, 32, 64, 128)}
 """Smaller values that are tried for an argument; a step that accumulates needs two micro-batches."""
@@ -62,7 +58,7 @@ def shrunk(
         kept: The arguments that the measurement needs.
     """
     for part in parts:
-        program = _without_parts(program, part, search, kept)
+        program = without_parts(program, part, search, kept)
     program = _with_small_numbers(program, search)
     for name in ("rows", "evaluation") if not keeps_texts else ():
         if getattr(program, name) is not None:
@@ -70,7 +66,7 @@ def shrunk(
     return program
 
 
-def _without_parts(program: Program, part: str, search: Search, kept: Sequence[str]) -> Program:
+def without_parts(program: Any, part: str, search: Search, kept: Sequence[str]) -> Any:
     """Returns the program without the arguments or lines of a part that it does not need."""
     names = list(getattr(program, part))
     if part == "tokenizer":
@@ -79,23 +75,10 @@ def _without_parts(program: Program, part: str, search: Search, kept: Sequence[s
 
     def still(left: Sequence[str]) -> bool:
         candidate = program.without(part, [each for each in names if each not in left])
-        return (part != "config" or is_small(candidate)) and search.shows(candidate)
+        return (part != "config" or candidate.is_small) and search.shows(candidate)
 
     left = fewest(names, still)
     return program.without(part, [each for each in names if each not in left])
-
-
-def is_small(program: Program) -> bool:
-    """Returns whether the model has few parameters besides its vocabulary, without making it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        sizes = {name: ast.literal_eval(value) for name, value in program.config.items() if name != "vocab_size"}
-        with quiet_and_restored(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(program.model_type, vocab_size=8, **sizes))
-    except Exception:  # of the model's own code
-        return False
-    return sum(each.numel() for each in model.parameters()) < _MOST_PARAMETERS
 
 
 def _with_small_numbers(program: Program, search: Search) -> Program:

@@ -34,8 +34,8 @@ class NoSourceError(ValueError):
 class Names:
     """The imports and the definitions of names, of which a program holds those that it uses."""
 
-    def __init__(self) -> None:
-        self.imports: dict[str, str] = {}
+    def __init__(self, imports: Mapping[str, str]) -> None:
+        self.imports = dict(imports)
         self.definitions: dict[str, str] = {}
         self._defined: dict[int, str] = {}
 
@@ -66,7 +66,7 @@ class Names:
             return f"partial({', '.join([*given, *self._options(value.keywords)])})"
         if isinstance(value, type) or inspect.isroutine(value):
             return self.name_of(value)
-        return self._call(value)
+        return self.call(value)
 
     def name_of(self, value: Any) -> str:
         """Returns the name of a class or function, with its import or its own source. Raises NoSourceError."""
@@ -81,8 +81,8 @@ class Names:
     def _options(self, given: Mapping[str, Any]) -> list[str]:
         return [f"{name}={self.expression(value)}" for name, value in given.items()]
 
-    def _call(self, value: Any) -> str:
-        """Returns a call of the value's class with what its attributes hold."""
+    def call(self, value: Any) -> str:
+        """Returns a call of the value's class with what its attributes hold. Raises NoSourceError."""
         kind = type(value)
         name, given = self.name_of(kind), {}
         for parameter in list(inspect.signature(kind).parameters.values()):
