@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from sftron.verify.script.program import FIXED, Outcome, Program, Rows, run_here
 from sftron.verify.script.rebuild import SMALL
@@ -14,6 +14,11 @@ _MOST_TRIES, _MOST_SECONDS = 200, 240
 _SMALL_NUMBERS = (1, 2, 8, 16, 32, 64, 128)
 _COUNTS = {"gradient_accumulation_steps": (2,), "per_device_train_batch_size": (1, 2), "max_length": (16, 32, 64, 128)}
 """Smaller values that are tried for an argument; a step that accumulates needs two micro-batches."""
+
+
+class HasText(Protocol):
+    @property
+    def text(self) -> str: ...
 
 
 @dataclass
@@ -26,7 +31,7 @@ class Search:
     _known: dict[str, bool] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 
-    def shows(self, program: Program) -> bool:
+    def shows(self, program: HasText) -> bool:
         """Returns whether a program shows its fault; no, if the tries are used up."""
         try:
             text = program.text
