@@ -103,7 +103,6 @@ def _places(program: Program, facts: Facts) -> dict[str, str]:
         "header": repr(facts.header),
         "last": "" if facts.num_answers is None else f"[-{facts.num_answers} :]",
         "loader": program.loader,
-        "logits": texts.LOGITS,
         "messages": source.format(f"{name}[0]"),
         "number": "1" if facts.is_text else number,
         "of": of,

@@ -11,7 +11,7 @@ from typing import Any
 from sftron.verify.report import Check
 from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import Program, comment_of, confirmed
-from sftron.verify.script.rebuild import Materials, config_of, tokenizer_lines
+from sftron.verify.script.rebuild import Materials, with_sizes
 from sftron.verify.script.seen import Suspect, rows_for
 from sftron.verify.script.shrink import Search, shrunk
 
@@ -61,24 +61,14 @@ def of_function(materials: Materials, check: Check, target: str, *, is_evaluatio
     path, _, function = target.rpartition(":")
     module, folder = Path(path).stem, str(Path(path).resolve().parent)
     data = "eval_dataset" if is_evaluation else "train_dataset"
-    nothing = replace(
-        materials,
-        tokenizer_state={},
-        is_trl=False,
-        options={},
-        arguments={},
-        after=(),
-        model_lines=(),
-        model_options={},
-    )
     for evidence in _kinds(check.name, check.measured):
         for chosen in _choices(materials.suspects.get((check.name, is_evaluation), ()), evidence.num_rows):
-            candidate = _candidate(nothing, evidence, "ids", chosen, {}, ("",), 0, is_evaluation)
+            candidate = _candidate(materials.program, materials, evidence, "ids", chosen, is_evaluation)
             numbers = [each.index for each in chosen]
             if candidate is None or None in numbers:
                 continue
             rows = f"[trainer.{data}[n] for n in {numbers}]"
-            rows = f"trainer.{data}.select({numbers})" if "from_list" in materials.dataset else rows
+            rows = f"trainer.{data}.select({numbers})" if "from_list" in materials.program.dataset else rows
             prefix = "eval_" if is_evaluation else ""
             lines = (
                 f"sys.path.insert(0, {folder!r})",
@@ -103,13 +93,12 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yields the programs that may show the fault of a row, those with a small model and few rows first."""
     suspects = materials.suspects.get((name, is_evaluation), ())
-    lines, num_loaded = tokenizer_lines(materials)
     for is_reduced in (True, False):
-        config = config_of(materials.names, materials.config, materials.defaults, "len(tokenizer)", is_small=is_reduced)
+        base = with_sizes(materials, is_small=is_reduced)
         for evidence in _kinds(name, measured):
             for way in _ways(materials, name, suspects):
                 for chosen in _choices(suspects, evidence.num_rows):
-                    candidate = _candidate(materials, evidence, way, chosen, config, lines, num_loaded, is_evaluation)
+                    candidate = _candidate(base, materials, evidence, way, chosen, is_evaluation)
                     if candidate is not None and (is_reduced or candidate.program.is_small):
                         yield candidate
 
@@ -136,14 +125,7 @@ def _choices(suspects: Sequence[Suspect], numbers: Sequence[int]) -> Iterator[Se
 
 
 def _candidate(
-    materials: Materials,
-    evidence: Evidence,
-    way: str,
-    chosen: Sequence[Suspect],
-    config: Mapping[str, str],
-    lines: tuple[str, ...],
-    num_loaded: int,
-    is_evaluation: bool,
+    base: Program, materials: Materials, evidence: Evidence, way: str, chosen: Sequence[Suspect], is_evaluation: bool
 ) -> Candidate | None:
     """Returns the program with these rows; None if it cannot be made, or if the evidence measures nothing in it."""
     completion_only, is_single = materials.completion_only, evidence.num_rows == (1,)
@@ -171,36 +153,16 @@ def _candidate(
         else:
             extra = (f"conversations = {[each['messages'] for each in contents if isinstance(each, Mapping)]!r}",)
             facts = replace(facts, has_conversations=True)
-    model_lines = materials.model_lines
-    if len(lines) > 1 and "add_tokens" in lines[1]:
-        known = {name: value for name, value in config.items() if not _is_new_token(name, value, num_loaded)}
-        config = {**known, "vocab_size": repr(num_loaded)}
-        model_lines = ("model.resize_token_embeddings(len(tokenizer))", *model_lines)
-    program = Program(
-        names=materials.names,
-        tokenizer_object=materials.tokenizer,
+    program = replace(
+        base,
         comment=comment_of(evidence.sentence),
-        tokenizer=lines,
-        model_type=materials.model_type,
-        config=config,
-        model_options=materials.model_options,
-        model_lines=model_lines,
         rows=training,
         evaluation=rows if is_evaluation else None,
-        dataset=materials.dataset,
-        arguments_class=materials.arguments_class,
-        arguments={**materials.arguments, **evidence.given},
-        trainer=materials.trainer,
-        options=materials.options,
-        after=materials.after,
+        arguments={**base.arguments, **evidence.given},
         extra=extra,
         evidence=partial(evidence.lines, facts=facts),
     )
     return Candidate(program, evidence, keeps_texts) if evidence.fits(program, facts) else None
-
-
-def _is_new_token(name: str, value: str, num_loaded: int) -> bool:
-    return name.endswith("_token_id") and value.isdigit() and int(value) >= num_loaded
 
 
 def script_of(materials: Any, checks: Sequence[Check], name: str | None, target: str | None) -> str:

@@ -4,6 +4,8 @@ A text ends with `sys.exit(True)` if the fault shows, and never shows one in a s
 shortened. The places that begin with $ are filled by evidence.py.
 """
 
+from string import Template
+
 # -- ids ---------------------------------------------------------------------------------------------------------------
 
 IDS_DIFFER = """
@@ -58,29 +60,31 @@ found = int(((labels != -100) & (labels != ids)).sum())
 print(f'{found} of {int((labels != -100).sum())} labels are another token than that at their place; wanted 0')
 sys.exit(found > 0)
 """
-ANSWERS = """
+_ANSWERS = """
 $batch
 $spans
 found = [tokenizer.decode(span).$strip for span in spans]
-header, stop = $header, $stop
-text = tokenizer.decode(batch['input_ids'][0])
-wanted = re.findall(re.escape(header) + '(.*?' + re.escape(stop) + ')', text, re.DOTALL)$last
-wanted = [each.$strip for each in wanted]
+$answers
 print(f'trained: {found}')
 print(f'wanted: {wanted}, which is what the model has to write')
 sys.exit($is_wrong)
 """
-TOO_MUCH = ANSWERS.replace("$is_wrong", "bool(wanted) and len(''.join(found)) > len(''.join(wanted))")
-TOO_LITTLE = ANSWERS.replace("$is_wrong", "any(each not in '…'.join(found) for each in wanted)")
-COMPLETION = """
-$batch
-$spans
-found = [tokenizer.decode(span).$strip for span in spans]
-wanted = [$rows[0]['completion'].removesuffix(tokenizer.eos_token).$strip + tokenizer.eos_token]
-print(f'trained: {found}')
-print(f'wanted: {wanted}, which is what the model has to write')
-sys.exit(found != wanted)
+_OF_TEMPLATE = """
+header, stop = $header, $stop
+text = tokenizer.decode(batch['input_ids'][0])
+wanted = re.findall(re.escape(header) + '(.*?' + re.escape(stop) + ')', text, re.DOTALL)$last
+wanted = [each.$strip for each in wanted]
 """
+TOO_MUCH = Template(_ANSWERS).safe_substitute(
+    answers=_OF_TEMPLATE, is_wrong="bool(wanted) and len(''.join(found)) > len(''.join(wanted))"
+)
+TOO_LITTLE = Template(_ANSWERS).safe_substitute(
+    answers=_OF_TEMPLATE, is_wrong="any(each not in '…'.join(found) for each in wanted)"
+)
+COMPLETION = Template(_ANSWERS).safe_substitute(
+    answers="wanted = [$rows[0]['completion'].removesuffix(tokenizer.eos_token).$strip + tokenizer.eos_token]",
+    is_wrong="found != wanted",
+)
 EVERYTHING = """
 $batch
 found = tokenizer.decode(batch['input_ids'][0, 1:][batch['labels'][0, 1:] == -100])
@@ -99,34 +103,26 @@ sys.exit(found < wanted)
 
 # -- isolation and positions -------------------------------------------------------------------------------------------
 
-IN_ONE_ROW = """
+_CHANGED = """
 $batch
-$border
-$logits
-ids = batch['input_ids'].clone()
-ids[0, :border] = (ids[0, :border] + 7) % len(tokenizer)
-found = float((logits(ids) - logits(batch['input_ids']))[0, border:].abs().max())
-print(f'other tokens in the first conversation change the logits of the second by {found:.3g}; wanted 0')
+ids, model = batch['input_ids'].clone(), trainer.model.eval()
+ids[$changed] = (ids[$changed] + 7) % len(tokenizer)
+with torch.no_grad():
+    before, after = (model(**{**batch, 'input_ids': each, 'labels': None}).logits for each in (batch['input_ids'], ids))
+found = float((after - before)[$others].abs().max())
+print(f'$words by {found:.3g}; wanted 0')
 sys.exit(found > 1e-4)
 """
-IN_OTHER_ROWS = """
-$batch
-$logits
-ids = batch['input_ids'].clone()
-ids[0] = (ids[0] + 7) % len(tokenizer)
-found = float((logits(ids) - logits(batch['input_ids']))[1:].abs().max())
-print(f'other tokens in the first row change the logits of the others by {found:.3g}; wanted 0')
-sys.exit(found > 1e-4)
-"""
-FUTURE = """
-$batch
-$logits
-ids = batch['input_ids'].clone()
-ids[0, -1] = (ids[0, -1] + 7) % len(tokenizer)
-found = float((logits(ids) - logits(batch['input_ids']))[0, :-1].abs().max())
-print(f'another last token changes the logits before it by {found:.3g}; wanted 0')
-sys.exit(found > 1e-4)
-"""
+IN_ONE_ROW = Template(_CHANGED).safe_substitute(
+    batch="$batch\n$border", changed="0, :border", others="0, border:",
+    words="other tokens in the first conversation change the logits of the second",
+)  # fmt: skip
+IN_OTHER_ROWS = Template(_CHANGED).safe_substitute(
+    changed="0", others="1:", words="other tokens in the first row change the logits of the others"
+)
+FUTURE = Template(_CHANGED).safe_substitute(
+    changed="0, -1", others="0, :-1", words="another last token changes the logits before it"
+)
 LABELS_CROSS = """
 $batch
 $border
@@ -261,22 +257,23 @@ sys.exit(0 < len(spans) < found)
 
 # -- what is trained and saved -----------------------------------------------------------------------------------------
 
-NOT_IN_OPTIMIZER = """
-trainer.create_optimizer()
-held = {id(each) for group in trainer.optimizer.param_groups for each in group['params']}
-trainable = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
-found = [name for name, each in trainable.items() if id(each) not in held]
-print(f'{len(found)} of {len(trainable)} trainable tensors are not in the optimizer: {found[:2]}; wanted 0')
+_TRAINABLE = """
+$held
+trainable = {name: each.data_ptr() for name, each in trainer.model.named_parameters() if each.requires_grad}
+found = [name for name, pointer in trainable.items() if pointer not in held]
+print(f'{len(found)} of {len(trainable)} trainable tensors are not $where: {found[:2]}; wanted 0')
 sys.exit(len(found) > 0)
 """
-NOT_SAVED = """
-saved = get_peft_model_state_dict(trainer.model, save_embedding_layers=False).values()
-pointers = {each.data_ptr() for each in saved}
-trainable = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
-found = [name for name, each in trainable.items() if each.data_ptr() not in pointers]
-print(f'{len(found)} of {len(trainable)} trainable tensors are not saved with the adapter; wanted 0')
-sys.exit(len(found) > 0)
-"""
+NOT_IN_OPTIMIZER = Template(_TRAINABLE).safe_substitute(
+    held="trainer.create_optimizer()\n"
+    "held = {each.data_ptr() for group in trainer.optimizer.param_groups for each in group['params']}",
+    where="in the optimizer",
+)
+NOT_SAVED = Template(_TRAINABLE).safe_substitute(
+    held="saved = get_peft_model_state_dict(trainer.model, save_embedding_layers=False).values()\n"
+    "held = {each.data_ptr() for each in saved}",
+    where="saved with the adapter",
+)
 UNTRAINED_TOKENS = """
 $batch
 layer = trainer.model.get_input_embeddings()
@@ -304,11 +301,6 @@ sys.exit(number > 0 and stop not in ends)
 
 # -- parts of them -----------------------------------------------------------------------------------------------------
 
-LOGITS = """
-def logits(ids):
-    with torch.no_grad():
-        return trainer.model.eval()(**{**batch, 'input_ids': ids, 'labels': None}).logits
-"""
 SPANS = """
 labels = batch['labels'][0].tolist()
 spans = [list(each) for has_label, each in groupby(labels, lambda label: label != -100) if has_label]

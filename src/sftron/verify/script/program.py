@@ -117,14 +117,9 @@ class Program:
 
     names: Names = field(repr=False, compare=False)
     tokenizer_object: Any = field(repr=False, compare=False)
-    comment: tuple[str, ...]
-    tokenizer: tuple[str, ...]
-    """The first line loads it."""
     model_type: str
-    config: Mapping[str, str]
     model_options: Mapping[str, str]
     model_lines: tuple[str, ...]
-    rows: Rows
     dataset: str
     """The expression of a data set, with {} for its rows."""
     arguments_class: str
@@ -132,7 +127,12 @@ class Program:
     trainer: str
     options: Mapping[str, str]
     after: tuple[str, ...]
-    evidence: Callable[[Program], list[str]] = field(compare=False)
+    comment: tuple[str, ...] = ()
+    tokenizer: tuple[str, ...] = ()
+    """The first line loads it."""
+    config: Mapping[str, str] = field(default_factory=dict)
+    rows: Rows = Rows(())
+    evidence: Callable[[Program], list[str]] = field(default=lambda _: [], compare=False)
     evaluation: Rows | None = None
     extra: tuple[str, ...] = ()
     """Lines before the evidence, such as given conversations."""

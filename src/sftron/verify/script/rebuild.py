@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sftron.verify.script.evidence import Facts
+from sftron.verify.script.program import Program, called
 from sftron.verify.script.seen import Suspect, all_rows, facts_of, suspects
 from sftron.verify.script.source import Names, NoSourceError, dataclass_changes
 from sftron.verify.trainer.remedies import library_of
@@ -52,23 +52,13 @@ IMPORTS = {
 class Materials:
     """What a program needs to build the trainer, as it was when it was checked."""
 
-    names: Names
-    tokenizer: Any
+    program: Program
+    """Without a tokenizer, a configuration, rows and a measurement."""
     tokenizer_name: str
     tokenizer_state: Mapping[str, Any]
-    model_type: str
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
     """The configuration of a new model of the type."""
-    model_options: Mapping[str, str]
-    num_embeddings: int
-    model_lines: tuple[str, ...]
-    dataset: str
-    arguments_class: str
-    arguments: Mapping[str, str]
-    trainer: str
-    options: Mapping[str, str]
-    after: tuple[str, ...]
     facts: Facts
     is_trl: bool
     is_packing: bool
@@ -87,21 +77,16 @@ def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
     Args:
         rows: What each row of the table that a program may be asked for has measured, by its name.
     """
-    trainer, model, names = subject.trainer, subject.model.unwrapped, Names(IMPORTS)
-    problems, config = list[str](), model.config
+    trainer, config, names = subject.trainer, subject.model.unwrapped.config, Names(IMPORTS)
+    problems = list[str]()
     arguments = dict(_sources(names, dataclass_changes(trainer.args), _NOT_OF_THE_RUN, list[str]()))
     fixed = {"use_cpu": "True"} | ({"bf16": "False"} if library_of(trainer) == "trl" else {})
     options = dict(_options(trainer, names, problems))
-    return Materials(
+    program = Program(
         names=names,
-        tokenizer=subject.training.tokenizer,
-        tokenizer_name=_tokenizer_name(subject.training.tokenizer),
-        tokenizer_state=_tokenizer_state(subject.training.tokenizer),
+        tokenizer_object=subject.training.tokenizer,
         model_type=config.model_type,
-        config=settings_of(config),
-        defaults=settings_of(type(config)()),
         model_options={"attn_implementation": repr(config._attn_implementation)},
-        num_embeddings=len(model.get_input_embeddings().weight),
         model_lines=tuple(_adapter_lines(trainer, names, options, problems)),
         dataset=_dataset(trainer, names),
         arguments_class=names.name_of(type(trainer.args)),
@@ -109,6 +94,13 @@ def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
         trainer=names.name_of(type(trainer)),
         options=options,
         after=("trainer.model_accepts_loss_kwargs = False",) if trainer.model_accepts_loss_kwargs is False else (),
+    )
+    return Materials(
+        program=program,
+        tokenizer_name=_tokenizer_name(subject.training.tokenizer),
+        tokenizer_state=_tokenizer_state(subject.training.tokenizer),
+        config=settings_of(config),
+        defaults=settings_of(type(config)()),
         facts=facts_of(subject),
         is_trl=library_of(trainer) == "trl",
         is_packing=bool(getattr(trainer.args, "packing", False)),
@@ -159,14 +151,15 @@ def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
     return state
 
 
-def tokenizer_lines(materials: Materials) -> tuple[tuple[str, ...], int]:
-    """Returns the lines that make the tokenizer, and the number of tokens that it has before any is added."""
+def with_sizes(materials: Materials, *, is_small: bool) -> Program:
+    """Returns the program with its tokenizer and the configuration of its model, as it is or small."""
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(materials.tokenizer_name, trust_remote_code=False)
     own, state = materials.tokenizer_state, _tokenizer_state(loaded)
     lines = [f"tokenizer = AutoTokenizer.from_pretrained({materials.tokenizer_name!r})"]
-    if new := [token for token in own["added"] if token not in state["added"]]:
+    new = [token for token in own["added"] if token not in state["added"]]
+    if new:
         lines.append(f"tokenizer.add_tokens({new!r}, special_tokens=True)")
     names = [name for name in (*_SPECIAL, "padding_side", "chat_template") if own[name] != state[name]]
     lines += [f"tokenizer.{name} = {own[name]!r}" for name in names]
@@ -176,7 +169,15 @@ def tokenizer_lines(materials: Materials) -> tuple[tuple[str, ...], int]:
         marks = [(name, each["ids"][0]) for name, each in processor["special_tokens"].items()]
         call = f"TemplateProcessing(single={' '.join(parts)!r}, special_tokens={marks!r})"
         lines.append(f"tokenizer.backend_tokenizer.post_processor = {call}")
-    return tuple(lines), len(loaded)
+    base = materials.program
+    config = config_of(base.names, materials.config, materials.defaults, "len(tokenizer)", is_small=is_small)
+    model_lines = base.model_lines
+    if new:  # the model is made without them, and is resized
+        added = {repr(n) for n in range(len(loaded), len(loaded) + len(new))}
+        config = {name: value for name, value in config.items() if not (name.endswith("_token_id") and value in added)}
+        config["vocab_size"] = repr(len(loaded))
+        model_lines = ("model.resize_token_embeddings(len(tokenizer))", *model_lines)
+    return replace(base, tokenizer=tuple(lines), config=config, model_lines=model_lines)
 
 
 def config_of(
@@ -201,16 +202,9 @@ def _adapter_lines(trainer: Any, names: Names, options: dict[str, str], problems
     if not hasattr(trainer.model, "peft_config"):
         return []
     config = trainer.model.peft_config["default"]
-    default = {each.name: getattr(type(config)(), each.name) for each in dataclasses.fields(config)}
     left_out = {"peft_type", "base_model_name_or_path", "auto_mapping", "revision", "inference_mode", "peft_version"}
-    changes = {
-        each.name: value
-        for each in dataclasses.fields(config)
-        if each.init and each.name not in left_out and (value := getattr(config, each.name)) != default[each.name]
-        if not dataclasses.is_dataclass(value)
-    }
-    given = ", ".join(f"{name}={source}" for name, source in _sources(names, changes, set(), problems))
-    call = f"{names.name_of(type(config))}({given})"
+    given = _sources(names, dataclass_changes(config), left_out, problems)
+    call = called(names.name_of(type(config)), [], dict(given))
     if library_of(trainer) == "trl":
         options["peft_config"] = call
         return []

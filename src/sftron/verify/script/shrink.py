@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from sftron.verify.script.program import FIXED, Outcome, Program, Rows, run_here
+from sftron.verify.script.program import FIXED, Program, Rows, run_here
 from sftron.verify.script.rebuild import SMALL
 
 _MOST_TRIES, _MOST_SECONDS = 200, 240
@@ -42,13 +42,10 @@ class Search:
             if len(self._known) >= self.most_tries or time.monotonic() - self._started > self.seconds:
                 return False
             outcome = run_here(text)
-            self._note(outcome)
             self._known[text] = outcome.shows_fault
+            if outcome.status is None:
+                self.errors.append(" ".join(outcome.output.split())[:300])
         return self._known[text]
-
-    def _note(self, outcome: Outcome) -> None:
-        if outcome.status is None:
-            self.errors.append(" ".join(outcome.output.split())[:300])
 
 
 def shrunk(

@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import io
-import re
 import symtable
 import sys
 import sysconfig
@@ -17,6 +16,7 @@ import textwrap
 import tokenize
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 WIDTH = 120
+OPENING, CLOSING = frozenset("([{"), frozenset(")]}")
 
 
 class NoSourceError(ValueError):
@@ -173,29 +174,24 @@ class _Bare(ast.NodeTransformer):
     """Removes docstrings and annotations, which a program does not need."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns, node.body = None, _without_docstring(node.body)
-        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
-            argument.annotation = None
-        for argument in filter(None, (node.args.vararg, node.args.kwarg)):
-            argument.annotation = None
-        return self.generic_visit(node)
+        node.returns = None
+        return self._without_docstring(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.body = _without_docstring(node.body)
-        for each in node.body:
-            if isinstance(each, ast.AnnAssign):
-                each.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
-        node.body = [each if isinstance(each, ast.AnnAssign) else self.visit(each) for each in node.body]
+        return self._without_docstring(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        return ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+        node.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
+        return node
 
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0]
-    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return (body[1:] or [ast.Pass()]) if is_docstring else body
+    def _without_docstring(self, node: Any) -> ast.AST:
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return self.generic_visit(node)
 
 
 def _parsed(value: Any) -> ast.Module:
@@ -234,51 +230,37 @@ def folded(line: str) -> str:
     if len(line) <= WIDTH or line.lstrip().startswith("#"):
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    breaks, depth = list[int](), 0
+    breaks, depth = [0], 0
     try:
         for token in tokenize.generate_tokens(io.StringIO(line.strip()).readline):
-            depth += (token.string in "([{") - (token.string in ")]}") if token.type == tokenize.OP else 0
-            if depth and token.type == tokenize.OP and token.string in ",([{":
+            depth += (token.string in OPENING) - (token.string in CLOSING) if token.type == tokenize.OP else 0
+            if depth and token.type == tokenize.OP and token.string in {",", *OPENING}:
                 breaks.append(token.end[1] + len(indent) - 4)
-    except (tokenize.TokenError, SyntaxError):  # the first line of a block
-        breaks = [found.end() for found in re.finditer(", ", line)]
-    lines, begin = list[str](), 0
-    while len(line) - begin + (len(indent) if begin else 0) > WIDTH:
-        room = WIDTH - (len(indent) if begin else 0)
-        fitting = [at for at in breaks if begin < at <= begin + room] or [at for at in breaks if at > begin][:1]
-        if not fitting or fitting[-1] >= len(line) - 2:
-            break
-        lines.append(line[begin : fitting[-1]].strip() if begin else line[: fitting[-1]].rstrip())
-        begin = fitting[-1]
-    lines.append(line[begin:].strip() if begin else line)
-    return ("\n" + indent).join(lines)
+    except tokenize.TokenError:  # a part of a longer string
+        return line
+    lines = [""]
+    for begin, end in pairwise([*breaks, len(line)]):
+        if len(lines[-1]) + len(line[begin:end].rstrip()) > WIDTH and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += line[begin:end].lstrip() if lines[-1] == indent else line[begin:end]
+    return "\n".join(each.rstrip() for each in lines)
 
 
 def needed(names: Names, body: Iterable[str]) -> tuple[list[str], list[str]]:
     """Returns the import lines and the definitions that the body needs, each in the order in which it may stand."""
-    wanted = used_names(ast.parse("\n".join(body)))
-    while True:
-        more = {each for name in wanted if name in names.definitions
-                for each in used_names(ast.parse(names.definitions[name]))}  # fmt: skip
-        if more <= wanted:
-            break
-        wanted |= more
-    imports, grouped = set[str](), dict[str, set[str]]()
-    for line in (names.imports[name] for name in wanted if name in names.imports):
-        if line.startswith("from "):
-            module, _, name = line.removeprefix("from ").partition(" import ")
-            grouped.setdefault(module, set()).add(name)
-        else:
-            imports.add(line)
-    lines = sorted(imports)
-    for module in sorted(grouped):
-        names_of_module = sorted(grouped[module])
-        while names_of_module:  # a line of imports is not broken, but there may be several
-            size = len(names_of_module)
-            while len(line := f"from {module} import {', '.join(names_of_module[:size])}") > WIDTH and size > 1:
-                size -= 1
-            lines.append(line)
-            names_of_module = names_of_module[size:]
+    wanted, texts = set[str](), ["\n".join(body)]
+    while texts:
+        new = used_names(ast.parse(texts.pop())) - wanted
+        wanted |= new
+        texts += [names.definitions[name] for name in new if name in names.definitions]
+    grouped: dict[str, list[str]] = {}
+    for line in sorted({names.imports[name] for name in wanted if name in names.imports}):
+        module, _, name = line.removeprefix("from ").rpartition("import ")
+        grouped.setdefault(module.strip(), []).append(name)
+    lines = []
+    for module, given in sorted(grouped.items()):
+        line = f"from {module} import {', '.join(given)}" if module else f"import {', '.join(given)}"
+        lines.append(line if len(line) <= WIDTH or not module else f"from {module} import ({', '.join(given)})")
     return lines, [text for name, text in names.definitions.items() if name in wanted]
 
 
