@@ -53,18 +53,18 @@ class Rows:
         """Returns the lines that define `rows`; for rows of ids also `documents`, the ids of each document."""
         if not self.is_ids:
             return [f"{self.prefix}rows = {list(self.rows)!r}"]
-        documents, rows = list[str](), list[str]()
+        documents, rows = list[list[int]](), list[str]()
         for row in self.rows:
             columns: dict[str, list[str]] = {name: [] for name in row[0] if name != FIXED}
             for document in row:
                 name = f"{self.prefix}documents[{len(documents)}]"
-                documents.append(_ids_source(document["input_ids"], tokenizer))
+                documents.append(list(document["input_ids"]))
                 for column, parts in columns.items():
                     parts.append(_runs(document[column], document["input_ids"], name))
             sources = {name: " + ".join(parts) for name, parts in columns.items()}
             rows.append(f"{{{', '.join(f'{name!r}: {source}' for name, source in sources.items())}}}")
         return [
-            f"{self.prefix}documents = [{', '.join(documents)}]",
+            f"{self.prefix}documents = {_ids_source(documents, tokenizer)}",
             f"{self.prefix}rows = [{', '.join(rows)}]",
         ]
 
@@ -89,11 +89,12 @@ class Rows:
         return (names or others or ["messages"])[0]
 
 
-def _ids_source(ids: Sequence[int], tokenizer: Any) -> str:
-    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if tokenizer.encode(text, add_special_tokens=False) == list(ids):
-        return f"tokenizer.encode({text!r}, add_special_tokens=False)"
-    return repr(list(ids))
+def _ids_source(documents: Sequence[list[int]], tokenizer: Any) -> str:
+    """Returns an expression for the ids of documents, which encodes their texts if these have the same ids."""
+    texts = [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in documents]
+    if [tokenizer.encode(text, add_special_tokens=False) for text in texts] == documents:
+        return f"[tokenizer.encode(text, add_special_tokens=False) for text in {texts!r}]"
+    return repr(documents)
 
 
 def _runs(values: Sequence[int], ids: Sequence[int], name: str) -> str:
@@ -254,11 +255,8 @@ def run_here(text: str) -> Outcome:
 @contextlib.contextmanager
 def quiet_and_restored() -> Iterator[None]:
     shared = [(state, dict(state)) for state in _shared_states()]
-    environment, states, level = (
-        dict(os.environ),
-        (random.getstate(), np.random.get_state()),
-        logging.root.manager.disable,
-    )
+    environment, level = dict(os.environ), logging.root.manager.disable
+    states = random.getstate(), np.random.get_state()
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng():
