@@ -80,7 +80,7 @@ def verify_trainer(
 def _materials(subject: TrainerSubject, checks: Sequence[Check]) -> Materials | str:
     """Returns the parts of the trainer for its scripts, or why there are none."""
     try:
-        return collect(subject, {check.name: check.measured for check in checks})
+        return collect(subject, [check.name for check in checks])
     except Exception as error:  # the report does not depend on it
         return f"the trainer cannot be written as a program: {type(error).__name__}: {error}"
 

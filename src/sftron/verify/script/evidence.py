@@ -39,8 +39,6 @@ class Facts:
     is_packed: bool = False
     is_adapter: bool = False
     pads_with_stop: bool = False
-    columns: tuple[str, ...] = ()
-    """The columns that the collator takes."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ def _places(program: Program, facts: Facts) -> dict[str, str]:
         "batch": f"batch = next(iter({program.loader}))",
         "beginning": repr(facts.beginning),
         "border": texts.BORDER_OF_POSITIONS if facts.has_positions else texts.BORDER_OF_DOCUMENTS,
-        "columns": repr(facts.columns),
         "documents": documents,
         "documents_line": documents_line,
         "each": each,

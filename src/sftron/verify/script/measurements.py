@@ -6,6 +6,11 @@ shortened. The places that begin with $ are filled by evidence.py.
 
 from string import Template
 
+
+def _with(text: str, **places: str) -> str:
+    return Template(text).safe_substitute(places)
+
+
 # -- ids ---------------------------------------------------------------------------------------------------------------
 
 IDS_DIFFER = """
@@ -75,13 +80,10 @@ text = tokenizer.decode(batch['input_ids'][0])
 wanted = re.findall(re.escape(header) + '(.*?' + re.escape(stop) + ')', text, re.DOTALL)$last
 wanted = [each.$strip for each in wanted]
 """
-TOO_MUCH = Template(_ANSWERS).safe_substitute(
-    answers=_OF_TEMPLATE, is_wrong="bool(wanted) and len(''.join(found)) > len(''.join(wanted))"
-)
-TOO_LITTLE = Template(_ANSWERS).safe_substitute(
-    answers=_OF_TEMPLATE, is_wrong="any(each not in '…'.join(found) for each in wanted)"
-)
-COMPLETION = Template(_ANSWERS).safe_substitute(
+TOO_MUCH = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="bool(wanted) and len(''.join(found)) > len(''.join(wanted))")
+TOO_LITTLE = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="any(each not in '…'.join(found) for each in wanted)")
+COMPLETION = _with(
+    _ANSWERS,
     answers="wanted = [$rows[0]['completion'].removesuffix(tokenizer.eos_token).$strip + tokenizer.eos_token]",
     is_wrong="found != wanted",
 )
@@ -113,16 +115,14 @@ found = float((after - before)[$others].abs().max())
 print(f'$words by {found:.3g}; wanted 0')
 sys.exit(found > 1e-4)
 """
-IN_ONE_ROW = Template(_CHANGED).safe_substitute(
+IN_ONE_ROW = _with(_CHANGED,
     batch="$batch\n$border", changed="0, :border", others="0, border:",
     words="other tokens in the first conversation change the logits of the second",
 )  # fmt: skip
-IN_OTHER_ROWS = Template(_CHANGED).safe_substitute(
-    changed="0", others="1:", words="other tokens in the first row change the logits of the others"
+IN_OTHER_ROWS = _with(
+    _CHANGED, changed="0", others="1:", words="other tokens in the first row change the logits of the others"
 )
-FUTURE = Template(_CHANGED).safe_substitute(
-    changed="0, -1", others="0, :-1", words="another last token changes the logits before it"
-)
+FUTURE = _with(_CHANGED, changed="0, -1", others="0, :-1", words="another last token changes the logits before it")
 LABELS_CROSS = """
 $batch
 $border
@@ -211,9 +211,10 @@ print(f'{others} tokens without a label are in the loss; wanted 0')
 sys.exit(missing + others > 0)
 """
 ONE_BY_ONE = """
-rows = [{name: row[name] for name in $columns} for row in trainer.train_dataset]
+loader = trainer.get_train_dataloader()
+rows = list(loader.dataset)
 def loss(rows):
-    batch = trainer.data_collator(rows)
+    batch = loader.collate_fn(rows)
     logits, labels = trainer.model.eval()(**{**batch, 'labels': None}).logits[:, :-1], batch['labels'][:, 1:]
     return float(cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum'))
 found, wanted = loss(rows), sum(loss([row]) for row in rows)
@@ -264,12 +265,14 @@ found = [name for name, pointer in trainable.items() if pointer not in held]
 print(f'{len(found)} of {len(trainable)} trainable tensors are not $where: {found[:2]}; wanted 0')
 sys.exit(len(found) > 0)
 """
-NOT_IN_OPTIMIZER = Template(_TRAINABLE).safe_substitute(
+NOT_IN_OPTIMIZER = _with(
+    _TRAINABLE,
     held="trainer.create_optimizer()\n"
     "held = {each.data_ptr() for group in trainer.optimizer.param_groups for each in group['params']}",
     where="in the optimizer",
 )
-NOT_SAVED = Template(_TRAINABLE).safe_substitute(
+NOT_SAVED = _with(
+    _TRAINABLE,
     held="saved = get_peft_model_state_dict(trainer.model, save_embedding_layers=False).values()\n"
     "held = {each.data_ptr() for each in saved}",
     where="saved with the adapter",

@@ -71,10 +71,6 @@ class PackedProgram:
         ]
         return text_of(self.names, comment_of(_SENTENCES[self.measurement]), (), self.setup, measured)
 
-    def without(self, part: str, dropped: Sequence[str]) -> PackedProgram:
-        value = getattr(self, part)
-        return replace(self, **{part: {name: each for name, each in value.items() if name not in dropped}})
-
     @property
     def is_small(self) -> bool:
         return makes_small_model(self.names, self.setup)

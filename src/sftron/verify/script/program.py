@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -180,13 +180,6 @@ class Program:
     @property
     def is_small(self) -> bool:
         return makes_small_model(self.names, self._model(), self.tokenizer_object)
-
-    def without(self, part: str, dropped: Sequence[str]) -> Program:
-        """Returns the program without some lines or arguments of a part."""
-        value = getattr(self, part)
-        if isinstance(value, Mapping):
-            return replace(self, **{part: {name: each for name, each in value.items() if name not in dropped}})
-        return replace(self, **{part: tuple(line for line in value if line not in dropped)})
 
 
 def text_of(names: Names, *blocks: Sequence[str]) -> str:

@@ -68,14 +68,13 @@ class Materials:
     training_rows: Sequence[Suspect]
     problems: list[str] = field(default_factory=list)
     """Parts that have no source text, and are left out."""
-    other_loss: bool = False
 
 
-def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
+def collect(subject: TrainerSubject, rows: Sequence[str]) -> Materials:
     """Collects the parts of a checked trainer. Raises NoSourceError if one that is needed has no source text.
 
     Args:
-        rows: What each row of the table that a program may be asked for has measured, by its name.
+        rows: The names of the table's rows that a program may be asked for.
     """
     trainer, config, names = subject.trainer, subject.model.unwrapped.config, Names(IMPORTS)
     problems = list[str]()
@@ -108,7 +107,6 @@ def collect(subject: TrainerSubject, rows: Mapping[str, str]) -> Materials:
         suspects={pair: each for name in rows for pair, each in suspects(subject, name)},
         training_rows=all_rows(subject.training),
         problems=problems,
-        other_loss="another loss" in rows.get("loss", ""),
     )
 
 
@@ -173,8 +171,8 @@ def with_sizes(materials: Materials, *, is_small: bool) -> Program:
     config = config_of(base.names, materials.config, materials.defaults, "len(tokenizer)", is_small=is_small)
     model_lines = base.model_lines
     if new:  # the model is made without them, and is resized
-        added = {repr(n) for n in range(len(loaded), len(loaded) + len(new))}
-        config = {name: value for name, value in config.items() if not (name.endswith("_token_id") and value in added)}
+        is_new = {name for name, value in config.items() if value.isdigit() and int(value) >= len(loaded)}
+        config = {name: value for name, value in config.items() if not (name.endswith("_token_id") and name in is_new)}
         config["vocab_size"] = repr(len(loaded))
         model_lines = ("model.resize_token_embeddings(len(tokenizer))", *model_lines)
     return replace(base, tokenizer=tuple(lines), config=config, model_lines=model_lines)

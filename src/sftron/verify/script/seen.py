@@ -48,8 +48,6 @@ def facts_of(subject: TrainerSubject) -> Facts:
     if stops:
         stop = tokenizer.decode([stops.most_common(1)[0][0]])
     contents = [each.truth.content for each in view.documents if each.truth is not None]
-    features = [each for each in batch.features if isinstance(each, Mapping)]
-    columns = [name for name, value in (features[0] if features else {}).items() if _is_of_numbers(value)]
     return Facts(
         header=header,
         stop=stop or tokenizer.eos_token or "",
@@ -64,7 +62,6 @@ def facts_of(subject: TrainerSubject) -> Facts:
         is_packed=any(len(documents) > 1 for *_, documents in view.documents_of_rows),
         is_adapter=hasattr(trainer.model, "peft_config"),
         pads_with_stop=tokenizer.pad_token == stop,
-        columns=tuple(name for name in columns if name in MADE_BY_TRL - {"seq_lengths"}),
     )
 
 

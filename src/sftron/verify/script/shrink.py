@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
 from typing import Any, Protocol
 
 from sftron.verify.script.program import FIXED, Program, Rows, run_here
@@ -75,12 +77,17 @@ def without_parts(program: Any, part: str, search: Search, kept: Sequence[str]) 
         names = names[1:]
     names = [each for each in names if each not in kept and not (part == "config" and each in {*SMALL, "vocab_size"})]
 
+    def without(left: Sequence[str]) -> Any:
+        value, dropped = getattr(program, part), set(names) - set(left)
+        if isinstance(value, Mapping):
+            return replace(program, **{part: {name: each for name, each in value.items() if name not in dropped}})
+        return replace(program, **{part: tuple(line for line in value if line not in dropped)})
+
     def still(left: Sequence[str]) -> bool:
-        candidate = program.without(part, [each for each in names if each not in left])
+        candidate = without(left)
         return (part != "config" or candidate.is_small) and search.shows(candidate)
 
-    left = fewest(names, still)
-    return program.without(part, [each for each in names if each not in left])
+    return without(fewest(names, still))
 
 
 def _with_small_numbers(program: Program, search: Search) -> Program:
@@ -192,31 +199,29 @@ def _is_asked(messages: Sequence[Mapping[str, Any]]) -> bool:
     return "assistant" in roles and "user" in roles[: roles.index("assistant")]
 
 
-def _texts(row: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Yields the places of a row's texts: a column, and the number of a message with the name of its text."""
-    for name, value in row.items():
-        if isinstance(value, str):
-            yield (name,)
-        elif isinstance(value, list):
-            for n, message in enumerate(value):
-                for key in ("content", "value"):
-                    if isinstance(message, Mapping) and isinstance(message.get(key), str):
-                        yield name, n, key
+def _texts(value: Any, *place: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the places of all texts in a row: the keys and the numbers that lead to each."""
+    if isinstance(value, str):
+        yield place
+    elif isinstance(value, (Mapping, list)):
+        for key in value if isinstance(value, Mapping) else range(len(value)):
+            yield from _texts(value[key], *place, key)
 
 
-def _with_fewer_words(row: Mapping[str, Any], place: tuple[Any, ...], still: Callable[[Any], bool]) -> Any:
-    name, *inner = place
-    text = row[name] if not inner else row[name][inner[0]][inner[1]]
+def _having(value: Any, place: Sequence[Any], text: str) -> Any:
+    """Returns the value with another text at this place."""
+    if not place:
+        return text
+    changed = dict(value) if isinstance(value, Mapping) else list(value)
+    changed[place[0]] = _having(value[place[0]], place[1:], text)
+    return changed
 
-    def having(words: Sequence[str]) -> dict[str, Any]:
-        changed: Any = " ".join(words)
-        if inner:
-            messages = list(row[name])
-            messages[inner[0]] = {**messages[inner[0]], inner[1]: changed}
-            changed = messages
-        return {**row, name: changed}
 
-    words = text.split(" ")
+def _with_fewer_words(row: Any, place: Sequence[Any], still: Callable[[Any], bool]) -> Any:
+    def having(words: Sequence[str]) -> Any:
+        return _having(row, place, " ".join(words))
+
+    words = reduce(getitem, place, row).split(" ")
     for short in (words[:1], words[:2]):
         if len(short) < len(words) and short[0] and still(having(short)):
             return having(short)
