@@ -5,6 +5,7 @@ A measurement may use `trainer`, `tokenizer`, `rows`, and for conversations and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from string import Template
@@ -90,6 +91,7 @@ def _places(program: Program, facts: Facts) -> dict[str, str]:
     is_padding = "batch['attention_mask'] == 0" if facts.has_mask else "batch['input_ids'] == tokenizer.pad_token_id"
     number = f"text.count({facts.header!r})" if facts.num_answers is None else str(facts.num_answers)
     return {
+        "answer": repr(f"{re.escape(facts.header)}(.*?{re.escape(facts.stop)})"),
         "batch": f"batch = next(iter({program.loader}))",
         "beginning": repr(facts.beginning),
         "border": texts.BORDER_OF_POSITIONS if facts.has_positions else texts.BORDER_OF_DOCUMENTS,
@@ -105,9 +107,9 @@ def _places(program: Program, facts: Facts) -> dict[str, str]:
         "of": of,
         "padding": is_padding,
         "rows": name,
-        "spans": texts.SPANS,
         "stop": repr(facts.stop),
         "strip": "strip()" if facts.is_marked_by_trl else "strip(' ').rstrip()",
+        "trained": texts.TRAINED,
         "twice": repr(facts.twice),
         "wanted": wanted,
     }

@@ -67,25 +67,24 @@ sys.exit(found > 0)
 """
 _ANSWERS = """
 $batch
-$spans
-found = [tokenizer.decode(span).$strip for span in spans]
+$trained
 $answers
-print(f'trained: {found}')
+print(f'trained: {trained}')
 print(f'wanted: {wanted}, which is what the model has to write')
 sys.exit($is_wrong)
 """
 _OF_TEMPLATE = """
-header, stop = $header, $stop
 text = tokenizer.decode(batch['input_ids'][0])
-wanted = re.findall(re.escape(header) + '(.*?' + re.escape(stop) + ')', text, re.DOTALL)$last
-wanted = [each.$strip for each in wanted]
+wanted = [each.$strip for each in re.findall($answer, text, re.DOTALL)$last]
 """
-TOO_MUCH = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="bool(wanted) and len(''.join(found)) > len(''.join(wanted))")
-TOO_LITTLE = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="any(each not in '…'.join(found) for each in wanted)")
+TOO_MUCH = _with(
+    _ANSWERS, answers=_OF_TEMPLATE, is_wrong="bool(wanted) and len(''.join(trained)) > len(''.join(wanted))"
+)
+TOO_LITTLE = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="any(each not in '…'.join(trained) for each in wanted)")
 COMPLETION = _with(
     _ANSWERS,
     answers="wanted = [$rows[0]['completion'].removesuffix(tokenizer.eos_token).$strip + tokenizer.eos_token]",
-    is_wrong="found != wanted",
+    is_wrong="trained != wanted",
 )
 EVERYTHING = """
 $batch
@@ -249,11 +248,11 @@ sys.exit(found > wanted)
 """
 LONE_ANSWERS = """
 $batch
-$spans
+$trained
 found = tokenizer.decode(batch['input_ids'][0]).count($header)
 print(f'{found} answers begin in the row, as a text spells control tokens')
-print(f'wanted {len(spans)}, which have labels')
-sys.exit(0 < len(spans) < found)
+print(f'wanted {len(trained)}, which have labels')
+sys.exit(0 < len(trained) < found)
 """
 
 # -- what is trained and saved -----------------------------------------------------------------------------------------
@@ -304,9 +303,9 @@ sys.exit(number > 0 and stop not in ends)
 
 # -- parts of them -----------------------------------------------------------------------------------------------------
 
-SPANS = """
-labels = batch['labels'][0].tolist()
-spans = [list(each) for has_label, each in groupby(labels, lambda label: label != -100) if has_label]
+TRAINED = """
+trained = groupby(batch['labels'][0].tolist(), lambda label: label != -100)
+trained = [tokenizer.decode(list(each)).$strip for has_label, each in trained if has_label]
 """
 BORDER_OF_POSITIONS = """
 starts = (batch['position_ids'][0] == 0).nonzero().flatten().tolist()
