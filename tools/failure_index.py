@@ -41,7 +41,7 @@ PAGE = ROOT / "docs" / "silent-failures.md"
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 SECONDS = 600
 """The most that one program may take."""
-SHARED = ("materials.py", "mutants.py", "cell.py")
+SHARED = ("materials.py", "capture.py", "mutants.py", "cell.py")
 
 # -- environments ------------------------------------------------------------------------------------------------------
 

@@ -7,30 +7,26 @@ from typing import Any
 
 from swift.pipelines import SwiftSft
 
-from tools.failures.capture import QWEN3, new_folder, trainer_of
+from tools.failures.capture import QWEN3, Pipeline, Rows, written
 from tools.failures.materials import (
     CALLED,
     CALLS,
     CHATS,
-    FORGED,
     SCRATCH,
     SMOLLM2,
     TOOL,
-    Configuration,
     Conversation,
     saved_model,
     with_thoughts,
 )
 
-Rows = list[Conversation]
 CHATML = SMOLLM2.replace("loop.first and messages[0]['role'] != 'system'", "false")
 """A template without a default system prompt, as ms-swift's own `chatml`."""
 
 
-def run(rows: Rows, chat_template: str = CHATML, **given: Any) -> None:
+def run(rows: Rows, chat_template: str, **given: Any) -> None:
     """Runs the pipeline on the rows."""
-    path = new_folder() / "rows.jsonl"
-    path.write_text("".join(json.dumps(as_row(each)) + "\n" for each in rows), encoding="utf-8")
+    path = written(map(as_row, rows))
     few = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "save_strategy": "no"}
     quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "fp16": False, "torch_dtype": "float32",
              "dataset_num_proc": 1, "dataloader_num_workers": 0, "gradient_checkpointing": False}  # fmt: skip
@@ -53,27 +49,12 @@ def as_row(messages: Conversation) -> dict[str, Any]:
     return {"tools": json.dumps([TOOL]), "messages": [*turns, messages[3]]}
 
 
-def sft(rows: Rows, *given: Any, **options: Any) -> Any:
-    return trainer_of(lambda: run(rows, *given, **options))
-
-
-def resumed(rows: Rows) -> Any:
-    """Returns a trainer that went on after two of three steps from a checkpoint."""
-    run(rows, max_steps=2, save_strategy="steps", save_steps=2)
-    trainer = sft(rows, max_steps=3)
-    trainer.train(resume_from_checkpoint=str(SCRATCH / "out" / "checkpoint-2"))
-    return trainer
-
-
-def of(option: str, chat_template: str = CHATML, rows: Rows = CHATS, roles: str = "assistant", **given: Any) -> Any:
-    """Returns a configuration with these settings beside the common ones."""
-    return Configuration(option, lambda own: sft(own, chat_template, **given), roles, given=True, rows=tuple(rows))
-
-
+LIBRARY = Pipeline(run, CHATML)
+of = LIBRARY.of
 SINGLE: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 TOOLS = {"template": "qwen3", "agent_template": "hermes"}
 
-CONFIGURATIONS = {
+CONFIGURATIONS = LIBRARY.common() | {
     "default": of("`template: chatml`, and on the tokenizer a template of the same form"),
     "named_template": of("`template: chatml`, and SmolLM2's template on the tokenizer", SMOLLM2),
     "jinja": of("`template_backend: jinja`", template_backend="jinja"),
@@ -82,10 +63,8 @@ CONFIGURATIONS = {
     "padding_free": of("`padding_free: true`", padding_free=True),
     "thoughts": of("`template: qwen3`, a thought in each answer", QWEN3, with_thoughts(CHATS), template="qwen3"),
     "tool_calls": of("`template: qwen3`, `agent_template: hermes`, a `tools` column", QWEN3, CALLS, **TOOLS),
-    "control_text": of("a user's text that spells control tokens", rows=[*CHATS, FORGED]),
     "truncation": of("`max_length: 256`, `truncation_strategy: right`", max_length=256, truncation_strategy="right"),
     "accumulation": of("`gradient_accumulation_steps: 4` of single rows", **SINGLE),
     "lora": of("`tuner_type: lora`", tuner_type="lora", target_modules="all-linear"),
-    "resume": Configuration("`resume_from_checkpoint` after two steps", resumed, given=True),
     "evaluation": of("`split_dataset_ratio: 0.2`", split_dataset_ratio=0.2),
 }
