@@ -118,6 +118,19 @@ _AXOLOTL = (
         ("axolotl-ai-cloud/axolotl#3088",),
     ),
     Fault(
+        "axolotl_faults empty_thought", "axolotl", ("tool_calls",), ("trained tokens",),
+        "The empty thought that Qwen 3's template writes in front of the last answer has no label. It is no fault if "
+        "the model is served with `enable_thinking=False`, whose prompt writes it.",
+        "None is known.",
+        ("axolotl-ai-cloud/axolotl#3088",),
+    ),
+    Fault(
+        "axolotl_faults whole_texts", "axolotl", ("whole_texts",), ("trained tokens",),
+        "Of the text of the template, only stop tokens have labels: `labels` are set from the first to the last "
+        "character of each message, found by its content, and headers are outside of all.",
+        "None is known.",
+    ),
+    Fault(
         "axolotl_faults truncation", "axolotl", ("truncation",), ("truncation", "ids", "stop tokens", "trained tokens"),
         "Answers end where the limit is, without a stop token. Documented.",
         "`sequence_len` above the longest conversation.",

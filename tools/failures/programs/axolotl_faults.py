@@ -7,6 +7,7 @@ control_text     a text that spells control tokens becomes a turn
 truncation       `excess_length_strategy: truncate` cuts within the answer
 dropped          conversations longer than `sequence_len` are dropped
 thoughts         `<think>`, with which the last answer begins in Qwen 3's format, has no label
+whole_texts      `train_on_inputs: true` trains no token that the template writes, but for the stop tokens
 empty_thought    the empty thought that Qwen 3's template writes in front of the last answer has no label
 """
 
@@ -63,7 +64,7 @@ def main() -> bool:
                 "fp16": False, "dataset_num_proc": 1, "attn_implementation": "sdpa",
                 "output_dir": str(folder / "out"), "val_set_size": 0}  # fmt: skip
     settings |= {"truncation": {"sequence_len": 64, "excess_length_strategy": "truncate"},
-                 "dropped": {"sequence_len": 64}}.get(fault, {})  # fmt: skip
+                 "dropped": {"sequence_len": 64}, "whole_texts": {"train_on_inputs": True}}.get(fault, {})  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     found = []
     with mock.patch.object(Trainer, "train", lambda trainer, *_, **__: found.append(trainer) or sys.exit()):
@@ -84,6 +85,7 @@ def main() -> bool:
              "truncation": "<|im_end|>" not in trained,
              "control_text": tokenizer.decode(ids).count("<|im_start|>") != 2,
              "thoughts": "Easy." in trained and "<think>" not in trained,
+             "whole_texts": "Count." in trained and "<|im_start|>" not in trained,
              "empty_thought": "one two" in trained and "<think>" not in trained,
              "dropped": len(trainer.train_dataset) < len(rows)}  # fmt: skip
     return bool(shows[fault])
