@@ -148,10 +148,10 @@ _EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe
     ("change", "message"),
     [
         ({"enable_moe_block": 1}, "enable_moe_block: 1 is neither true nor false"),
-        (_EXPERTS | {"num_experts": None}, "num_experts: None is not a whole number from 1"),
+        (_EXPERTS | {"num_experts": None}, "num_experts is missing or null, and experts need it"),
         (_EXPERTS | {"top_k_experts": 0}, "top_k_experts: 0 is not a whole number from 1"),
         (_EXPERTS | {"top_k_experts": 9}, "top_k_experts: 9 exceeds the 8 experts"),
-        (_EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size: None is not a whole number from 1"),
+        (_EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size is missing or null, and experts need it"),
         (_EXPERTS | {"model_type": "gemma4_unified_text"}, "enable_moe_block: True, implemented is False"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all', implemented are"),
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input: -1 is not a whole number"),

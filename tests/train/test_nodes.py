@@ -1,5 +1,6 @@
 """What nodes share, and what each rank reads of it."""
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -20,7 +21,7 @@ from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train import build_run
 from sftron.train.optimizer import make_adamw
-from sftron.train.ranks import Dimensions, end_ranks, start_ranks
+from sftron.train.ranks import Dimensions, RankError, end_ranks, start_ranks
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
@@ -193,6 +194,27 @@ def test_ranks_that_would_train_on_other_rows_are_refused(tmp_path: Path, model_
     assert [each.exit_code for each in ended] == [2, 2]
     assert "rank 1 has another configuration, data or model than rank 0" in ended[0].err
     assert "data.datasets.0: " in ended[0].err
+
+
+def look_in_a_full_folder(folder: Path) -> int:
+    def touch(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    ranks, Path.touch = start_ranks(), touch
+    try:
+        build_run.require_one_folder(folder, ranks)
+    except OSError as error:
+        return error.errno or 0
+    except RankError:
+        return 1
+    finally:
+        end_ranks()
+    return 0
+
+
+def test_a_full_disk_is_named_and_not_the_file_that_it_has_no_room_for(tmp_path: Path) -> None:
+    ended = launch(2, look_in_a_full_folder, tmp_path, folder=tmp_path)
+    assert [each.exit_code for each in ended] == [errno.ENOSPC, 1], ended[0].err
 
 
 def look_for_one_folder(folders: list[Path]) -> int:

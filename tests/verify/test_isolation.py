@@ -167,3 +167,16 @@ def test_the_model_is_left_as_it_was(pack: Pack, model_type: str) -> None:
     else:
         assert "gpt_oss does not keep" in problem_of(model, [pack])
     assert list(state()) == before
+
+
+def test_a_model_without_logits_is_told_so() -> None:
+    class Bare(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(96, 8))
+
+        def forward(self, input_ids: Any, **_: Any) -> torch.Tensor:
+            return self.table[input_ids]
+
+    with pytest.raises(ValueError, match=r"^Bare: its forward method returns a Tensor, which has no \.logits$"):
+        check_isolation(Bare(), [make_pack()])

@@ -118,6 +118,44 @@ def test_a_program_loads_the_folder_where_a_new_model_does_not_leak(
     assert run_alone(text, tmp_path)[0] == 1
 
 
+class Late(Mixing):
+    """Its positions are those of the row, and a document sees the one before from its fourth token on."""
+
+    def forward(self, input_ids: Any, position_ids: Any, **_: Any) -> Any:
+        own = self.table[input_ids] + torch.arange(input_ids.shape[1])[None, :, None]
+        return CausalLMOutput(logits=own + (position_ids >= 3)[..., None] * own.roll(4, 1))
+
+
+def test_the_fewest_documents_still_change_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where documents are also computed otherwise in a row than alone; the model requires positions."""
+    monkeypatch.setattr(RUN_FRESH, run_here)
+    text = error_of(Late(4)).script()
+    (documents,) = re.findall(r"^documents = (.*)$", text, re.MULTILINE)
+    first, second = (each.split(",") for each in documents.strip("[]").split("], ["))
+    assert (len(first), len(second)) == (1, 4)
+    assert run_here(text).status == 1
+
+
+class WithoutEmbeddings(Gated):
+    """Says nothing of its vocabulary, and its configuration cannot be made without an argument."""
+
+    class config_class(transformers.LlamaConfig):  # noqa: N801
+        def __init__(self, shift: int, **given: Any) -> None:
+            super().__init__(**given)
+            self.shift = shift
+
+    def get_input_embeddings(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_class_that_cannot_be_made_small_has_an_error_that_says_so() -> None:
+    config = WithoutEmbeddings.config_class(1, **model_of("llama").config.to_dict())
+    model = WithoutEmbeddings(config)
+    nn.init.ones_(model.gate)
+    with pytest.raises(ValueError, match="no program of the model's class shows it"):
+        error_of(model).script()
+
+
 def script_of(model: nn.Module) -> str:
     """Returns the program of a model, as if its documents were found to change each other."""
     batch = FlattenPacks()([make_pack()])

@@ -24,8 +24,8 @@ for all. `python tools/failure_index.py` makes an environment for each release (
 has changed, and writes this page from `tools/failures/results.json`, which has what each row measured.
 
 A row is **FAIL** if a program without sftron shows the fault in the same environment; it is "open" until there is one.
-Some of it is documented, and meant: the page says what a run does that wants a loss over whole answers, each
-conversation by itself, ended and served as it was trained. A library's remedy is in the last column.
+Some of it is documented, and meant. The page assumes that you want a loss over whole answers, each conversation by
+itself, ended and served as it was trained. A library's remedy is in the last column.
 """
 
 

@@ -188,7 +188,8 @@ def wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
         return [*problems, f"max_window_layers: {first!r} is not a whole number"]
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            problem = f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}"
+            number = f"{len(layer_types)} entries" if isinstance(layer_types, list) else repr(layer_types)
+            problem = f"layer_types: {number}, wanted is a list with one for each of num_hidden_layers: {num_layers}"
             return [*problems, problem]
         known = (FULL, SLIDING, *family.layer_of)
         if other := [name for name in layer_types if name not in known]:

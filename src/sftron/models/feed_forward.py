@@ -154,7 +154,7 @@ class MLPBesideExperts(LlamaMLP):
         self.post_feedforward_layernorm_1 = make_norm(config, size)
         self.pre_feedforward_layernorm_2 = make_norm(config, size)
         self.post_feedforward_layernorm_2 = make_norm(config, size)
-        # All others have their own.
+        # The layers of MLP and router have an attribute of this name themselves.
         self.weights_per_token = 3 * size * mixture.intermediate_size * mixture.num_selected
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:

@@ -86,7 +86,9 @@ def read_mixture(
     sizes |= {key: values[key] for key in ("n_group", "topk_group", "n_shared_experts") if key in values}
     sizes = ({} if is_empty else sizes) | ({} if shared is None else {size_of_shared: shared})
     problems = [
-        f"{key}: {size!r} is not a whole number from 1 to {2**20}"
+        f"{key} is missing or null, and experts need it"
+        if size is None
+        else f"{key}: {size!r} is not a whole number from 1 to {2**20}"
         for key, size in sizes.items()
         if type(size) is not int or not 0 < size <= 2**20
     ]

@@ -151,4 +151,4 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
         ranks.all_or_raise(look)
     finally:
         if ranks.is_main:
-            seen.unlink()
+            seen.unlink(missing_ok=True)  # it could not be made on a full disk

@@ -27,7 +27,7 @@ class IsolationError(ValueError):
         self._make_script = make_script
 
     def script(self) -> str:
-        """Returns a program without sftron that shows the leak: documents in one row, and each one alone.
+        """Returns a program without sftron that shows the leak: documents in one row, before and after others change.
 
         It builds the smallest model of the class, or loads the model's folder if that is needed, and has the fewest and
         the shortest documents that were found. It exits with 1 if the leak shows, and with 0 if it does not.

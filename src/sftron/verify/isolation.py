@@ -11,9 +11,10 @@ reports that it lacks isolation; docs/isolation.md has a table of model types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -78,7 +79,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
             lambda changed: _logits(model, inputs | {"input_ids": changed}),
             ids,
             [(0, document) for document in documents],
-            lambda longest: rounding_of(model, lambda each: _logits(model, {"input_ids": each}), longest),
+            lambda longest: rounding_of(model, partial(_logits_of_rows, model, keys=inputs.keys()), longest),
         )
 
 
@@ -174,7 +175,16 @@ def rounding_of(model: nn.Module, outputs: Callable[[Tensor], Tensor], ids: Tens
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     torch.manual_seed(0)  # the same dropout in both passes
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model's own buffers are unchanged
-    return torch.func.functional_call(model, buffers, kwargs=dict(inputs)).logits
+    outputs = torch.func.functional_call(model, buffers, kwargs=dict(inputs))
+    if not hasattr(outputs, "logits"):
+        raise NotMeasuredError(f"its forward method returns a {type(outputs).__name__}, which has no .logits")
+    return outputs.logits
+
+
+def _logits_of_rows(model: nn.Module, ids: Tensor, keys: Collection[str]) -> Tensor:
+    """Returns the logits of whole rows, with positions if `keys` of a batch has them, as the model may require them."""
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return _logits(model, {"input_ids": ids} | ({"position_ids": positions} if "position_ids" in keys else {}))
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:

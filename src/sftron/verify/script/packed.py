@@ -1,4 +1,4 @@
-"""The program for a model that does not keep packed documents apart: documents in one row, and each one alone."""
+"""The program for a model that does not keep packed documents apart: documents in one row, beside other tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from sftron.verify.script.program import called, comment_of, confirmed, makes_small_model, text_of
-from sftron.verify.script.rebuild import IMPORTS, config_of, settings_of
+from sftron.verify.script.rebuild import IMPORTS, config_of, defaults_of, settings_of
 from sftron.verify.script.shrink import Search, fewest, without_parts
 from sftron.verify.script.source import Names, NoSourceError
 
@@ -25,10 +25,11 @@ at, most = (found - wanted).abs().argmax(), float(wanted.abs().max())
 found, wanted = float(found.flatten()[at]), float(wanted.flatten()[at])"""
 _NEIGHBORS = f"""
 is_wrong = False
-for n, (document, found) in enumerate(zip(documents, logits(documents))):
-    wanted = logits([document])[0]
+for n, found in enumerate(logits(documents)):
+    others = [each if m == n else [abs(id - 1) for id in each] for m, each in enumerate(documents)]
+    wanted = logits(others)[n]
     {_BOTH.replace(chr(10), chr(10) + "    ")}
-    print(f'document {{n}}: a logit is {{found:.5g}} beside the others; wanted {{wanted:.5g}}, as alone')
+    print(f'document {{n}}: a logit is {{found:.5g}}; wanted {{wanted:.5g}}, as beside documents of other tokens')
     is_wrong |= abs(found - wanted) > 1e-4 * most
 sys.exit(is_wrong)"""
 _FUTURE = f"""
@@ -38,7 +39,7 @@ found, wanted = found[:-1], wanted[:-1]
 print(f'a logit in front of another last token is {{found:.5g}}; wanted {{wanted:.5g}}, as before it changed')
 sys.exit(abs(found - wanted) > 1e-4 * most)"""
 _SENTENCES = {
-    _NEIGHBORS: "A document is computed otherwise in a packed row than alone.",
+    _NEIGHBORS: "The logits of a document change with the tokens of another document in its row.",
     _FUTURE: "A token is predicted from those after it.",
 }
 
@@ -109,7 +110,7 @@ def _candidates(start: PackedProgram, model: Any, errors: list[str]) -> Iterator
         if hasattr(config, "use_cache"):
             options["use_cache"] = repr(config.use_cache)
         made = replace(start, model=f"{name}(config)", config_class=names.name_of(type(config)))
-        own, defaults = settings_of(config), settings_of(type(config)())
+        own, defaults = settings_of(config), defaults_of(config)
         for is_reduced in (True, False):
             sizes = config_of(names, own, defaults, repr(config.vocab_size), is_small=is_reduced)
             program = replace(made, config={**sizes, **options})

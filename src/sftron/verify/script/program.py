@@ -213,9 +213,9 @@ def makes_small_model(names: Names, lines: Sequence[str], tokenizer: Any = None)
     try:
         with quiet_and_restored(), torch.device("meta"):
             exec(text_of(names, (), (), lines, ()), scope)
+            vocabulary = len(scope["model"].get_input_embeddings().weight)
     except Exception:  # of the model's own code
         return False
-    vocabulary = len(scope["model"].get_input_embeddings().weight)
     sizes = [each.numel() for each in scope["model"].parameters() if vocabulary not in each.shape]
     return sum(sizes) < _MOST_PARAMETERS
 

@@ -99,7 +99,7 @@ def collect(subject: TrainerSubject, rows: Sequence[str]) -> Materials:
         tokenizer_name=_tokenizer_name(subject.training.tokenizer),
         tokenizer_state=_tokenizer_state(subject.training.tokenizer),
         config=settings_of(config),
-        defaults=settings_of(type(config)()),
+        defaults=defaults_of(config),
         facts=facts_of(subject),
         is_trl=library_of(trainer) == "trl",
         is_packing=bool(getattr(trainer.args, "packing", False)),
@@ -132,6 +132,14 @@ def settings_of(config: Any) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name.lstrip("_") not in _NOT_OF_THE_MODEL and not name.startswith("_")
     }
+
+
+def defaults_of(config: Any) -> dict[str, Any]:
+    """Returns the settings of a configuration of the same class that is given none; {} if the class needs some."""
+    try:
+        return settings_of(type(config)())
+    except Exception:  # of the user's own class
+        return {}
 
 
 def _tokenizer_name(tokenizer: Any) -> str:
