@@ -504,7 +504,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias: True, implemented is False"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0 is not a positive"),
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False, implemented is True"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "wanted is a list with one for each of num_hidden"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "wanted is a list with one for each of num"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
         ({"model_type": "granitemoehybrid"}, "layer_types: 'mamba', implemented are full_attention"),
         ({"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]}, "layer_types: 'mamba'"),
