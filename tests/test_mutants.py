@@ -9,8 +9,9 @@ LazyModule("cosmic_ray")
 
 
 def test_a_seed_draws_the_same_mutants_of_different_places() -> None:
-    few, many = mutants.drawn(20, seed=3), mutants.drawn(40, seed=3)
-    assert many[:20] == few != mutants.drawn(20, seed=4)
+    places = mutants.all_places()
+    few, many = mutants.drawn(places, 20, seed=3), mutants.drawn(places, 40, seed=3)
+    assert many[:20] == few != mutants.drawn(places, 20, seed=4)
     assert len({(each.path, each.line, each.column) for each in many}) == 40
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Change the code in which the laws stand, one place at a time, and see whether a test of a law fails:
-`python tools/mutants.py [--number 100] [--seed 0] [--workers 2] [--folder build/mutants]`.
+`python tools/mutants.py [--number 100] [--seed 0] [--workers 2] [--folder build/mutants] [--again TEST ...]`.
 
 A mutant is one change that cosmic-ray makes to one line: another operator, another number, a condition turned round, a
 loop that never runs. The mutants are drawn by the seed from all of them. For each, the tests run that execute its line,
@@ -10,7 +10,8 @@ all survives, and so does one whose line none of them executes.
     coverage of the tests of the laws  ->  the tests of each line  ->  the drawn mutants  ->  results.jsonl
 
 Needs the repository, coverage and cosmic-ray. The coverage takes as long as the tests, and is made again only if src or
-tests have changed; a mutant costs seconds. What is in results.jsonl is not run again.
+tests have changed; a mutant costs seconds. What is in results.jsonl is not run again, but with `--again` those that
+survived are, with the given tests alone.
 """
 
 import argparse
@@ -163,12 +164,16 @@ class Coverage:
 
     tests: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
+    given: Sequence[str] = ()
+    """Tests that stand for those of each line."""
 
     def chosen(self, mutant: Mutant) -> list[str]:
         """Returns the tests of the mutant's lines, the shortest of each test file first, up to a minute together.
 
         Lines that run at import have none of their own: the tests of the whole file stand for them.
         """
+        if self.given:
+            return list(self.given)
         lines = self.tests.get(mutant.path, {})
         found = {test for line in range(mutant.line, mutant.last_line + 1) for test in lines.get(line, ())}
         if not found and mutant.line in lines:
@@ -318,7 +323,7 @@ def run_mutants(mutants: Sequence[Mutant], coverage: Coverage, folder: Path, res
         while tests:
             original = (ROOT / mutant.path).read_text(encoding="utf-8")
             (copy / mutant.path).write_text(changed(mutant), encoding="utf-8")
-            seconds = sum(map(coverage.seconds.__getitem__, tests))
+            seconds = sum(coverage.seconds.get(test, _MOST_SECONDS) for test in tests)
             outcome, by = run_in_fork(copy, tests, max(_LEAST_TIMEOUT, 5 * seconds))
             (copy / mutant.path).write_text(original, encoding="utf-8")
             # A test that also fails without the change kills nothing.
@@ -345,16 +350,22 @@ def difference(mutant: Mutant) -> list[str]:
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
-def drawn(number: int, seed: int) -> list[Mutant]:
-    """Returns mutants of all files, drawn by the seed, each of another place; a larger number adds to a smaller one.
+Places = dict[tuple[str, int, int], list[Mutant]]
+"""The mutants of each place: (path, line, column)."""
 
-    Places are drawn and then one mutant of each, as a `+` has a dozen and a condition has two.
-    """
+
+def all_places() -> Places:
     places = defaultdict[tuple[str, int, int], list[Mutant]](list)
     for mutant in (mutant for path in paths_of_laws() for mutant in mutants_of(path)):
         places[mutant.path, mutant.line, mutant.column].append(mutant)
-    num_mutants = sum(map(len, places.values()))
-    show(f"{num_mutants:,} mutants of {len(places):,} places in {len(paths_of_laws())} files; seed {seed}")
+    return places
+
+
+def drawn(places: Places, number: int, seed: int) -> list[Mutant]:
+    """Returns mutants drawn by the seed, each of another place; a larger number adds to a smaller one.
+
+    Places are drawn and then one mutant of each, as a `+` has a dozen and a condition has two.
+    """
     draw = random.Random(seed)
     chosen = draw.sample(sorted(places), len(places))
     return [draw.choice(places[place]) for place in chosen][:number]
@@ -373,12 +384,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/mutants", metavar="DIR")
+    parser.add_argument("--again", nargs="+", metavar="TEST", help="run what survived again, with these tests alone")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    coverage = measure_coverage(options.folder, options.workers)
-    mutants, path = drawn(options.number, options.seed), options.folder / "results.jsonl"
-    known = read_results(path)
-    missing = [mutant for mutant in mutants if mutant.name not in known]
+    places, path = all_places(), options.folder / "results.jsonl"
+    mutants, known = drawn(places, options.number, options.seed), read_results(path)
+    counts = {"seed": options.seed, "number": len(mutants), "places": len(places), "files": len(paths_of_laws())}
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    counts |= {"mutants": sum(map(len, places.values())), "commit": head.stdout.strip()}
+    (options.folder / "drawn.json").write_text(json.dumps(counts), encoding="utf-8")
+    show("{mutants:,} mutants of {places:,} places in {files} files; seed {seed}".format(**counts))
+    if options.again:
+        missing = [each for each in mutants if known.get(each.name, {"outcome": "killed"})["outcome"] != "killed"]
+        coverage = Coverage({}, {}, options.again)
+    else:
+        missing = [each for each in mutants if each.name not in known]
+        coverage = measure_coverage(options.folder, options.workers)
     preload()
     workers = []
     for number in range(options.workers):
