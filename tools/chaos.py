@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         print(f"VIOLATED  {violation}")
     print(f"{options.kills} kills, {options.hops} hops: {len(chaos.violations) or 'nothing'} violated")
     if options.json:
-        found = {"table": chaos.table, "violations": chaos.violations}
+        found = {"kills": options.kills, "hops": options.hops, "table": chaos.table, "violations": chaos.violations}
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 1 if chaos.violations else 0
 

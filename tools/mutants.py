@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Change the code in which the laws stand, one place at a time, and see whether a test of a law fails:
-`python tools/mutants.py [--number 100] [--seed 0] [--workers 2] [--folder build/mutants] [--again TEST ...]`.
+`python tools/mutants.py [--number 100] [--seed 0] [--workers 2] [--seconds 60] [--again [TEST ...]]`.
 
 A mutant is one change that cosmic-ray makes to one line: another operator, another number, a condition turned round, a
 loop that never runs. The mutants are drawn by the seed from all of them. For each, the tests run that execute its line,
@@ -11,13 +11,15 @@ all survives, and so does one whose line none of them executes.
 
 Needs the repository, coverage and cosmic-ray. The coverage takes as long as the tests, and is made again only if src or
 tests have changed; a mutant costs seconds. What is in results.jsonl is not run again, but with `--again` those that
-survived are, with the given tests alone.
+survived are, with the given tests alone if there are some, or for more seconds.
 """
 
 import argparse
 import ast
 import difflib
+import gc
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -28,11 +30,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from sftron.errors import exit_with, show
@@ -46,8 +50,10 @@ SOURCES = (
 )
 """The files of src/sftron in which the laws stand."""
 
-_MOST_SECONDS, _LEAST_TIMEOUT, _CONTROL_TIMEOUT = 60.0, 60.0, 300.0
-"""Of the tests of one mutant; the least time after which a mutant that hangs is ended, and a test without a change."""
+_LEAST_TIMEOUT, _CONTROL_TIMEOUT = 60.0, 300.0
+"""The least time after which a mutant that hangs is ended, and a test without a change."""
+_OPTIONS = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Of pytest, in a process that has imported its plugins before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +170,13 @@ class Coverage:
 
     tests: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
+    most_seconds: float = 60.0
+    """Of the tests of one mutant."""
     given: Sequence[str] = ()
     """Tests that stand for those of each line."""
 
     def chosen(self, mutant: Mutant) -> list[str]:
-        """Returns the tests of the mutant's lines, the shortest of each test file first, up to a minute together.
+        """Returns the tests of the mutant's lines, the shortest of each test file first, up to `most_seconds` together.
 
         Lines that run at import have none of their own: the tests of the whole file stand for them.
         """
@@ -186,7 +194,7 @@ class Coverage:
         )
         chosen, total = list[str](), 0.0
         for _, seconds, test in turns:
-            if chosen and total + seconds > _MOST_SECONDS:
+            if chosen and total + seconds > self.most_seconds:
                 break
             chosen.append(test)
             total += seconds
@@ -251,6 +259,8 @@ def preload() -> None:
     sftron itself is imported by the mutant's process, from its own copy.
     """
     os.environ |= {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # The tests use one thread then. A pool of threads does not survive a fork.
+    os.environ["PYTEST_XDIST_WORKER"] = "mutants"
     import datasets  # noqa: F401
     import peft  # noqa: F401
     import pydantic  # noqa: F401
@@ -264,13 +274,93 @@ def preload() -> None:
         del sys.modules[name]
 
 
-def run_in_fork(folder: Path, tests: list[str], timeout: float) -> tuple[str, str]:
-    """Runs tests in a copy until one fails; returns "killed" or "survived", and what killed it."""
+Codes = dict[tuple[str, int], CodeType]
+"""Code objects by their qualified name and first line."""
+
+
+def codes_of(source: str, path: Path) -> tuple[Codes, list[object]]:
+    """Returns the code of all functions of a module, and what the bodies of the module and of its classes execute."""
+    functions, bodies = Codes(), list[object]()
+
+    def read(code: CodeType) -> None:
+        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+        if code.co_flags & inspect.CO_OPTIMIZED:
+            functions[code.co_qualname, code.co_firstlineno] = code
+        else:
+            values = [(type(each), each) for each in code.co_consts if not isinstance(each, CodeType)]
+            bodies.append((code.co_qualname, code.co_code, code.co_names, values))
+        for each in inner:
+            read(each)
+
+    read(compile(source, path, "exec"))
+    return functions, bodies
+
+
+def codes_to_replace(mutant: Mutant, copy: Path) -> Codes | None:
+    """Returns the code of the functions that a mutant changes; None if it changes what is executed at import."""
+    path = copy / mutant.path
+    functions, bodies = codes_of((ROOT / mutant.path).read_text(encoding="utf-8"), path)
+    new_functions, new_bodies = codes_of(changed(mutant), path)
+    if bodies != new_bodies or functions.keys() != new_functions.keys():
+        return None
+    return {key: code for key, code in new_functions.items() if code != functions[key]}
+
+
+def functions_of(copy: Path) -> list[FunctionType]:
+    """Returns all functions of this process whose source is in the copy, wherever they are held."""
+    functions = (each for each in gc.get_objects() if isinstance(each, FunctionType))
+    return [each for each in functions if each.__code__.co_filename.startswith(f"{copy / 'src'}")]
+
+
+def with_new_code(functions: Iterable[FunctionType], codes: Codes) -> dict[FunctionType, CodeType]:
+    """Returns the functions that a mutant changes, each with its new code."""
+    (path,) = {code.co_filename for code in codes.values()}
+    of_file = (each for each in functions if each.__code__.co_filename == path)
+    keys = {each: (each.__code__.co_qualname, each.__code__.co_firstlineno) for each in of_file}
+    return {each: codes[key] for each, key in keys.items() if key in codes}
+
+
+def replace_codes(new: dict[FunctionType, CodeType]) -> None:
+    for function, code in new.items():
+        function.__code__ = code
+
+
+def import_all(copy: Path, tests: Iterable[str]) -> None:
+    """Imports sftron and tests from a copy, so that forks of this process need not."""
+    _enter(copy)
+    import pytest
+
+    output = os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(1)
+    os.dup2(output, 1)
+    status = pytest.main(["--collect-only", *_OPTIONS, *sorted(tests)])
+    os.dup2(kept, 1)
+    assert status == pytest.ExitCode.OK, f"the tests of the laws cannot be collected: {status}"
+
+
+def _enter(copy: Path) -> None:
+    os.chdir(copy)
+    sys.path.insert(0, str(copy / "src"))
+    os.environ |= {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+    sys.dont_write_bytecode = True
+
+
+def run_in_fork(
+    folder: Path, tests: list[str], timeout: float, replaces: Callable[[], None] | None = None
+) -> tuple[str, str]:
+    """Runs tests in a copy until one fails; returns "killed" or "survived", and what killed it.
+
+    Args:
+        replaces: Called in the fork of a process that has imported the copy; None if it has not, so that the fork does.
+    """
     report = folder / "mutant.json"
     report.unlink(missing_ok=True)
     process = os.fork()
     if process == 0:
-        _run_tests(folder, tests, report)
+        try:
+            _run_tests(folder, tests, report, replaces)
+        finally:
+            os._exit(1)
     ends, has_ended = time.monotonic() + timeout, False
     while time.monotonic() < ends and not has_ended:
         has_ended = bool(os.waitpid(process, os.WNOHANG)[0])
@@ -288,47 +378,53 @@ def run_in_fork(folder: Path, tests: list[str], timeout: float) -> tuple[str, st
     return ("survived", "") if found["status"] == 0 else ("killed", "the tests cannot be imported")
 
 
-def _run_tests(folder: Path, tests: list[str], report: Path) -> None:
+def _run_tests(folder: Path, tests: list[str], report: Path, replaces: Callable[[], None] | None) -> None:
     os.setsid()
-    os.chdir(folder)
-    sys.path.insert(0, str(folder / "src"))
-    os.environ |= {"PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
-    sys.dont_write_bytecode = True
     output = os.open(report.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if replaces is None:
+        _enter(folder)
+    else:
+        replaces()
     import pytest
 
     durations = Durations()
-    options = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-    ]
-    status = pytest.main([*options, *tests], plugins=[durations])
+    status = pytest.main(["-x", *_OPTIONS, *tests], plugins=[durations])
     report.write_text(json.dumps({"status": int(status), "failed": sorted(durations.failed)}), encoding="utf-8")
-    os._exit(0)
 
 
 def run_mutants(mutants: Sequence[Mutant], coverage: Coverage, folder: Path, results: Path) -> None:
-    """Runs mutants one after another in one copy of the repository, and appends a line for each."""
+    """Runs mutants one after another in one copy of the repository, and appends a line for each.
+
+    Those that change what is executed at import come first. Then everything is imported, once for all others.
+    """
     copy = copy_of_repository(folder)
-    passes = cache(partial(_passes, copy))
-    for mutant in mutants:
+    codes = {mutant: codes_to_replace(mutant, copy) for mutant in mutants}
+    functions = list[FunctionType]()
+    for mutant in sorted(mutants, key=lambda mutant: codes[mutant] is not None):
+        new = codes[mutant]
+        if new is not None and not functions:
+            import_all(copy, {test.partition("::")[0] for each in mutants for test in coverage.chosen(each)})
+            gc.collect()
+            functions = functions_of(copy)
+            gc.freeze()  # what is imported stays shared between the forks
         started, tests = time.monotonic(), coverage.chosen(mutant)
-        outcome, by = "uncovered", ""
+        outcome, by, replaces = "uncovered", "", None
+        if new == {}:
+            outcome, by, tests = "survived", "it is the same code", []
+        elif new is not None:
+            replaces = partial(replace_codes, new_code := with_new_code(functions, new))
+            tests = tests if new_code else []  # no test holds a function of it
         while tests:
             original = (ROOT / mutant.path).read_text(encoding="utf-8")
             (copy / mutant.path).write_text(changed(mutant), encoding="utf-8")
-            seconds = sum(coverage.seconds.get(test, _MOST_SECONDS) for test in tests)
-            outcome, by = run_in_fork(copy, tests, max(_LEAST_TIMEOUT, 5 * seconds))
+            seconds = sum(coverage.seconds.get(test, coverage.most_seconds) for test in tests)
+            outcome, by = run_in_fork(copy, tests, max(_LEAST_TIMEOUT, 5 * seconds), replaces)
             (copy / mutant.path).write_text(original, encoding="utf-8")
             # A test that also fails without the change kills nothing.
             control = by if by in tests else tests[0]
-            if outcome == "survived" or passes(control):
+            if outcome == "survived" or _passes(copy, control, has_imported=new is not None):
                 break
             tests.remove(control)
         line = {"name": mutant.name, **asdict(mutant), "change": difference(mutant), "outcome": outcome, "by": by}
@@ -337,8 +433,9 @@ def run_mutants(mutants: Sequence[Mutant], coverage: Coverage, folder: Path, res
             file.write(json.dumps(line) + "\n")
 
 
-def _passes(copy: Path, test: str) -> bool:
-    outcome, by = run_in_fork(copy, [test], _CONTROL_TIMEOUT)
+@cache
+def _passes(copy: Path, test: str, *, has_imported: bool) -> bool:
+    outcome, by = run_in_fork(copy, [test], _CONTROL_TIMEOUT, (lambda: None) if has_imported else None)
     assert outcome == "survived" or by == test, f"without a change, {test}: {by}"
     return outcome == "survived"
 
@@ -367,8 +464,17 @@ def drawn(places: Places, number: int, seed: int) -> list[Mutant]:
     Places are drawn and then one mutant of each, as a `+` has a dozen and a condition has two.
     """
     draw = random.Random(seed)
-    chosen = draw.sample(sorted(places), len(places))
-    return [draw.choice(places[place]) for place in chosen][:number]
+    chosen = (draw.choice(places[place]) for place in draw.sample(sorted(places), len(places)))
+    return list(islice(filter(_is_python, chosen), number))
+
+
+def _is_python(mutant: Mutant) -> bool:
+    """Returns whether cosmic-ray can make the mutant, and it is no change of a `*` before keywords to a `&`."""
+    try:
+        compile(changed(mutant), mutant.path, "exec")
+    except (AttributeError, SyntaxError):
+        return False
+    return True
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -384,8 +490,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/mutants", metavar="DIR")
-    parser.add_argument("--again", nargs="+", metavar="TEST", help="run what survived again, with these tests alone")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of the tests of one mutant")
+    parser.add_argument("--again", nargs="*", metavar="TEST", help="run what survived again, with these tests alone")
     options = parser.parse_args(arguments)
+    options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     places, path = all_places(), options.folder / "results.jsonl"
     mutants, known = drawn(places, options.number, options.seed), read_results(path)
@@ -396,12 +504,11 @@ def main(arguments: list[str]) -> int:
     counts |= {"mutants": sum(map(len, places.values())), "commit": head.stdout.strip()}
     (options.folder / "drawn.json").write_text(json.dumps(counts), encoding="utf-8")
     show("{mutants:,} mutants of {places:,} places in {files} files; seed {seed}".format(**counts))
-    if options.again:
+    missing = [each for each in mutants if each.name not in known]
+    if options.again is not None:
         missing = [each for each in mutants if known.get(each.name, {"outcome": "killed"})["outcome"] != "killed"]
-        coverage = Coverage({}, {}, options.again)
-    else:
-        missing = [each for each in mutants if each.name not in known]
-        coverage = measure_coverage(options.folder, options.workers)
+    coverage = Coverage({}, {}) if options.again else measure_coverage(options.folder, options.workers)
+    coverage = replace(coverage, most_seconds=options.seconds, given=options.again or ())
     preload()
     workers = []
     for number in range(options.workers):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat.control_tokens import RenamedTokenizer
-from sftron.data.chat.template import TEMPLATE_ROLE_NAMES
+from sftron.data.chat.template import TEMPLATE_ROLE_NAMES, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
@@ -269,6 +269,16 @@ def test_what_a_template_leaves_out_writes_in_part_or_cannot_read_is_counted(
     text, left_out = trained(ChatTokenizer(tokenizer, before + END), *messages, Message(Role.ASSISTANT, "Yo### lost"))
     assert text == "Yo<|im_end|>"
     assert left_out == ("system content", "assistant content in part", "user key mood")
+
+
+def test_a_template_that_cannot_write_another_content_where_it_left_one_out_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    checked = "{% for m in messages if m.content not in ('Be kind.', 'Hi', 'Yo') %}{{ raise_exception(m.content) }}"
+    template = checked + "{% endfor %}" + END
+    messages = (Message(Role.SYSTEM, "Be kind."), Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
+    with pytest.raises(TemplateError, match="system content of message 1 in a way that cannot be followed"):
+        trained(ChatTokenizer(tokenizer, template), *messages)
 
 
 @pytest.mark.parametrize(

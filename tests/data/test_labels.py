@@ -37,6 +37,13 @@ def test_labels_are_the_next_token_where_it_is_trained_and_nothing_else_depends_
     assert np.array_equal(labeled.role_ids, conversation.role_ids)
 
 
+def test_without_turns_the_last_turn_is_the_last_span_of_targets() -> None:
+    last = Targets(last_turn_only=True)
+    assert last.of(tokenized("TAUAAT")).tolist() == [False, False, False, True, True, False]
+    assert last.of(tokenized("AAU")).tolist() == [True, True, False]
+    assert not last.of(tokenized("TUT")).any()
+
+
 def test_whether_a_row_is_kept_does_not_depend_on_the_toggle() -> None:
     assert Targets().has_any(tokenized("TUAT"))
     assert not Targets().has_any(tokenized("TUUT"))

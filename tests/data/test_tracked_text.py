@@ -19,6 +19,7 @@ OPERATIONS = {
     "split": lambda s: s.split(),
     "split at": lambda s: s.split("0 "),
     "split once": lambda s: s.split("t", 1),
+    "rsplit": lambda s: s.rsplit(),
     "rsplit once": lambda s: s.rsplit("t", 1),
     "rsplit space": lambda s: s.rsplit(None, 1),
     "splitlines": lambda s: s.splitlines(),
