@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat.control_tokens import RenamedTokenizer
-from sftron.data.chat.template import TEMPLATE_ROLE_NAMES, TemplateError
+from sftron.data.chat.template import TEMPLATE_ROLE_NAMES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
@@ -277,7 +277,7 @@ def test_a_template_that_cannot_write_another_content_where_it_left_one_out_is_r
     checked = "{% for m in messages if m.content not in ('Be kind.', 'Hi', 'Yo') %}{{ raise_exception(m.content) }}"
     template = checked + "{% endfor %}" + END
     messages = (Message(Role.SYSTEM, "Be kind."), Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-    with pytest.raises(TemplateError, match="system content of message 1 in a way that cannot be followed"):
+    with pytest.raises(DataError, match="system content of message 1 in a way that cannot be followed"):
         trained(ChatTokenizer(tokenizer, template), *messages)
 
 
