@@ -189,16 +189,44 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+_FOUND_BY_SIMULATION = (
+    (
+        "The folders above a new checkpoint were not synced: after a loss of power it was gone. A checkpoint that was "
+        "being removed could keep its name and lose files.",
+        "`tests/checkpoint/test_power_loss.py`",
+    ),
+    (
+        "`result.json` and `best.json` were renamed before they were on disk, and could be empty; a run could be "
+        "complete before `latest` was.",
+        "`tests/checkpoint/test_power_loss.py`",
+    ),
+    (
+        "`evaluations.jsonl` was not on disk before a checkpoint that counts its evaluations as made: they were lost.",
+        "`test_lines_are_on_the_disk_before_a_checkpoint_that_knows_their_steps_and_evaluations`",
+    ),
+    (
+        "A kill between the best checkpoint and `best.json` left it out, or at the one before.",
+        "`test_a_resume_writes_the_best_json_that_a_kill_after_the_checkpoint_has_prevented`",
+    ),
+)
+
+
 def _of_simulator(found: Numbers) -> Iterator[str]:
+    num_failures = len(found["failures"])
     yield "## Simulated faults\n"
     yield (
-        f"`make simulate` trains a model of one matrix with the real lanes, loader, checkpoints and resume, over a "
-        f"simulated disk, clock, ranks and workers, all under one seed. {found['runs']:,} runs from the seed "
-        f"{found['first_seed']} on ({found['date']}, {found['seconds']:,.0f} s): {found['failures'] or 'no'} "
-        f"{'run' if found['failures'] == 1 else 'runs'} failed.\n"
+        "`make simulate` trains a model of one matrix with the real lanes, loader, checkpoints and resume, over a "
+        "simulated disk, clock, ranks and workers, all under one seed; `make simulate SEED=7` replays one, to the "
+        f"bit. {found['runs']:,} runs from the seed {found['first_seed']} on ({found['date']}): "
+        f"{num_failures or 'no'} {'run' if num_failures == 1 else 'runs'} failed. In each, every row came once an "
+        "epoch, the weights were those of the undisturbed run, and the newest valid checkpoint was the one that was "
+        "loaded. Seven faults are put back on purpose, and found (`test_each_fault_that_is_put_back_is_found`).\n"
     )
     yield "| fault | times |\n|---|---:|"
     yield "\n".join(f"| {name} | {times:,} |" for name, times in sorted(found["faults"].items())) + "\n"
+    yield "What it found that no test had, each mended:\n"
+    yield "| fault | test since |\n|---|---|"
+    yield "\n".join(f"| {fault} | {test} |" for fault, test in _FOUND_BY_SIMULATION) + "\n"
 
 
 def _of_layouts(found: Numbers) -> Iterator[str]:
