@@ -93,6 +93,25 @@ def test_truncation_leaves_whole_turns_that_end_in_an_answer_and_as_many_as_fit(
     assert item.num_truncated_turns == len(words) - max(fitting)
 
 
+@pytest.mark.parametrize("num_missing", range(4))
+def test_what_truncation_leaves_is_never_longer_than_the_sequence(
+    chat_tokenizer: ChatTokenizer, num_missing: int
+) -> None:
+    """Also where the turn and its stop token fit, and the text of the template behind them does not."""
+    row = chat("Hi", "Yo", "And", "then")
+    length = len(kept(prepare(chat_tokenizer, chat("Hi", "Yo")).tokenize(at(0)))) - num_missing
+    item = prepare(chat_tokenizer, row, sequence_length=length, overlong="truncate_turns").tokenize(at(0))
+    assert isinstance(item, Dropped) == (num_missing > 0)
+    assert isinstance(item, Dropped) or len(item) == length
+
+
+def test_truncation_may_leave_the_first_message_alone_if_it_is_trained(chat_tokenizer: ChatTokenizer) -> None:
+    rows = [chat("Hi", "A long answer, which does not fit into what is left for it.")]
+    options = {"targets": Targets.named(["user"], "all"), "sequence_length": 20, "overlong": "truncate_turns"}
+    item = kept(prepare(chat_tokenizer, *rows, **options).tokenize(at(0)))
+    assert (len(item.turns), item.num_truncated_turns) == (1, 1)
+
+
 def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_tokenizer: ChatTokenizer) -> None:
     """The bad row is in the second data set: its key must not be mistaken for one of the first."""
     files = [Rows([chat("a", "b")] * 3, "one.jsonl"), Rows([chat("c", "d"), "broken_json"], "two.jsonl")]
