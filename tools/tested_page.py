@@ -5,8 +5,9 @@
 Each option takes new numbers into tools/tested.json; then the page is written. Without options the page alone is
 written. `--count` counts tests, laws and families; `--layouts` trains, on two cores for about half an hour.
 
-A mutant that survived is `killed` by a test that was added since, `equivalent` with the reason why it changes nothing
-that a law states, or `open`. Reasons are written by hand into tools/tested.json, at the mutant's `reason`.
+A mutant that survived is `killed` by a test that was added or found since, `equivalent` with the reason why it changes
+nothing that a law states, or `open`. This is written by hand into tools/tested.json, at the `outcome`, `by` and `reason`
+of the mutant, and kept when the results are taken again.
 """
 
 import argparse
@@ -80,22 +81,15 @@ def mutants(folder: Path, before: Numbers) -> Numbers:
     for line in results:
         first.setdefault(line["name"], line)
         last[line["name"]] = line
-    reasons = {each["name"]: each["reason"] for each in before.get("survivors", ())}
-    survivors = [
-        {
-            "name": name,
-            "change": line["change"],
-            "outcome": "killed"
-            if last[name]["outcome"] == "killed"
-            else "open"
-            if not reasons.get(name)
-            else "equivalent",
-            "by": last[name]["by"],
-            "reason": reasons.get(name, ""),
-        }
-        for name, line in sorted(first.items())
-        if line["outcome"] != "killed"
-    ]
+    known = {each["name"]: each for each in before.get("survivors", ())}
+    new = {"outcome": "open", "by": "", "reason": ""}
+    survivors = list[Numbers]()
+    for name, line in sorted(first.items()):
+        if line["outcome"] != "killed":
+            verdict = {key: known.get(name, new)[key] for key in new}
+            if last[name]["outcome"] == "killed":
+                verdict = {"outcome": "killed", "by": last[name]["by"], "reason": ""}
+            survivors.append({"name": name, "change": line["change"], **verdict})
     by_folder = Counter(str(Path(each["path"]).parent).removeprefix("src/sftron/") for each in first.values())
     alive = Counter(str(Path(first[each["name"]]["path"]).parent).removeprefix("src/sftron/") for each in survivors)
     folders = {name: [number, number - alive[name]] for name, number in sorted(by_folder.items())}
@@ -161,8 +155,9 @@ def _of_mutants(found: Numbers) -> Iterator[str]:
     score = (killed + now["killed"]) / (number - now["equivalent"])
     yield (
         f"**{killed:,} of {number:,} were killed ({killed / number:.1%}).** Of the {len(survivors)} that survived, "
-        f"tests that were added since kill {now['killed']}, {now['equivalent']} change nothing that a law states, and "
-        f"{now['open']} are open: {score:.1%} of those that change something are killed.\n"
+        f"tests that were added since, or that run ranks, whose lines coverage does not see, kill {now['killed']}; "
+        f"{now['equivalent']} change nothing that a law states, and {now['open']} are open: **{score:.1%}** of those that "
+        "may change something are killed.\n"
     )
     yield "| code | mutants | killed at first |\n|---|---:|---:|"
     yield "\n".join(f"| {name} | {all_} | {dead} |" for name, (all_, dead) in found["folders"].items()) + "\n"
