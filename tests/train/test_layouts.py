@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 LAYOUTS = [
     *(Layout(1, 1, 0), Layout(2, 1, 0), Layout(4, 2, 1), Layout(4, 1, 0)),
-    *(Layout(1, 1, 2), Layout(2, 2, 1), Layout(4, 4, 0), Layout(2, 1, 2)),
+    *(Layout(1, 1, 2), Layout(2, 1, 1), Layout(4, 2, 0), Layout(2, 1, 2)),
 ]
 FEW = LAYOUTS[:3]
 # The sizes of experts leave shards whose last values a fused optimizer would round otherwise.
@@ -126,6 +126,17 @@ def test_what_it_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
         load_config(write_config(tmp_path / "run.yaml", settings(tmp_path, tmp_path, **options)))
     for name in refused:
         assert name.replace("__", ".") in str(error.value)
+
+
+def test_a_copy_on_each_rank_is_refused_by_name(tmp_path: Path) -> None:
+    """FSDP2 adds their gradients as floats, without a place for another sum."""
+    write_rows(tmp_path / "rows.jsonl", 20)
+    options = {"general__deterministic": "layout", "parallelism__dp_replicate": 2}
+    file = write_config(tmp_path / "run.yaml", settings(tmp_path, make_model_folder(tmp_path / "model"), **options))
+    ended = ranks.launch(2, ranks.train, file, folder=tmp_path)
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert "parallelism.dp_replicate: 2 copies, one on each rank" in ended[0].err
+    assert "set dp_replicate to 1" in ended[0].err
 
 
 @pytest.mark.parametrize("value", [32.0, float("nan"), float("-inf")])

@@ -82,6 +82,12 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if config.general.deterministic == "layout":
+            if 1 < self.ranks.world_size == parallelism.dp_replicate:
+                raise ValueError(
+                    f"parallelism.dp_replicate: {parallelism.dp_replicate} copies, one on each rank, whose gradients "
+                    "FSDP2 adds as floats, so general.deterministic: layout cannot hold: set dp_replicate to 1, which "
+                    "has the bits of any layout"
+                )
             mesh = self.ranks.mesh or mesh_of_one_rank(self.ranks.device)
             self.ranks = replace(self.ranks, mesh=mesh)
             if self.ranks.device.type == "cpu":
