@@ -192,6 +192,7 @@ def test_the_patterns_of_published_tokenizers_are_taken_over(tokenizer: PreTrain
             r"\p{L}++",
             r"\p{N}{1,3}+",
             r"\p{N}{1,}+",
+            r"\p{N}{0,3}",
             r"[ -~]",
             r"[!--]",
             r"(?i:ss)",

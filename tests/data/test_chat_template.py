@@ -10,7 +10,10 @@ from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import Origin, TrackedStr
 from sftron.data.types import Role
 
-MESSAGES = [{"role": "user", "content": " Hé 'you' \n line "}, {"role": "assistant", "content": "<b>Yo</b>\n\n  there"}]
+MESSAGES = [
+    {"role": "user", "content": " Hé 'you' \n line ", "items": "a key that is also the name of a method"},
+    {"role": "assistant", "content": "<b>Yo</b>\n\n  there"},
+]
 
 FOLLOWED = {
     "plus": "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}",
@@ -36,6 +39,7 @@ FOLLOWED = {
     "namespace": "{% set n = namespace() %}{% for m in messages %}{% set n.t = m.content %}{{n.t}}{% endfor %}",
     "default": "{% for m in messages %}{{ m.nothing | default(m.content) }}{% endfor %}",
     "splitlines": "{% for m in messages %}{% for l in m.content.splitlines() %}> {{ l }}\n{% endfor %}{% endfor %}",
+    "items": "{% for m in messages %}{% for k, v in m.items() if k == 'content' %}{{ v }}{% endfor %}{% endfor %}",
     "tests on content": "{% for m in messages if 'Yo' in m.content %}{{ m.content }}{% endfor %}",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.lane import EpochFetcher, Lane, LanePack, PoolDelay, Stream
+from sftron.data.lanes.lane import EpochFetcher, Lane, LanePack, PoolDelay, Stream, parse_state
 from sftron.data.lanes.mixture import MixtureFetcher
 from sftron.data.packing import MinibatchPacking, PoolPacking
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
@@ -154,6 +154,18 @@ def test_at_any_time_the_dropped_share_of_the_consumed_rows_is_that_of_the_data(
     assert len(shares) > 100
     assert max(abs(s - share) for s in shares) < 0.06
     assert shares[-1] == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize("state", ["", "1.2:0", "x:0", "1:-1", "1:00", "1"])
+def test_a_state_that_is_not_a_lanes_is_refused(state: str) -> None:
+    with pytest.raises(ValueError, match="the lane state is .*; wanted low:bitmap"):
+        parse_state(state, None)
+
+
+@pytest.mark.parametrize("state", ["", "1:0", "1.2:0", "1.2,3:0", "1.2,3.4,5.6:0", "1.2,3.4"])
+def test_a_state_of_another_mixture_is_refused(state: str) -> None:
+    with pytest.raises(ValueError, match="the lane state is .*; wanted cursor.tokens of 2 data sets:bitmap"):
+        parse_state(state, 2)
 
 
 def test_a_lane_without_any_usable_row_is_an_error_and_a_rare_one_is_found() -> None:

@@ -55,6 +55,12 @@ def test_a_position_has_the_same_row_however_it_is_reached_also_in_a_huge_set() 
     assert (0 <= row < 10_000_000_000, epoch) == (True, 3)
 
 
+def test_the_order_of_an_indexed_set_is_that_of_every_other_version() -> None:
+    """A run that an earlier version began goes on with the rows that it has not read yet."""
+    assert epoch_of(16, 0, seed=1) == [10, 13, 3, 7, 4, 9, 2, 5, 0, 6, 1, 15, 12, 14, 11, 8]
+    assert epoch_of(16, 1, seed=1, dataset=2) == [3, 4, 1, 9, 6, 11, 2, 12, 10, 8, 15, 0, 7, 14, 13, 5]
+
+
 # --- Streams ---
 
 

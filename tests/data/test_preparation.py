@@ -105,11 +105,12 @@ def test_what_truncation_leaves_is_never_longer_than_the_sequence(
     assert isinstance(item, Dropped) or len(item) == length
 
 
-def test_truncation_may_leave_the_first_message_alone_if_it_is_trained(chat_tokenizer: ChatTokenizer) -> None:
-    rows = [chat("Hi", "A long answer, which does not fit into what is left for it.")]
-    options = {"targets": Targets.named(["user"], "all"), "sequence_length": 20, "overlong": "truncate_turns"}
-    item = kept(prepare(chat_tokenizer, *rows, **options).tokenize(at(0)))
-    assert (len(item.turns), item.num_truncated_turns) == (1, 1)
+def test_truncation_may_leave_the_first_message_alone(chat_tokenizer: ChatTokenizer) -> None:
+    row, question = chat("question", "word " * 60), chat("question")
+    targets = Targets.named(["user"], "all")
+    item = kept(prepare(chat_tokenizer, row, overlong="truncate_turns", targets=targets).tokenize(at(0)))
+    alone = kept(prepare(chat_tokenizer, question, targets=targets).tokenize(at(0)))
+    assert (item.input_ids.tolist(), item.num_truncated_turns) == (alone.input_ids.tolist(), 1)
 
 
 def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_tokenizer: ChatTokenizer) -> None:

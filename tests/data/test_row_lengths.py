@@ -153,6 +153,7 @@ def test_rows_of_few_packs_are_planned_and_those_of_many_are_not_even_read(chat_
     assert not is_plannable(preparation(many, chat_tokenizer), 100)
     assert not is_plannable(preparation(too_many, chat_tokenizer), 10**9)
     assert [0 < len(each.requested) <= 400 for each in sources] == [False, True, False]
+    assert 0 <= min(many.requested) <= max(many.requested) < len(many)
 
 
 # --- What is measured ---
