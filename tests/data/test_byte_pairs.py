@@ -236,6 +236,15 @@ def test_what_tiktoken_cannot_encode_is_encoded_by_the_tokenizer(
     assert [tokens.ids.tolist() for tokens in renamed.encode(batch)] == of_each
 
 
+def test_a_text_that_the_normalizer_changes_is_encoded_by_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.NFC()
+    renamed = ControlTokens(backend).renamed_tokenizer
+    assert renamed.byte_pairs is not None
+    for text in ("naïve", "nai\u0308ve", "\u1100\u1161", "\u212b"):
+        assert renamed.encode([text])[0].ids.tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
 def test_a_byte_that_the_vocabulary_lacks_is_left_to_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     specification = json.loads(tokenizer.backend_tokenizer.to_str())
     missing = next(name for name, byte in byte_pairs._BYTE_OF.items() if byte == 0xF3)  # of U+E0041 alone, here

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sftron.data.chat.control_tokens import RenamedTokenizer
+from sftron.data.chat.control_tokens import ControlTokens, RenamedTokenizer
 from sftron.data.chat.template import TEMPLATE_ROLE_NAMES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
@@ -372,3 +372,72 @@ def test_a_layout_is_the_same_whether_or_not_its_frame_is_known(
         facts = each.turns, each.left_out, each.num_boundary_tokens, each.holds_control_text
         found.append((each.input_ids.tolist(), each.role_ids.tolist(), *facts))
     assert found[0] == found[1]
+
+
+def test_a_message_with_keys_has_no_frame_of_one_without(chat_tokenizer: ChatTokenizer) -> None:
+    plain = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
+    moody = (replace(plain[0], fields={"mood": "sad"}), plain[1])
+    found = [trained(chat_tokenizer, *each)[1] for each in (plain, moody, plain)]
+    assert found == [(), ("user key mood",), ()]
+
+
+# --- Parts of turns and tokens ---
+
+
+def test_a_turn_of_reasoning_and_an_answer_is_all_of_its_text(chat_tokenizer: ChatTokenizer) -> None:
+    content = "<think>\nHm.\n</think>\n\nSo."
+    encoded = chat_tokenizer.encode(make_conversation([("Why?", content)]))
+    turn = encoded.turns[1]
+    assert set(encoded.role_ids[turn.start : turn.end]) == {Role.REASONING, Role.ASSISTANT}
+    assert chat_tokenizer.decode(encoded.input_ids[turn.start : turn.end]) == content
+
+
+def test_a_token_of_the_template_and_an_answer_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The header ends in " th", so that an answer "e" makes one token " the" with it."""
+    header = "{{ m.role }}: th{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: th{% endif %}"
+    chat_tokenizer = ChatTokenizer(tokenizer, "{% for m in messages %}" + header)
+    conversations = [make_conversation([("Q", answer)]) for answer in ("e", "!")]
+    assert [chat_tokenizer.encode(each).num_boundary_tokens for each in conversations] == [1, 0]
+
+
+def test_a_control_token_within_a_longer_one_is_not_found(tokenizer: PreTrainedTokenizerBase) -> None:
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.add_special_tokens(["<a>", "<a>b", "<a>bc"])
+    control, text = ControlTokens(backend), "<a><a>b<a>bc <a>bd"
+    found = [content for _, content in control.find(text)]
+    assert found == [token for token in backend.encode(text, add_special_tokens=False).tokens if token in control.ids]
+    assert found == ["<a>", "<a>b", "<a>bc", "<a>b"]
+
+
+def test_positions_of_tokens_are_bytes_of_characters_of_any_size(sentencepiece_like: PreTrainedTokenizerFast) -> None:
+    renamed = ControlTokens(sentencepiece_like.backend_tokenizer).renamed_tokenizer
+    assert renamed.byte_pairs is None
+    edges = ["\x7f", "\x80", "\u07ff", "\u0800", "\uffff", "\U00010000"]
+    sizes = [renamed.encode([f"he{character}lo"])[0].ends[-1] - len("helo") for character in edges]
+    assert sizes == [len(character.encode()) for character in edges]
+
+
+def test_a_template_that_needs_a_system_message_and_writes_no_generation_prompt_is_followed(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    requires = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    messages = (Message(Role.SYSTEM, "S"), Message(Role.USER, "Q"), Message(Role.ASSISTANT, "Yo"))
+    assert trained(ChatTokenizer(tokenizer, requires + NEWLINE), *messages)[0] == "Yo\n<|im_end|>"
+
+
+def test_a_control_token_that_begins_marked_text_does_not_end_the_message_before_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    answer = "{% generation %}<|im_start|>{{ m.content }}<|im_end|>{% endgeneration %}"
+    body = "{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    chat_tokenizer = ChatTokenizer(tokenizer, "{% for m in messages %}" + body)
+    messages = (Message(Role.SYSTEM, "S"), Message(Role.ASSISTANT, "Yo"))
+    assert trained(chat_tokenizer, *messages)[0] == "<|im_start|>Yo<|im_end|>"
+    encoded = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "here"))
+    assert encoded.turns[0].stop is None
+
+
+def test_a_long_text_without_its_white_space_is_not_written_in_part(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = SAYS.replace("m.content", "(m.content.split() | join(' '))")
+    messages = (Message(Role.USER, "why  \n" * 100), Message(Role.ASSISTANT, "so"))
+    assert trained(ChatTokenizer(tokenizer, template), *messages)[1] == ()
