@@ -138,6 +138,7 @@ def test_ranks_and_targets_have_their_smallest_form(
     stated = adapter_config(spec, model_projections(config), config, TEXT_MODEL)
     assert expected.items() <= stated.items()
     assert (stated["lora_alpha"], stated["alpha_pattern"]) == (8, {})
+    assert (stated["inference_mode"], stated["lora_dropout"]) == (True, 0.0)  # as peft saves a trained adapter
 
 
 @pytest.fixture
@@ -162,6 +163,7 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
         ("r", 4.0, "r: 4.0"),
         ("r", 10**30, "r: 1000"),
         ("r", True, "r: True"),
+        ("r", "4", "r: '4'"),
         ("bias", None, "bias: None"),
         ("lora_alpha", 0, "lora_alpha: 0"),
         ("lora_alpha", float("nan"), "lora_alpha: nan"),
@@ -309,6 +311,7 @@ SPEC: dict[str, Any] = {"ranks": {Q0: 8, K0: 8}, "alphas": {Q0: 8.0, K0: 8.0}}
         ({"modules_to_save": ("lm_head",)}, ["vLLM refuses modules_to_save (lm_head)"]),
         ({"ranks": {Q0: 8, K0: 4}}, ["one rank for all layers, this adapter has 4, 8"]),
         ({"alphas": {Q0: 8.0, K0: 0.5}}, ["one alpha for all layers, this adapter has 0.5, 8"]),
+        ({"ranks": {Q0: 16, K0: 16}}, []),
         ({"ranks": {Q0: 17, K0: 17}}, ["needs --max-lora-rank 32"]),
         ({"ranks": {Q0: 300, K0: 300}}, ["needs --max-lora-rank 320"]),
         ({"ranks": {Q0: 513, K0: 513}}, ["ranks up to 512, this adapter has 513"]),

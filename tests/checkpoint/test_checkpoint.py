@@ -1,10 +1,12 @@
 """A checkpoint is bitwise what was saved, on any number of ranks (law 12)."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -154,6 +156,18 @@ def test_parts_that_leave_a_gap_or_overlap_are_refused(tmp_path: Path) -> None:
         stored = ShardedTensors(tmp_path / str(number), MODEL)
         with pytest.raises(CheckpointError, match=r"parts of w do not cover its shape \[4, 6\] once"), stored:
             pass
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors", (10**9).to_bytes(8, "little") + b"{}", None])
+def test_a_part_that_cannot_be_read_is_refused_by_its_path(tmp_path: Path, content: bytes | None) -> None:
+    write_parts(tmp_path, grid(torch.randn(4, 6), (1, 2)))
+    path = tmp_path / file_name(MODEL, 1, 2)
+    if content is None:
+        save_file({"w": torch.zeros(4, 3)}, path)  # without the places of its tensors
+    else:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}: not a readable part of a checkpoint: "):
+        ShardedTensors(tmp_path, MODEL).__enter__()
 
 
 def test_tensors_split_in_dimension_1_over_two_ranks_are_read_by_one(tmp_path: Path) -> None:

@@ -235,6 +235,14 @@ def forget(folder: Path, name: str, **stated: Any) -> None:
     (folder / "MANIFEST.json").write_text(json.dumps(manifest | stated))
 
 
+def rename(folder: Path, name: str, other: str) -> None:
+    """Renames a file, in the manifest too."""
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest["files"][other] = manifest["files"].pop(name)
+    (folder / name).rename(folder / other)
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
 def link(path: Path) -> None:
     """To the same bytes, outside of the folder."""
     path.rename(path.parent.parent / "moved")
@@ -252,6 +260,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "one rank fewer stated": ("MANIFEST.json does not name the 5 files", lambda f: forget(f, LAST, num_ranks=2)),
     "no rank": ("MANIFEST.json does not name", lambda f: forget(f, SECOND, num_ranks=0)),
     "ranks beyond number": ("MANIFEST.json does not name", lambda f: forget(f, SECOND, num_ranks=10**18)),
+    "another name": ("MANIFEST.json does not name the 7 files", lambda f: rename(f, SECOND, "optimizer.safetensors")),
     "without the state": ("MANIFEST.json does not name", lambda f: forget(f, "state.json")),
     "a file too many": (
         "x.safetensors is not in MANIFEST.json",

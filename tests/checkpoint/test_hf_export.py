@@ -1,5 +1,6 @@
 """Exported folders: bitwise the source, loadable by transformers, whole or absent."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_export import ExportSource, export_hf, lacking_for_loaders
-from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.hf_weights import file_digests, load_model
 from sftron.checkpoint.model_folder import read_config
 from tests.models.reference import FAMILIES, make_reference
 
@@ -61,7 +62,10 @@ def test_load_and_export_are_bitwise_the_identity(
         assert after[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
     files = list(exported.glob("*.safetensors"))
     assert (len(files) > 1) == (bytes_per_shard == 10_000)
+    assert file_digests(exported) == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     for file in files:
+        nbytes = [tensor.nbytes for tensor in load_file(file).values()]
+        assert len(nbytes) == 1 or sum(nbytes) <= bytes_per_shard
         with safe_open(file, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
     loaded = [transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (source, exported)]

@@ -108,3 +108,17 @@ def test_a_message_of_calls_alone_gets_an_empty_content_only_where_the_template_
     contents = {"m.content.strip()": True, "m['content'] + ''": True, "m.content or ''": False, "m.content": False}
     templates = {each: ChatTemplate(writes.replace("CONTENT", each), tokenizer.special_tokens_map) for each in contents}
     assert {each: template.needs_content for each, template in templates.items()} == contents
+
+
+def test_arguments_are_an_object_only_where_the_template_cannot_write_a_text(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    writes = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}WRITTEN{% endfor %}{% endfor %}"
+    written = {
+        "{{ c.function.arguments }}": False,
+        "{{ c.function.arguments | tojson }}": False,
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}": True,
+        "{% for k, v in c.function.arguments.pairs() %}{{ k }}={{ v }}{% endfor %}": False,  # it fails on both
+    }
+    templates = {each: ChatTemplate(writes.replace("WRITTEN", each), tokenizer.special_tokens_map) for each in written}
+    assert {each: template.needs_arguments_as_object for each, template in templates.items()} == written

@@ -226,6 +226,15 @@ def test_a_refusal_has_the_reason_both_values_and_the_remedy(
         resolve_attention(name, CUDA, dtype, head_dim)
 
 
+def test_the_first_module_that_has_the_function_is_taken(machine: Machine) -> None:
+    """Version 3 is installed under one of two names, and the second may exist without the function."""
+    machine.set((9, 0), 3)
+    machine.install("flash_attn_3", lambda: None)
+    machine.install("flash_attn_3.flash_attn_interface", None)
+    machine._monkeypatch.setitem(sys.modules, "flash_attn_3.flash_attn_interface", ModuleType("without the function"))
+    assert resolve_attention("flash_attn", CUDA, BF16, 64) == "flash_attn_3"
+
+
 def test_a_version_that_cannot_be_loaded_or_lacks_an_argument_is_refused_and_not_called(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

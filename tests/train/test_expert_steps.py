@@ -62,7 +62,8 @@ def test_both_losses_and_their_gradients_are_those_of_single_conversations_howev
     model = make_native(make_reference(**FAMILIES[family]))
     batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
     recording = Recording(model)
-    result = train_step(model, recording, batches, max_grad_norm=None, router_aux_loss_coef=coefficient)
+    given = {"router_aux_loss_coef": coefficient} if coefficient else {}  # none by default
+    result = train_step(model, recording, batches, max_grad_norm=None, **given)
     expected_loss, expected_balance, expected = single_conversations(coefficient, family)
 
     assert result.loss == pytest.approx(expected_loss, rel=1e-5)

@@ -1,7 +1,10 @@
 """Law 8: the loss is one ratio over the step, so how conversations are spread over micro-batches changes nothing."""
 
+import resource
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,9 +17,11 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
+from sftron.train.flops import StepFlops
 from sftron.train.objective import loss_of
 from sftron.train.optimizer import make_adamw
-from sftron.train.step import train_step
+from sftron.train.ranks import Ranks
+from sftron.train.step import next_step_batches, peak_memory_bytes, train_step
 from tests.models.reference import GPT_OSS, TINY, make_ours, make_theirs
 
 LENGTHS = (9, 4, 14, 6)
@@ -113,6 +118,31 @@ def test_a_mean_of_means_would_be_another_number() -> None:
     whole, _, _ = step_over(model, [batch_of(CONVERSATIONS)])
 
     assert abs(sum(means) / 4 - whole) > 0.01 * whole
+
+
+def test_the_spread_of_attention_work_is_what_the_busiest_rank_has_above_the_mean() -> None:
+    ranks = Ranks(device=torch.device("cpu"))
+    lengths = [list(LENGTHS), [5, 5], []]
+    batches = [[batch_of([conversation(length, 0) for length in own])] for own in lengths]
+
+    def spread(own: Sequence[int]) -> float:
+        of_others: list[Any] = []
+        with patch.object(Ranks, "gather", lambda _, facts: (of_others.append(facts), list(of_others))[1]):
+            for number in own:
+                given = iter(batches[number])
+                fetched = next_step_batches(given, 1, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
+        return fetched.sum_squared_lengths_spread  # of the last rank, to which all have given their facts
+
+    work = [sum(length**2 for length in own) for own in lengths]
+    assert spread([0]) == spread([0, 0]) == 0
+    assert spread([2, 2]) == 0  # no rank has any
+    assert spread([0, 1, 2]) == pytest.approx(max(work) / (sum(work) / 3) - 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux states a process's memory here")
+def test_the_peak_memory_of_a_process_is_in_bytes() -> None:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    assert 0.9 * resident < peak_memory_bytes(torch.device("cpu")) < 100 * resident
 
 
 def test_gradients_are_clipped_to_the_norm_and_the_unclipped_norm_is_reported() -> None:
