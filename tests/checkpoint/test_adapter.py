@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.adapter import WEIGHTS, model_projections, read_adapter, vllm_limits, write_adapter
 from sftron.checkpoint.adapter_config import CONFIG, adapter_config
+from sftron.checkpoint.export import check_export
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_config, read_json
@@ -297,6 +299,20 @@ def test_what_is_written_is_the_whole_adapter_and_finite(tmp_path: Path) -> None
         with pytest.raises(ValueError, match=message):
             write_adapter(tmp_path / "out", broken, spec, source=source, base_model="base")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_an_export_has_too_many_or_with_another_bit_differs_by_name(tmp_path: Path) -> None:
+    source = make_base(tmp_path / "base", "Llama 3")
+    reference = make_peft("Llama 3", target_modules=["q_proj"])
+    spec, tensors = spec_of(reference), {name: each.detach() for name, each in trained(reference).items()}
+    write_adapter(tmp_path / "out", tensors, spec, source=source, base_model="base")
+    plan: Any = SimpleNamespace(is_adapter=True, source=source)
+    first, *rest = tensors
+    changed = tensors[first].clone()
+    changed.view(torch.int32).view(-1)[0] ^= 1
+    assert check_export(plan, tensors.items(), tmp_path / "out") == (len(tensors), [])
+    assert check_export(plan, [(name, tensors[name]) for name in rest], tmp_path / "out")[1] == [first]
+    assert check_export(plan, (tensors | {first: changed}).items(), tmp_path / "out")[1] == [first]
 
 
 SPEC: dict[str, Any] = {"ranks": {Q0: 8, K0: 8}, "alphas": {Q0: 8.0, K0: 8.0}}

@@ -441,3 +441,23 @@ def test_a_long_text_without_its_white_space_is_not_written_in_part(tokenizer: P
     template = SAYS.replace("m.content", "(m.content.split() | join(' '))")
     messages = (Message(Role.USER, "why  \n" * 100), Message(Role.ASSISTANT, "so"))
     assert trained(ChatTokenizer(tokenizer, template), *messages)[1] == ()
+
+
+def test_an_empty_answer_of_which_only_header_and_stop_token_are_written_is_trained_in_its_place(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    body = "{% if m.content %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + prompt
+    roles = (Role.USER, Role.ASSISTANT) * 3
+    messages = tuple(Message(role, text) for role, text in zip(roles, ("Q", "A", "R", "", "S", "B"), strict=True))
+    chat_tokenizer = ChatTokenizer(tokenizer, template)
+    encoded = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "here"))
+    assert trained(chat_tokenizer, *messages)[0] == "A<|im_end|><|im_end|>B<|im_end|>"
+    assert [turn.start for turn in encoded.turns] == sorted(turn.start for turn in encoded.turns)
+    assert None not in [turn.stop for turn in encoded.turns]
+
+
+def test_a_long_text_that_is_written_whole_is_not_counted_as_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = (Message(Role.USER, "why " * 200 + "</think> twice"), Message(Role.ASSISTANT, "so"))
+    assert trained(ChatTokenizer(tokenizer, SAYS.replace("m.content", "m.content + m.content")), *messages)[1] == ()

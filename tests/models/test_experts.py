@@ -217,6 +217,10 @@ def test_slots_are_sorted_by_expert_and_in_order() -> None:
     #   slots       0  1    2  3    4  5
     assert order.tolist() == [1, 2, 0, 4, 3, 5]
     assert ends.tolist() == [2, 2, 4, 6, 6]
+    # Of as many slots as a long document has: sums in another order would be other bits.
+    experts = torch.randint(0, 4, (10_000, 2), generator=torch.Generator().manual_seed(0))
+    order, _ = sort_by_expert(experts, 4)
+    assert order.tolist() == sorted(range(20_000), key=lambda slot: (int(experts.flatten()[slot]), slot))
 
 
 # --- Routers with a fixed correction ---
