@@ -122,3 +122,13 @@ def test_arguments_are_an_object_only_where_the_template_cannot_write_a_text(
     }
     templates = {each: ChatTemplate(writes.replace("WRITTEN", each), tokenizer.special_tokens_map) for each in written}
     assert {each: template.needs_arguments_as_object for each, template in templates.items()} == written
+
+
+def test_what_is_written_after_a_call_is_the_templates_text_up_to_the_next_message(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    after = {"<|im_end|>\n": "<|im_end|>\n", "": "", "{{ m.role }}.": "assistant."}
+    templates = ["{% for m in messages %}{{ m.content }}" + calls + each + "{% endfor %}" for each in after]
+    found = [ChatTemplate(each, tokenizer.special_tokens_map).after_call for each in templates]
+    assert found == list(after.values())

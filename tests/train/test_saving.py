@@ -106,6 +106,25 @@ def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     assert sorted(files(stopped.directory.checkpoints)) == ["step-2", "step-3"]
 
 
+def test_a_run_that_fails_waits_for_what_is_being_written(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed_at: list[float] = []
+    Gate(monkeypatch, lambda _: bool(failed_at) and time.monotonic() > failed_at[0] + 0.3)
+    trainer = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
+    trainer.build()
+
+    def fail(number: int) -> None:
+        if number == 3:
+            failed_at.append(time.monotonic())
+            raise RuntimeError("a fault of the third step")
+
+    on_each_step(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="third step"):
+        trainer.train()
+    assert sorted(files(trainer.directory.checkpoints)) == ["step-2"]
+
+
 # --- How much a failure costs ---
 
 

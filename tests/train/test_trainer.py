@@ -335,6 +335,21 @@ def test_packs_without_a_conversation_at_the_end_of_the_data_are_no_steps(tmp_pa
     assert sum(step["conversations"] for step in steps) == 24
 
 
+def test_a_finished_run_by_epochs_keeps_its_newest_checkpoints_and_stays_as_it_is(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    options = {"tokens__train_steps": None, "tokens__train_epochs": 1, "checkpoints__export_hf": False}
+    config = make_config(tmp_path, model_folder, **options, checkpoints__interval=1, checkpoints__keep_last=2)
+    trainer = run(config)
+    folder, last = trainer.directory.folder, trainer.progress.step
+    kept = {path.name for path in trainer.directory.checkpoints.glob("step-*")}
+    assert last > 2
+    assert kept == {f"step-{last - 1}", f"step-{last}"}
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    run(config)
+    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def test_data_that_ends_before_its_rows_were_counted_is_an_error_and_no_endless_loop(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
