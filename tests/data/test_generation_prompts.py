@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import MODEL_ROLES
 from sftron.data.chat.template import ChatTemplate
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -190,6 +191,15 @@ def test_a_header_is_constant_only_if_nothing_of_the_conversation_is_read_for_it
     source: str, is_constant: bool
 ) -> None:
     assert ChatTemplate(source, {}).has_constant_header == is_constant
+
+
+@pytest.mark.parametrize(
+    ("written", "position"), [("a BODY", 2), ("BODY BODY", -1), ("a BOD", -1), ("a BODYWORK", 2), ("a", -1), ("", -1)]
+)
+def test_a_header_is_found_where_it_is_written_whole_and_once(written: str, position: int) -> None:
+    chat_tokenizer, _ = tokenizer_and_oracle(TOKENS, FLAG)
+    prompts = GenerationPrompts(ChatTemplate(FLAG, {}), chat_tokenizer._control)
+    assert prompts.position_of_header(written, has_tools=False) == position
 
 
 @pytest.mark.parametrize(("in_prompt", "num_for_each"), [("nothing", 0), ("the last text", 1)])

@@ -101,6 +101,16 @@ def test_rows_that_cannot_be_compared_are_counted_by_reason_and_more_than_a_twen
     assert problem.startswith("2 of 20 masks could not be compared with transformers' renderings")
 
 
+def test_a_token_that_begins_in_the_prompt_is_not_generated(chat_tokenizer: ChatTokenizer) -> None:
+    """The prompt ends in " th", and an answer that begins in "e" makes one token " the" with it."""
+    header = "{{ m.role }}: th{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: th{% endif %}"
+    source = "{% for m in messages %}" + header
+    joined = prepare(ChatTokenizer(chat_tokenizer.tokenizer, source), chat("Hi", "e cat"), chat("Hi " * 80, "e cat"),
+                     sequence_length=400)  # fmt: skip
+    masks = counted(joined)
+    assert (masks.num_equal, masks.problems) == (2, [])
+
+
 def test_a_template_that_writes_headers_and_no_prompts_cannot_be_compared(chat_tokenizer: ChatTokenizer) -> None:
     """What the model is trained after is not what transformers would prompt it with; the start warns of that."""
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"

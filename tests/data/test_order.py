@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.order import ShuffledOrder, StreamOrder
+from sftron.data.lanes.order import SHUFFLE_WINDOW, ShuffledOrder, StreamOrder
 from sftron.data.sources import RawRow, StreamedSource
 from sftron.data.types import Row
 
@@ -142,6 +142,12 @@ def test_a_stream_that_begins_anywhere_goes_on_as_it_would_have(
     positions = list(range(start, 240, 3))[skipped:]
     assert [order.rows([position])[0] for position in positions] == [expected[position] for position in positions]
     assert source[expected[positions[-1]][0]] == {"n": expected[positions[-1]][0]}
+
+
+def test_the_window_is_that_of_the_documentation() -> None:
+    order = order_of(10_001, lanes=[0], num_lanes=1, window=SHUFFLE_WINDOW)[0]
+    assert {row for row, _ in order.rows(range(10_000))} == set(range(10_000))
+    assert order.rows([10_000]) == [(10_000, 0)]
 
 
 def test_rows_before_the_window_are_not_read_again_where_their_number_is_known() -> None:
