@@ -456,8 +456,3 @@ def test_an_empty_answer_of_which_only_header_and_stop_token_are_written_is_trai
     assert trained(chat_tokenizer, *messages)[0] == "A<|im_end|><|im_end|>B<|im_end|>"
     assert [turn.start for turn in encoded.turns] == sorted(turn.start for turn in encoded.turns)
     assert None not in [turn.stop for turn in encoded.turns]
-
-
-def test_a_long_text_that_is_written_whole_is_not_counted_as_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = (Message(Role.USER, "why " * 200 + "</think> twice"), Message(Role.ASSISTANT, "so"))
-    assert trained(ChatTokenizer(tokenizer, SAYS.replace("m.content", "m.content + m.content")), *messages)[1] == ()

@@ -284,3 +284,13 @@ def test_an_adapter_that_a_model_cannot_have_is_refused(
 def test_a_spec_comes_back_from_json() -> None:
     spec = LoraSpec(ranks={"a": 2}, alphas={"a": 0.5}, rslora=True, dora=True, modules_to_save=("lm_head",))
     assert LoraSpec.from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
+
+
+def test_adapters_have_the_names_by_which_checkpoints_of_other_versions_hold_them() -> None:
+    reference = make_reference(num_hidden_layers=1)
+    native, names = make_native(reference), ["self_attn.q_proj", "mlp.up_proj"]
+    ranks = {f"model.layers.0.{name}": 4 for name in names}
+    add_adapters(native, native.config, LoraSpec(ranks=ranks, alphas=ranks))
+    found = {name for name, _ in native.named_parameters() if ".adapters." in name}
+    fused = ["self_attn.qkv_proj.adapters.q_proj", "mlp.gate_up_proj.adapters.up_proj"]
+    assert found == {f"model.layers.0.{name}.lora_{factor}" for name in fused for factor in "AB"}

@@ -119,7 +119,10 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
     dataset = make_mixture(datasets, chat_tokenizer, num_epochs=2)
     packs = take(dataset, 60)
     progress = Progress([DataSetCount(), DataSetCount()])
-    progress.add(StepCounts.of([collate(pack, keep_tail=True) for pack in packs], len(progress.datasets)))
+    step_counts = StepCounts.of([collate(pack, keep_tail=True) for pack in packs], len(progress.datasets))
+    progress.add(step_counts)
+    assert step_counts.weight_sum == sum(float(pack.loss_weights.sum()) for pack in packs)
+    assert progress.truncated == sum(pack.num_truncated for pack in packs)
     losses = TokenLosses({}, [MeanLoss(2.0, 3), MeanLoss(None, 0)], MeanLoss(2.0, 3), 0.5, 1.5)
     metrics = measure_step(
         progress,

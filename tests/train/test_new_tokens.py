@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
-from sftron.data.chat.pretrained import TEMPLATE_NAMES, named_template
+from sftron.data.chat.pretrained import TEMPLATE_NAMES, load_tokenizer, named_template
 from sftron.data.types import Role
 from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.build_model import untrained_ids
@@ -35,6 +36,16 @@ def test_every_named_template_trains_the_answers_and_their_stop_tokens(tmp_path,
     assert said == f"{space}Yo{stop}{space}Fine.{stop}"
     prompt = chat_tokenizer.encode_prompt(conversation("user: Hi").messages)
     assert encoded.input_ids[: len(prompt)].tolist() == prompt
+
+
+def test_an_added_token_is_found_as_it_is_written_whatever_the_normalizer_makes_of_it(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tokenizer")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save_pretrained(tmp_path)
+    loaded, added = load_tokenizer(tmp_path, ["<|END|>"])
+    (token_id,) = loaded.convert_tokens_to_ids(["<|END|>"])
+    assert added == ["<|END|>"]
+    assert [loaded(text)["input_ids"].count(token_id) for text in ("a<|END|>b", "a<|end|>b")] == [1, 0]
 
 
 def test_a_template_whose_tokens_are_missing_is_refused_with_the_key_to_set():
