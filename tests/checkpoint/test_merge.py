@@ -89,7 +89,9 @@ def test_the_report_has_the_share_of_the_delta_that_rounding_lost_by_kind_of_mat
 
 
 @pytest.mark.parametrize(("change", "has_delta"), [(0.0, False), (1e-4, True), (2.0, True)])
-def test_a_matrix_that_is_trained_in_full_counts_as_changed_however_little_it_is(change: float, has_delta: bool) -> None:
+def test_a_matrix_that_is_trained_in_full_counts_as_changed_however_little_it_is(
+    change: float, has_delta: bool
+) -> None:
     report, base = MergeReport(torch.bfloat16), torch.ones(2, 2)
     report.add("embed_tokens", base, base + change)
     assert report.has_delta == has_delta

@@ -104,7 +104,8 @@ def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_thi
 def test_a_message_of_calls_alone_gets_an_empty_content_only_where_the_template_needs_one(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    writes = "{% for m in messages %}{{ CONTENT }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    writes = "{% for m in messages %}{{ CONTENT }}" + calls + "{% endfor %}"
     contents = {"m.content.strip()": True, "m['content'] + ''": True, "m.content or ''": False, "m.content": False}
     templates = {each: ChatTemplate(writes.replace("CONTENT", each), tokenizer.special_tokens_map) for each in contents}
     assert {each: template.needs_content for each, template in templates.items()} == contents

@@ -394,7 +394,9 @@ def test_a_turn_of_reasoning_and_an_answer_is_all_of_its_text(chat_tokenizer: Ch
 
 def test_a_token_of_the_template_and_an_answer_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     """The header ends in " th", so that an answer "e" makes one token " the" with it."""
-    header = "{{ m.role }}: th{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: th{% endif %}"
+    header = (
+        "{{ m.role }}: th{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: th{% endif %}"
+    )
     chat_tokenizer = ChatTokenizer(tokenizer, "{% for m in messages %}" + header)
     conversations = [make_conversation([("Q", answer)]) for answer in ("e", "!")]
     assert [chat_tokenizer.encode(each).num_boundary_tokens for each in conversations] == [1, 0]

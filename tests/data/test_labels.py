@@ -110,8 +110,8 @@ def test_a_messages_weight_is_that_of_its_tokens_and_its_stop_token_and_0_leaves
     assert weights == [0.5] * num_first + [1.0] * (len(weights) - num_first)
     assert weighted(0.0)[0] == "Two.<|im_end|>"
     # The template's own words, which are labels as well without train_on_completions_only, have the weight 1.
-    every = chat_tokenizer.encode(Conversation((Message(Role.USER, "Q", weight=2), Message(Role.ASSISTANT, "A", weight=3)),
-                                               ConversationKey(0, 0), "here"))  # fmt: skip
+    both = (Message(Role.USER, "Q", weight=2), Message(Role.ASSISTANT, "A", weight=3))
+    every = chat_tokenizer.encode(Conversation(both, ConversationKey(0, 0), "here"))
     (labeled,) = label_conversations([every], Targets(), train_on_completions_only=False)
     weight_of = {Role.USER: 2, Role.ASSISTANT: 3, Role.TEMPLATE: 1}
     assert labeled.loss_weights[:-1].tolist() == [weight_of[Role(role)] for role in every.role_ids[1:]]

@@ -159,13 +159,13 @@ def test_at_any_time_the_dropped_share_of_the_consumed_rows_is_that_of_the_data(
 
 @pytest.mark.parametrize("state", ["", "1.2:0", "x:0", "1:-1", "1:00", "1"])
 def test_a_state_that_is_not_a_lanes_is_refused(state: str) -> None:
-    with pytest.raises(ValueError, match="the lane state is .*; wanted low:bitmap"):
+    with pytest.raises(ValueError, match=r"the lane state is .*; wanted low:bitmap"):
         parse_state(state, None)
 
 
 @pytest.mark.parametrize("state", ["", "1:0", "1.2:0", "1.2,3:0", "1.2,3.4,5.6:0", "1.2,3.4"])
 def test_a_state_of_another_mixture_is_refused(state: str) -> None:
-    with pytest.raises(ValueError, match="the lane state is .*; wanted cursor.tokens of 2 data sets:bitmap"):
+    with pytest.raises(ValueError, match=r"the lane state is .*; wanted cursor\.tokens of 2 data sets:bitmap"):
         parse_state(state, 2)
 
 

@@ -103,7 +103,9 @@ def test_rows_that_cannot_be_compared_are_counted_by_reason_and_more_than_a_twen
 
 def test_a_token_that_begins_in_the_prompt_is_not_generated(chat_tokenizer: ChatTokenizer) -> None:
     """The prompt ends in " th", and an answer that begins in "e" makes one token " the" with it."""
-    header = "{{ m.role }}: th{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: th{% endif %}"
+    header = (
+        "{{ m.role }}: th{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: th{% endif %}"
+    )
     source = "{% for m in messages %}" + header
     joined = prepare(ChatTokenizer(chat_tokenizer.tokenizer, source), chat("Hi", "e cat"), chat("Hi " * 80, "e cat"),
                      sequence_length=400)  # fmt: skip

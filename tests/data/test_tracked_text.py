@@ -70,7 +70,9 @@ def test_the_mark_of_an_empty_field_survives_joining_and_stripping() -> None:
 
 
 def test_neighbors_of_one_origin_are_one_span_and_a_part_has_no_origin_of_the_text_around_it() -> None:
-    user, again, answer = (Origin(n, "content", role) for n, role in ((0, Role.USER), (0, Role.USER), (1, Role.ASSISTANT)))
+    user, again, answer = (
+        Origin(n, "content", role) for n, role in ((0, Role.USER), (0, Role.USER), (1, Role.ASSISTANT))
+    )
     texts = [TrackedStr.of("a", user), TrackedStr.of("bc", again), "x", "", "y", TrackedStr.of("", answer)]
     text = concatenate(texts)
     assert (text, text.spans) == ("abcxy", ((3, user), (2, None), (0, answer)))

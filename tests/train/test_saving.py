@@ -201,7 +201,12 @@ class Clock:
     ids=["every 15 minutes", "a twentieth of the time at most"],
 )
 def test_by_default_a_kill_costs_15_minutes_of_training_or_20_times_what_a_save_takes(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, step_seconds: int, save_seconds: int, expected: list[int]
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step_seconds: int,
+    save_seconds: int,
+    expected: list[int],
 ) -> None:
     clock = Clock(monkeypatch, step_seconds, save_seconds)
     run(make_config(tmp_path, model_folder, tokens__train_steps=10, checkpoints__export_hf=False))
