@@ -236,7 +236,8 @@ def test_every_link_and_every_named_file_exists() -> None:
     missing = []
     for page in PAGES:
         text = read(page)
-        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        outside_of_code = re.sub(r"`[^`\n]*`", "", text)
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", outside_of_code):
             linked = page.parent / target if target else page
             if "://" not in target and not (linked.exists() and (not anchor or anchor in anchors(linked))):
                 missing.append(f"{page.name}: {target}#{anchor}")
