@@ -207,12 +207,16 @@ def comment_of(sentence: str) -> tuple[str, ...]:
     return f"# {', '.join(found)}", f"# {sentence}", "# Exit status: 1 if the fault shows, 0 if it does not."
 
 
+def _execute(text: str, scope: dict[str, Any]) -> None:
+    exec(compile(text, "<script>", "exec"), scope)
+
+
 def makes_small_model(names: Names, lines: Sequence[str], tokenizer: Any = None) -> bool:
     """Returns whether the `model` of these lines has few parameters besides its vocabulary, without making it."""
     scope: dict[str, Any] = {"tokenizer": tokenizer}
     try:
         with quiet_and_restored(), torch.device("meta"):
-            exec(text_of(names, (), (), lines, ()), scope)
+            _execute(text_of(names, (), (), lines, ()), scope)
             vocabulary = len(scope["model"].get_input_embeddings().weight)
     except Exception:  # of the model's own code
         return False
@@ -237,7 +241,7 @@ def run_here(text: str) -> Outcome:
     output = io.StringIO()
     with quiet_and_restored(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         try:
-            exec(compile(text, "<script>", "exec"), {"__name__": "__main__"})
+            _execute(text, {"__name__": "__main__"})
         except SystemExit as ended:
             return Outcome(int(ended.code or 0), output.getvalue())
         except Exception as error:
