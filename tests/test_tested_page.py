@@ -31,7 +31,7 @@ def test_results_are_counted_by_their_first_and_their_last_run(tmp_path: Path) -
     results = [line("data/a", "killed", "t"), line("data/b", "survived"), line("train/c", "uncovered")]
     results += [line("train/d", "survived"), line("data/b", "killed", "tests/test_b.py::test_b[1]")]
     (tmp_path / "results.jsonl").write_text("\n".join(results), encoding="utf-8")
-    counts = {"seed": 3, "number": 4, "places": 10, "files": 4, "mutants": 20, "commit": "1234abcd"}
+    counts = {"seed": 3, "number": 4, "places": 10, "files": 4, "mutants": 20, "commit": "1234abcd", "seconds": 15}
     (tmp_path / "drawn.json").write_text(json.dumps(counts), encoding="utf-8")
     verdict = {"outcome": "equivalent", "by": "", "reason": "c is printed alone."}
     before = {"survivors": [{"name": "src/sftron/train/c.py:1 op #0", **verdict}]}

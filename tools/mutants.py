@@ -498,6 +498,7 @@ def main(arguments: list[str]) -> int:
     places, path = all_places(), options.folder / "results.jsonl"
     mutants, known = drawn(places, options.number, options.seed), read_results(path)
     counts = {"seed": options.seed, "number": len(mutants), "places": len(places), "files": len(paths_of_laws())}
+    counts["seconds"] = options.seconds
     head = subprocess.run(
         ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, check=True, text=True
     )
