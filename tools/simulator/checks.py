@@ -38,6 +38,11 @@ def newest_step(checkpoints: Path) -> int:
     return next((step for step, folder in steps_in(checkpoints).items() if is_intact(folder)), 0)
 
 
+def last_step(run: Path) -> int:
+    """Returns the last step in metrics.jsonl."""
+    return json.loads((run / "metrics.jsonl").read_bytes().splitlines()[-1])["step"]
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the whole tensors of a checkpoint, from the rows in the files of its ranks."""
     parts: dict[str, list[torch.Tensor]] = {}

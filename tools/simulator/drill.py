@@ -16,7 +16,16 @@ from sftron.checkpoint.shards import CheckpointError
 from sftron.config import Config
 from sftron.data.loader import WorkerError
 from sftron.train.ranks import RankError
-from tools.simulator.checks import End, is_intact, newest_step, steps_in, unsound_files, wrong_counts, wrong_exports
+from tools.simulator.checks import (
+    End,
+    is_intact,
+    last_step,
+    newest_step,
+    steps_in,
+    unsound_files,
+    wrong_counts,
+    wrong_exports,
+)
 from tools.simulator.disk import Disk, Ordering, broken_medium, no_space
 from tools.simulator.life import Clock, Layout, Life
 from tools.simulator.machine import Machine, Task
@@ -209,6 +218,8 @@ class Drill:
         self._note(f"ended with {words}, {status}; saved: step {self.saved_step}")
         self._check_start(ends)
         self._check_errors(ends, status)
+        if not self._struck - {"ask to stop"} and ends == [0] * len(ends):
+            self._check_housekeeping()
         if "lose power" in self._struck:
             self._lose_power()
         for folder in steps_in(self.checkpoints).values():
@@ -364,6 +375,21 @@ class Drill:
             self._require(ends == [0] * len(ends), f"a life without a fault ended with {ends}")
             self._require(status == "completed", f"a life without a fault ended as {status}")
 
+    def _check_housekeeping(self) -> None:
+        """What a life without a fault leaves: its last step is saved, and so many checkpoints as are to be kept."""
+        if not self.life.saved_step:  # a complete run that was started again stays as it is
+            return
+        left = sorted(each.name for each in self.run_folder.glob("*/*.tmp-*"))
+        self._require(not left, f"{', '.join(left)}: unfinished, and not removed")
+        kept, keep_last = [*steps_in(self.checkpoints)], self.options["keep_last"]
+        most = keep_last + ("keep_best" in self.options)
+        self._require(len(kept) <= most, f"steps {kept} are kept, at most {most} should be")
+        first = int(self.life.resumed.name[5:]) if self.life.resumed else 0
+        if self.options["interval"] == 1 and self.life.saved_step - first >= keep_last:
+            self._require(len(kept) >= keep_last, f"steps {kept} are kept, at least {keep_last} should be")
+        last = last_step(self.run_folder)
+        self._require(kept[0] == last, f"the run ended after step {last}, and step {kept[0]} is its newest")
+
     def _check_end(self) -> None:
         self.end = End.of(self.run_folder)
         self._digest.update(repr(self.end).encode())
@@ -378,12 +404,14 @@ class Drill:
                 excused.add("best")
             # A run goes on without lines that cannot be written, and says so.
             excused |= {name for name in ("metrics", "evaluations") if f"{name}.jsonl cannot be written" in self.said}
-            problems.append(self.end.differences(self._left_alone(), excused))
+            alone = self._left_alone()
+            problems.append([] if alone is None else self.end.differences(alone, excused))
         for each in problems:
             for problem in each:
                 self._require(False, problem)
 
-    def _left_alone(self) -> End:
+    def _left_alone(self) -> End | None:
+        """Returns the end of the undisturbed run; None if something did not hold of it."""
         name = json.dumps(self.data)
         if name not in self.ends:
             drill = Drill(0, self.folder / "alone", self.clock, self.ends, is_faulty=False)
@@ -392,6 +420,8 @@ class Drill:
             found = drill.run()
             for violation in found.violations:
                 self._require(False, f"without a fault: {violation}")
+            if found.violations:
+                return None
             self.ends[name] = drill.end
         return self.ends[name]
 
