@@ -362,7 +362,9 @@ class Drill:
                 self._require(is_aside, f"{folder.name} is damaged, and stands among new checkpoints")
 
     def _check_errors(self, ends: list[Any], status: str) -> None:
-        ordinary: tuple[type[BaseException], ...] = (OSError, RankError, WorkerError)
+        ordinary: tuple[type[BaseException], ...] = (RankError, WorkerError)
+        if self._struck & {"fill the disk", "fail an fsync"}:
+            ordinary += (OSError,)
         if self.rotten:
             ordinary += (CheckpointError,)
         if "fill the disk" in self._struck:
