@@ -372,6 +372,8 @@ class Drill:
         for end in ends:
             is_ordinary = isinstance(end, ordinary) or not isinstance(end, BaseException)
             self._require(is_ordinary, f"a rank ended with {end!r}")
+            is_early = "checkpoints in a row" in str(end) and "3 checkpoints in a row" not in str(end)
+            self._require(not is_early, f"a run ends after the third missed checkpoint, not with {end!r}")
         is_refused = any(isinstance(end, CheckpointError) for end in ends)
         if not self._struck and not is_refused:
             self._require(ends == [0] * len(ends), f"a life without a fault ended with {ends}")
