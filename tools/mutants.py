@@ -493,6 +493,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of the tests of one mutant")
     parser.add_argument("--again", nargs="*", metavar="TEST", help="run what survived again, with these tests alone")
     options = parser.parse_args(arguments)
+    if options.number < 1:
+        parser.error(f"--number {options.number}: wanted at least 1, as no mutant shows nothing")
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     places, path = all_places(), options.folder / "results.jsonl"

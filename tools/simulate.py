@@ -69,6 +69,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="the number of processes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was run and found to this file, as JSON")
     options = parser.parse_args(arguments)
+    if options.runs < 1:
+        parser.error(f"--runs {options.runs}: wanted at least 1, as no run shows nothing")
+    if (options.trace and options.seed is None) or (options.out and options.seed is not None):
+        parser.error("--trace needs --seed, and --out is of many runs")
     if options.seed is not None:
         (found,) = run_seeds(
             range(options.seed, options.seed + 1), on_event=show if options.trace else lambda event: None
