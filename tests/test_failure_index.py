@@ -48,7 +48,7 @@ def test_the_page_has_the_span_of_each_failure_and_what_was_not_run() -> None:
     text = page(small())
     (line,) = [line for line in text.splitlines() if line.startswith("| thoughts in the answers: `packing=True` |")]
     words = dict(zip(ROWS, [cell.strip() for cell in line.strip("|").split(" | ")][1:], strict=True))
-    assert words["ids"] == "**FAIL** 1.9.0, pass 1.16.0"
+    assert words["ids"] == "documented 1.9.0, pass 1.16.0"
     assert (words["loss"], words["isolation"], words["adapters"], words["generation"]) == ("open", "pass", "skip", "")
     (fault,) = [line for line in text.splitlines() if "](../tools/failures/programs/trl_thoughts.py)" in line]
     assert "ids: 4 conversations \\| leak | 1.9.0 |" in fault
@@ -62,6 +62,20 @@ def test_the_page_has_the_span_of_each_failure_and_what_was_not_run() -> None:
 @pytest.mark.parametrize(("found", "text"), [("2", "2"), ("12", "1 to 2"), ("13", "1, 3"), ("123", "1 to 3")])
 def test_versions_that_follow_each_other_are_a_span(found: str, text: str) -> None:
     assert _span(list(found), list("123")) == text
+
+
+def test_a_failure_is_documented_only_if_each_fault_that_shows_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cell() -> str:
+        (line,) = [each for each in page(small()).splitlines() if each.startswith("| thoughts in the answers: `pack")]
+        return line.split(" | ")[1]
+
+    (fault,) = [each for each in FAULTS if each.program == "trl_thoughts"]
+    assert cell() == "documented 1.9.0, pass 1.16.0"
+    others = (*(each for each in FAULTS if each is not fault), replace(fault, is_documented=False))
+    monkeypatch.setattr("tools.failures.page.FAULTS", others)
+    assert cell() == "**FAIL** 1.9.0, pass 1.16.0"
+    monkeypatch.setattr("tools.failures.page.FAULTS", (*others, fault))
+    assert cell() == "**FAIL** 1.9.0, pass 1.16.0"
 
 
 def test_a_failure_that_no_program_shows_is_open() -> None:

@@ -15,9 +15,10 @@ class Fault:
         library: The library whose configurations have it.
         configurations: Their names.
         rows: The rows that fail because of it.
-        what: What happens, and whether the library documents it.
+        what: What happens.
         avoid: How to avoid it.
         threads: Threads upstream that were read, as repository#number.
+        is_documented: Whether the library's own documentation or log says so.
     """
 
     program: str
@@ -27,44 +28,50 @@ class Fault:
     what: str
     avoid: str
     threads: tuple[str, ...] = ()
+    is_documented: bool = False
 
 
 _TRL = (
     Fault(
         "trl_default_trains_prompts", "TRL", ("default",), ("trained tokens",),
-        "Rows of messages train every token, questions and system prompts too. Documented.",
-        "Rows of prompt and completion, or `assistant_only_loss=True`.",
+        "Rows of messages train every token, questions and system prompts too.",
+        "Rows of prompt and completion, or `assistant_only_loss=True` where the template has generation marks.",
         ("huggingface/trl#3315",),
+        is_documented=True,
     ),
     Fault(
         "trl_packing_cuts bfd_split", "TRL", ("packing_split",), ("ids", "truncation"),
-        "A conversation longer than `max_length` goes on in another document, without its beginning. Documented.",
+        "A conversation longer than `max_length` goes on in another document, without its beginning.",
         "`max_length` above the longest conversation.",
         ("huggingface/trl#5075",),
+        is_documented=True,
     ),
     Fault(
         "trl_packing_cuts wrapped", "TRL", ("packing_wrapped",), ("ids", "truncation"),
-        "The stream of all conversations is cut each `max_length` tokens. Documented.",
+        "The stream of all conversations is cut each `max_length` tokens.",
         '`packing_strategy="bfd"` with `max_length` above the longest conversation.',
         ("huggingface/trl#3067",),
+        is_documented=True,
     ),
     Fault(
         "trl_wrapped_leaks", "TRL", ("packing_wrapped",), ("isolation", "positions"),
-        "The rows have no positions, so each conversation attends to those before it. Documented.",
+        "The rows have no positions, so each conversation attends to those before it.",
         '`packing_strategy="bfd"`.',
         ("huggingface/trl#3067",),
     ),
     Fault(
         "trl_thoughts", "TRL", ("thoughts",), ("ids",),
         "TRL renders its own copy of Qwen 3's template, which keeps the thought of every answer; the tokenizer's own, "
-        "with which the model is saved, leaves out those of earlier answers. Documented.",
+        "with which the model is saved, leaves out those of earlier answers.",
         "Rows of prompt and completion, one for each answer.",
         ("huggingface/trl#5824",),
+        is_documented=True,
     ),
     Fault(
         "trl_max_length_cuts", "TRL", ("truncation",), ("truncation",),
-        "Answers end where the limit is, without a stop token. Documented.",
+        "Answers end where the limit is, without a stop token.",
         "`max_length` above the longest conversation.",
+        is_documented=True,
     ),
     Fault(
         "trl_control_text", "TRL", ("control_text",), ("forgery",),
@@ -79,7 +86,7 @@ _TRANSFORMERS = (
         "transformers_counts_first_tokens", "transformers", ("default", "whole_texts"), ("loss",),
         "To 5.10.0, `num_items_in_batch` counts the first token of each row if it has a label, although no label is "
         "predicted for it: the loss of each step is too small.",
-        "transformers 5.10.1, or a label of -100 for the first token of each row.",
+        "transformers 5.10.1 (its source was read), or a label of -100 for the first token of each row.",
         ("huggingface/transformers#46204",),
     ),
     Fault(
@@ -90,8 +97,9 @@ _TRANSFORMERS = (
     ),
     Fault(
         "transformers_cuts", "transformers", ("truncation",), ("truncation",),
-        "Answers end where the limit is, without a stop token. Documented.",
+        "Answers end where the limit is, without a stop token.",
         "`max_length` above the longest conversation.",
+        is_documented=True,
     ),
     Fault(
         "transformers_control_text", "transformers", ("control_text",), ("forgery",),
@@ -132,13 +140,15 @@ _AXOLOTL = (
     ),
     Fault(
         "axolotl_faults truncation", "axolotl", ("truncation",), ("truncation", "ids", "stop tokens", "trained tokens"),
-        "Answers end where the limit is, without a stop token. Documented.",
+        "Answers end where the limit is, without a stop token.",
         "`sequence_len` above the longest conversation.",
+        is_documented=True,
     ),
     Fault(
         "axolotl_faults dropped", "axolotl", ("dropped",), ("truncation",),
-        "Conversations longer than `sequence_len` are dropped, which the log says. Documented.",
+        "Conversations longer than `sequence_len` are dropped, which the log says.",
         "`sequence_len` above the longest conversation.",
+        is_documented=True,
     ),
     Fault(
         "axolotl_faults control_text", "axolotl", ("control_text",), ("forgery",),
@@ -165,7 +175,7 @@ _LLAMA_FACTORY = (
     Fault(
         "llamafactory_faults first_tokens", "LLaMA-Factory", ("whole_texts",), ("loss",),
         "The fault of transformers to 5.10.0: the first token of each row is counted, and not predicted.",
-        "A release that admits transformers 5.10.1.",
+        "A release that admits transformers 5.10.1 (its source was read).",
         ("huggingface/transformers#46204",),
     ),
     Fault(
@@ -196,7 +206,8 @@ _LLAMA_FACTORY = (
 _SWIFT = (
     Fault(
         "swift_faults named_template", "ms-swift", ("named_template",), ("ids", "truncation"),
-        "Its `chatml` leaves out the default system prompt, which the template that is saved with the model writes.",
+        "Its `chatml`, chosen here for a model with SmolLM2's template, leaves out the default system prompt, which "
+        "the template that is saved with the model writes.",
         "A `template` that writes what the tokenizer's own writes.",
     ),
     Fault(
@@ -217,8 +228,9 @@ _SWIFT = (
     ),
     Fault(
         "swift_faults truncation", "ms-swift", ("truncation",), ("truncation",),
-        "Answers end where the limit is, without a stop token. Documented; the default drops such rows.",
+        "Answers end where the limit is, without a stop token; the default drops such rows.",
         "`max_length` above the longest conversation.",
+        is_documented=True,
     ),
     Fault(
         "swift_faults control_text", "ms-swift", ("control_text",), ("forgery",),

@@ -23,9 +23,10 @@ when. Each runs with the same few conversations, a random model of two layers, i
 for all. `python tools/failure_index.py` makes an environment for each release (`tools/failures/releases.py`), runs what
 has changed, and writes this page from `tools/failures/results.json`, which has what each row measured.
 
-A row is **FAIL** if a program without sftron shows the fault in the same environment; it is "open" until there is one.
-Some of it is documented, and meant. The page assumes that you want a loss over whole answers, each conversation by
-itself, ended and served as it was trained. A library's remedy is in the last column.
+A row is **FAIL** if a program without sftron shows the fault in the same environment; it is "open" until there is one,
+and "documented" if the library's own documentation or log says what happens, so that it is meant. The page assumes that
+you want a loss over whole answers, each conversation by itself, ended and served as it was trained. A library's remedy
+is in the last column.
 """
 
 
@@ -49,6 +50,13 @@ def status(release: Release, configuration: str, row: str, results: Results) -> 
         return found["status"] if found else ""
     shown = results[release.name]["programs"]
     return "FAIL" if any(shown.get(each.program) for each in _faults(release.library, configuration, row)) else "open"
+
+
+def _is_documented(release: Release, configuration: str, row: str, results: Results) -> bool:
+    """Returns whether all faults that programs confirm in a cell are documented."""
+    shown = results[release.name]["programs"]
+    confirmed = [each for each in _faults(release.library, configuration, row) if shown.get(each.program)]
+    return all(each.is_documented for each in confirmed)
 
 
 def _faults(library: str, configuration: str, row: str) -> Iterator[Fault]:
@@ -93,12 +101,15 @@ def _described(name: str, run: Sequence[Release], results: Results) -> str:
 
 def _word(name: str, row: str, run: Sequence[Release], results: Results) -> str:
     words = {each.version: status(each, name, row, results) for each in run}
+    for each in run:
+        if words[each.version] == "FAIL" and _is_documented(each, name, row, results):
+            words[each.version] = "documented"
     found = [word for word in words.values() if word]
-    shown = {"PASS": "pass", "FAIL": "**FAIL**", "SKIP": "skip", "open": "open", "": ""}
+    shown = {"PASS": "pass", "FAIL": "**FAIL**", "SKIP": "skip"}
     if len(set(found)) == 1:
-        return shown[found[0]]
+        return shown.get(found[0], found[0])
     grouped = {word: [version for version in words if words[version] == word] for word in dict.fromkeys(found)}
-    return ", ".join(f"{shown[word]} {_span(versions, list(words))}" for word, versions in grouped.items())
+    return ", ".join(f"{shown.get(word, word)} {_span(versions, list(words))}" for word, versions in grouped.items())
 
 
 def _span(versions: Sequence[str], all_versions: Sequence[str]) -> str:
@@ -129,7 +140,7 @@ def _line_of(fault: Fault, run: Sequence[Release], results: Results) -> list[str
         "; ".join(CONFIGURATIONS[name] for name in fault.configurations),
         "; ".join(f"{row}: {text}" for row, text in measured.items()),
         where,
-        fault.what,
+        f"{fault.what} Documented." if fault.is_documented else fault.what,
         ", ".join(map(_link, fault.threads)) or "none known",
         f"[{fault.program}](../tools/failures/programs/{file}.py)",
         fault.avoid,
