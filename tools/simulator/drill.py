@@ -393,6 +393,12 @@ class Drill:
             self._require(len(kept) >= keep_last, f"steps {kept} are kept, at least {keep_last} should be")
         last = last_step(self.run_folder)
         self._require(kept[0] == last, f"the run ended after step {last}, and step {kept[0]} is its newest")
+        stated = json.loads((self.run_folder / "result.json").read_bytes()).get("step")
+        self._require(stated == last, f"the run ended after step {last}, and result.json has {stated}")
+        if (every := self.options["export_interval"]) and not self._struck:  # a stop leaves an export to the next start
+            wanted = {step for step in range(first + 1, last + 1) if step % every == 0}
+            missing = wanted - steps_in(self.run_folder / "hf").keys()
+            self._require(not missing, f"steps {sorted(missing)} are not exported")
 
     def _check_end(self) -> None:
         self.end = End.of(self.run_folder)
