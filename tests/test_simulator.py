@@ -19,7 +19,7 @@ from sftron.data.loader import PackLoader
 from sftron.train import outputs, saving
 from sftron.train.logs import run_logs
 from tools.simulate import run_seeds
-from tools.simulator.drill import Kind
+from tools.simulator.draws import Kind
 
 # --- Faults that are put back on purpose ---
 

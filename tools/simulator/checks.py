@@ -43,6 +43,13 @@ def last_step(run: Path) -> int:
     return json.loads((run / "metrics.jsonl").read_bytes().splitlines()[-1])["step"]
 
 
+def status_of(run: Path) -> str:
+    try:
+        return json.loads((run / "result.json").read_bytes())["status"]
+    except (OSError, ValueError):
+        return "no result"
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the whole tensors of a checkpoint, from the rows in the files of its ranks."""
     parts: dict[str, list[torch.Tensor]] = {}

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from sftron.checkpoint.shards import CheckpointError
-from sftron.config import Config
 from sftron.data.loader import WorkerError
 from sftron.train.ranks import RankError
 from tools.simulator.checks import (
@@ -21,50 +20,19 @@ from tools.simulator.checks import (
     is_intact,
     last_step,
     newest_step,
+    status_of,
     steps_in,
     unsound_files,
     wrong_counts,
     wrong_exports,
 )
 from tools.simulator.disk import Disk, Ordering, broken_medium, no_space
+from tools.simulator.draws import Fault, config_of, draw_checkpoints, draw_data, draw_faults, draw_layout
 from tools.simulator.life import Clock, Layout, Life
 from tools.simulator.machine import Machine, Task
 
-Kind = Literal[
-    "kill a rank",
-    "kill all",
-    "lose power",
-    "fill the disk",
-    "fail an fsync",
-    "slow the disk",
-    "jump in time",
-    "a worker dies",
-    "a worker hangs",
-    "hang a rank",
-    "ask to stop",
-    "flip a bit",
-    "rot",
-    "hop",
-]
-"""The faults: the last two come between lives."""
-_FREQUENCIES = {"kill a rank": 3, "kill all": 4, "lose power": 6, "fill the disk": 2, "a worker dies": 2}
-_IN_A_LIFE = {kind: _FREQUENCIES.get(kind, 1) for kind in get_args(Kind) if kind not in ("rot", "hop")}
-_PLACES = ("rename", "fsync", "write", "create", "mkdir", "unlink", "symlink", "rmdir", "gather", "step", "pack")
 _FAULTY_LIVES, _MOST_LIVES = 4, 7
 """Rot before the first life without a fault is found in it, and moved away before the next one."""
-_PACKS_A_STEP = 4
-
-
-@dataclass
-class Fault:
-    kind: Kind
-    rank: int
-    place: str
-    """The event at which it comes; empty for any."""
-    countdown: int
-    """How many such events come before."""
-    length: int
-    """How many events it lasts, if it lasts."""
 
 
 @dataclass(frozen=True)
@@ -77,62 +45,6 @@ class Found:
     faults: Counter[str]
     digest: str
     """Of every event and of the end."""
-
-
-# --- What a seed draws ---
-
-
-def _draw_data(chance: random.Random) -> dict[str, Any]:
-    """Draws what the end of a run depends on; few values, because each has a run that is left alone."""
-    kind = chance.choice(("planned", "lanes", "minibatch", "mixture", "stream"))
-    pool = {"packing": {"pool_size": 6}}
-    if kind == "stream":
-        data = {"datasets": [{"path": "40", "streaming": True}], "num_lanes": 8, **pool}
-        return {"data": data, "tokens": {"train_steps": 9}}
-    if kind == "mixture":
-        datasets = [{"path": "13", "weight": 2.0}, {"path": "8", "weight": 1.0}]
-        return {"data": {"datasets": datasets, "num_lanes": 8, **pool}, "tokens": {"train_steps": 8}}
-    num_rows, num_epochs = chance.choice(((40, 2), (30, 3), (72, 1)))
-    data = {"datasets": [{"path": str(num_rows)}]}
-    tokens = {"train_epochs": num_epochs}
-    if kind == "minibatch":
-        data |= {"num_lanes": 4, "packing": {"strategy": "minibatch"}}
-        return {"data": data, "tokens": tokens | {"micro_batch_size": 2}}
-    return {"data": {**data, "num_lanes": "auto" if kind == "planned" else 8, **pool}, "tokens": tokens}
-
-
-def _draw_layout(chance: random.Random, num_lanes: int | Literal["auto"]) -> Layout:
-    num_ranks, context = chance.choice(((1, 1), (1, 1), (2, 1), (2, 1), (4, 1), (2, 2), (4, 2)))
-    fitting = [n for n in range(4) if num_lanes == "auto" or num_lanes % (num_ranks // context * max(1, n)) == 0]
-    return Layout(num_ranks, context, chance.choice(fitting))
-
-
-def _draw_checkpoints(chance: random.Random) -> dict[str, Any]:
-    return {
-        "interval": chance.choice((1, 2, 2, 3, "auto")),
-        "keep_last": chance.choice((2, 2, 3)),
-        "async": chance.random() < 0.4,
-        "export_interval": chance.choice((None, 2)),
-    }
-
-
-def _config(output: Path, data: dict[str, Any], layout: Layout, checkpoints: dict[str, Any]) -> Config:
-    accumulation = _PACKS_A_STEP * layout.context // layout.num_ranks
-    evaluation = {"datasets": [{"path": "held out"}], "interval": 2} if "keep_best" in checkpoints else {}
-    tree = {
-        "general": {"run_name": "run", "output_dir": str(output), "seed": 7},
-        "model": {"path": "model"},
-        "data": {**data["data"], "num_workers": layout.num_workers, "max_dropped_share": 1.0},
-        "tokens": {"sequence_length": 24, "batch_accumulation_per_replica": accumulation, **data["tokens"]},
-        "parallelism": {"context": layout.context},
-        "optimizer": {"schedule": "constant", "learning_rate": 1.0},
-        "checkpoints": checkpoints,
-        "evaluation": evaluation,
-    }
-    return Config.model_validate(tree)
-
-
-# --- One seed ---
 
 
 @dataclass
@@ -159,9 +71,9 @@ class Drill:
     def __post_init__(self) -> None:
         chance = self.chance = random.Random(self.seed)
         self._digest = hashlib.blake2b(digest_size=16)
-        self.data = _draw_data(chance)
-        self.layout = _draw_layout(chance, self.data["data"]["num_lanes"])
-        self.options = _draw_checkpoints(chance)
+        self.data = draw_data(chance)
+        self.layout = draw_layout(chance, self.data["data"]["num_lanes"])
+        self.options = draw_checkpoints(chance)
         if chance.random() < 0.4:
             self.options["keep_best"] = "eval/held_out/loss"
         ordering: Ordering = chance.choice(("ordered", "unordered"))
@@ -180,10 +92,10 @@ class Drill:
             is_faulty = self.is_faulty and number < _FAULTY_LIVES
             if is_faulty and number and self.chance.random() < 0.3:
                 self.faults["hop"] += 1
-                self.layout = _draw_layout(self.chance, self.data["data"]["num_lanes"])
-                self.options |= _draw_checkpoints(self.chance)
+                self.layout = draw_layout(self.chance, self.data["data"]["num_lanes"])
+                self.options |= draw_checkpoints(self.chance)
                 self._note(f"on {self.layout}, {self.options}")
-            if self._live(self._draw_faults() if is_faulty else []) or self.violations:
+            if self._live(draw_faults(self.chance, self.layout.num_ranks) if is_faulty else []) or self.violations:
                 break
         else:
             self._require(False, "the run is not complete after lives without a fault")
@@ -193,27 +105,18 @@ class Drill:
             self._check_end()
         return Found(self.seed, (*self.schedule,), (*self.violations,), self.faults, self._digest.hexdigest())
 
-    def _draw_faults(self) -> list[Fault]:
-        chance, num_ranks = self.chance, self.layout.num_ranks
-        faults = list[Fault]()
-        for kind in chance.choices([*_IN_A_LIFE], [*_IN_A_LIFE.values()], k=chance.choice((1, 1, 2, 3))):
-            place = chance.choice(("", *_PLACES))
-            countdown = chance.randint(0, 12 if place else 250 * num_ranks)
-            faults.append(Fault(kind, chance.randrange(num_ranks), place, countdown, chance.randint(5, 200)))
-        return faults
-
     def _live(self, faults: list[Fault]) -> bool:
         """Starts the run once, and returns whether it is complete."""
         self._planned, self._lasting = faults, dict[str, int]()
         self._struck: set[str] = set()
         self._has_searched, self._expected_step, self._broken = False, 0, list[Path]()
         self.machine = Machine(self.chance, self._on_event)
-        config = _config(self.root / "out", self.data, self.layout, self.options)
+        config = config_of(self.root / "out", self.data, self.layout, self.options)
         self.life = Life(self.machine, self.disk, config, self.layout, self.chance, self._on_search)
         ends = self.life.live()
         self.said += "\n".join(self.life.lines)
         self.saved_step = max(self.saved_step, self.life.saved_step)
-        status = _status(self.run_folder)
+        status = status_of(self.run_folder)
         words = [end if isinstance(end, int) else repr(end)[:200] for end in ends]
         self._note(f"ended with {words}, {status}; saved: step {self.saved_step}")
         self._check_start(ends)
@@ -443,10 +346,3 @@ class Drill:
         line = line.replace(str(self.folder), "")
         self.schedule.append(line)
         self._digest.update(f"{line}\n".encode())
-
-
-def _status(run: Path) -> str:
-    try:
-        return json.loads((run / "result.json").read_bytes())["status"]
-    except (OSError, ValueError):
-        return "no result"

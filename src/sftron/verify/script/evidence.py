@@ -165,6 +165,8 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         Evidence("Labels are other tokens than those at their place.", texts.LABELS_OTHER, words=("are other tokens",)),
         Evidence("More is trained than what the model has to write.", texts.TOO_MUCH, fits=_has_answers,
                  words=("prompt tokens trained", "headers trained")),
+        Evidence("What is trained does not begin where an answer does.", texts.PROMPT, fits=_has_answers,
+                 words=("prompt tokens trained",)),
         Evidence("Not all is trained that the model has to write.", texts.TOO_LITTLE, fits=_has_answers),
         Evidence("What is trained is not the completion.", texts.COMPLETION,
                  fits=lambda program, facts: facts.is_text and "completion" in program.measured.columns),

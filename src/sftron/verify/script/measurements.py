@@ -81,6 +81,14 @@ TOO_MUCH = _with(
     _ANSWERS, answers=_OF_TEMPLATE, is_wrong="bool(wanted) and len(''.join(trained)) > len(''.join(wanted))"
 )
 TOO_LITTLE = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="any(each not in '…'.join(trained) for each in wanted)")
+PROMPT = """
+$batch
+start = int((batch['labels'][0] != -100).nonzero()[0])
+header, stop, before = $header, $stop, tokenizer.decode(batch['input_ids'][0, :start])
+print(f'what is trained follows {before[-60:]!r}')
+print(f'wanted {header!r}, behind the last {stop!r}')
+sys.exit(before.rfind(header) <= before.rfind(stop))
+"""
 COMPLETION = _with(
     _ANSWERS,
     answers="wanted = [$rows[0]['completion'].removesuffix(tokenizer.eos_token).$strip + tokenizer.eos_token]",
