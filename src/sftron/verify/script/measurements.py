@@ -84,7 +84,7 @@ TOO_LITTLE = _with(_ANSWERS, answers=_OF_TEMPLATE, is_wrong="any(each not in 'â€
 PROMPT = """
 $batch
 start = int((batch['labels'][0] != -100).nonzero()[0])
-header, stop, before = $header, $stop, tokenizer.decode(batch['input_ids'][0, :start])
+header, stop, before = $header.strip(), $stop, tokenizer.decode(batch['input_ids'][0, :start])
 print(f'what is trained follows {before[-60:]!r}')
 print(f'wanted {header!r}, behind the last {stop!r}')
 sys.exit(before.rfind(header) <= before.rfind(stop))
