@@ -35,7 +35,8 @@ def require_all_zero(ended: list[Ended]) -> None:
 
 # -- what is read -----------------------------------------------------------------------------------------------------
 
-NEW_IDS = [768, 769, 770]
+NEW_IDS = list(range(768, 1541))
+"""So many that some ranks have rows of new tokens alone."""
 
 
 def load_share(folder: Path, path: Path) -> None:
@@ -57,7 +58,7 @@ def load_share(folder: Path, path: Path) -> None:
     for name, method in original.items():
         setattr(SafetensorsFolder, name, method)
     grown = load_model(
-        folder, vocab_size=771, initialize_ids=[5, *NEW_IDS], shard=lambda model: shard_model(model, mesh)
+        folder, vocab_size=1541, initialize_ids=[5, *NEW_IDS], shard=lambda model: shard_model(model, mesh)
     )
     torch.save(
         [{name: whole(p.detach()) for name, p in each.named_parameters()} for each in (model, grown)],
@@ -82,7 +83,7 @@ def test_a_rank_reads_its_own_share_of_the_weights_and_all_together_have_all(tmp
     odd = make_model_folder(tmp_path / "odd", **ODD)
     for num_ranks, folder in ((2, even), (4, odd)):
         num_bytes = (folder / "model.safetensors").stat().st_size
-        alone = [load_model(folder), load_model(folder, vocab_size=771, initialize_ids=[5, *NEW_IDS])]
+        alone = [load_model(folder), load_model(folder, vocab_size=1541, initialize_ids=[5, *NEW_IDS])]
         require_all_zero(launch(num_ranks, load_share, folder, tmp_path / "read", folder=tmp_path))
         for rank in range(num_ranks):
             # A row more of each tensor where the ranks do not divide them.
