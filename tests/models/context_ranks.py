@@ -293,3 +293,20 @@ def save_costs(options: dict[str, Any], row: Row, path: Path) -> None:
             hidden.sum().backward()
     path.with_name(f"{path.name}-{ranks.rank}").write_text(json.dumps({"sent": sent, "kept": kept}))
     end_ranks()
+
+
+def save_whole(row: Row, path: Path) -> None:
+    """Writes whether the ranks that share rows may all be given a whole one, without gradients and with them."""
+    ranks = start_ranks()
+    model, inputs, found = make_native(make_reference()), pack(list(row.lengths)), dict[str, Any]()
+    with torch.no_grad():
+        alone = model(*inputs)
+        with shared(model):
+            found["is that of one rank"] = model(*inputs).equal(alone)
+    with shared(model):
+        try:
+            model(*inputs)
+        except ValueError as error:
+            found["with gradients"] = str(error)
+    path.with_name(f"{path.name}-{ranks.rank}").write_text(json.dumps(found))
+    end_ranks()

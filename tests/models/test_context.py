@@ -8,8 +8,8 @@ import pytest
 
 from sftron.models.context import share_heads
 from tests.conftest import rest_nightly
-from tests.models.context_ranks import RAGGED, ROWS, Case, Row, save_costs, save_differences, save_isolation
-from tests.models.reference import FAMILIES
+from tests.models.context_ranks import RAGGED, ROWS, Case, Row, save_costs, save_differences, save_isolation, save_whole
+from tests.models.reference import FAMILIES, make_native, make_reference, pack
 from tests.train.ranks import launch
 
 LIMITS = {
@@ -143,6 +143,31 @@ def test_a_rank_sends_and_keeps_what_the_documentation_states(tmp_path: Path) ->
             # The output of attention is kept by heads and by tokens.
             attention = 2 * 4 * (40 // num_ranks) * 8 * (num_heads + 2 * (num_sent_kv - options["num_key_value_heads"]))
             assert each["kept"]["shared"] <= 1.15 * each["kept"]["alone"] / num_ranks + attention
+
+
+# --- The number of tokens of each rank ---
+
+
+def test_ranks_that_share_rows_may_all_have_a_whole_one_only_without_gradients(tmp_path: Path) -> None:
+    """Each rank's gradients would be those of the whole row, and their sum several times as large."""
+    run(2, save_whole, ROWS[2], tmp_path / "found", folder=tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}").read_text())
+        assert found["is that of one rank"]
+        assert found["with gradients"].startswith(f"counts are (89,), but rank {rank} of 2 that share a row has 89 of")
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "num_positions", "counts"), [(6, 5, (5,)), (4, 5, (5,)), (5, 6, (5,)), (5, 5, (3, 2))], ids=str
+)
+def test_counts_that_are_not_those_of_the_row_are_refused(
+    num_ids: int, num_positions: int, counts: tuple[int, ...]
+) -> None:
+    model, (input_ids, position_ids, *bounds) = make_native(make_reference()), pack([6])
+    with pytest.raises(
+        ValueError, match=rf"has {num_ids} of its {num_positions} tokens\. Cut the row for as many ranks"
+    ):
+        model(input_ids[:num_ids], position_ids[:num_positions], *bounds, counts)
 
 
 # --- The heads of each rank ---
