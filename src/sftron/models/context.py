@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sftron.models.attention import Attend
-from sftron.models.attention_kernels import PLAIN, Scores, outside_of_graphs
+from sftron.models.attention_kernels import PLAIN, Scores
 from sftron.models.causal_convolution import Convolve
 from sftron.models.delta import DeltaSizes, MixDelta
 
@@ -160,7 +160,6 @@ class ContextAttention:
     attend: Attend
     context: Context
 
-    @outside_of_graphs
     def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
         context, head_dim = self.context, q_TND.shape[2]
         shares = share_heads(q_TND.shape[1], k_TKD.shape[1], context.size)
@@ -187,7 +186,6 @@ class ContextConvolution:
     convolve: Convolve
     context: Context
 
-    @outside_of_graphs
     def __call__(self, x_TW: Tensor, weight_WJ: Tensor) -> Tensor:
         context, num_channels = self.context, x_TW.shape[1]
         counts = share_heads(num_channels, num_channels, context.size).queries
@@ -202,7 +200,6 @@ class ContextDelta:
     mix: MixDelta
     context: Context
 
-    @outside_of_graphs
     def __call__(self, sizes: DeltaSizes, qkv_TW: Tensor, taps_WJ: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
         context, rank = self.context, self.context.rank
         shares = share_heads(sizes.num_value_heads, sizes.num_key_heads, context.size)
