@@ -156,6 +156,21 @@ def test_a_prompt_that_says_more_than_its_template_is_not_trained_in_any_family(
     assert outcomes["compared"]
 
 
+@pytest.mark.parametrize("name", ["", "Pip"])
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_another_field_of_an_answer_after_its_prompt_is_generated_as_the_templates_text_is(
+    name: str, is_constant: bool
+) -> None:
+    header = "<|im_start|>{{ m.role }}{% if m.name is defined %}={{ m.name }}:{% endif %}"
+    source = (
+        f"{{% for m in messages %}}{header}\n{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+        f"{{% if add_generation_prompt{'' if is_constant else ' and messages'} %}}<|im_start|>assistant{{% endif %}}"
+    )
+    messages = [user("Who?"), answer("Yo", name=name), user("So?"), answer("No", name=name)]
+    assert ChatTemplate(source, {}).has_constant_header is is_constant
+    assert outcome(*tokenizer_and_oracle(TOKENS, source), messages) == "compared"
+
+
 def test_a_constant_header_is_that_of_every_prompt() -> None:
     """Most templates have one, so that their prompts are known from short conversations alone."""
     constant = [name for name in FOLLOWED if ChatTemplate(Family(name).source, {}).has_constant_header]

@@ -114,7 +114,8 @@ class TurnReader:
             number = bisect_right(claim_starts, start) - 1
             is_claimed = number >= 0 and start < claims[number][1]
             role, message = claims[number][2:] if is_claimed else (Role.TEMPLATE, -1)
-            if span.is_text:
+            # Another field of an answer, such as its name, is part of the template's text.
+            if span.is_text and not (is_claimed and span.role is Role.TEMPLATE):
                 is_foreign = span.role in MODEL_ROLES and message != span.message
                 role, message = Role.TEMPLATE if is_foreign else span.role, span.message
             spans.append(Span(start, end, role, message, span.is_text))
