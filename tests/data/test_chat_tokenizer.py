@@ -321,6 +321,38 @@ def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_is_who
         trained(ChatTokenizer(tokenizer, body + "<think>{% endif %}"), *messages)
 
 
+@pytest.mark.parametrize("content", ["", "Hm"])
+def test_a_content_that_is_written_again_for_each_call_is_refused_though_it_is_empty(
+    tokenizer: PreTrainedTokenizerBase, content: str
+) -> None:
+    """The turn ends at the stop token of the first call, so the second call would not be trained."""
+    each_call = "{{ m.content }}{{ call.function.name }}<|im_end|>"
+    template = "{% for m in messages %}{% for call in m.tool_calls %}" + each_call + "{% else %}{{ m.content }}"
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("weather", "time")]
+    one, two = (Message(Role.ASSISTANT, content, fields={"tool_calls": calls[:number]}) for number in (1, 2))
+    chat_tokenizer = ChatTokenizer(tokenizer, template + "<|im_end|>{% endfor %}{% endfor %}")
+    assert trained(chat_tokenizer, Message(Role.USER, "Q"), one)[0] == content + "weather<|im_end|>"
+    with pytest.raises(DataError, match=r"mixes message 2 \(assistant\) with other messages"):
+        trained(chat_tokenizer, Message(Role.USER, "Q"), two)
+
+
+@pytest.mark.parametrize("before", [(), (Message(Role.SYSTEM, "S"),)])
+def test_a_token_that_begins_an_answer_does_not_end_the_question_before_it(
+    tokenizer: PreTrainedTokenizerBase, before: tuple[Message, ...]
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{% endfor %}"
+    )
+    messages = (*before, Message(Role.USER, "Q"), Message(Role.ASSISTANT, "Yo"), Message(Role.USER, "R"))
+    chat_tokenizer = ChatTokenizer(tokenizer, template)
+    encoded = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "here"))
+    ids = encoded.input_ids.tolist()
+    begins, ends = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    stops = [None if turn.stop is None else ids[turn.stop] for turn in encoded.turns]
+    assert stops == [*(ends for _ in before), None, ends, begins]
+    assert encoded.role_ids[ids.index(begins)] == Role.TEMPLATE
+
+
 def test_reasoning_is_only_what_is_between_brackets_at_the_beginning(
     chat_tokenizer: ChatTokenizer, conversation: Make
 ) -> None:
@@ -372,6 +404,13 @@ def test_a_layout_is_the_same_whether_or_not_its_frame_is_known(
         facts = each.turns, each.left_out, each.num_boundary_tokens, each.holds_control_text
         found.append((each.input_ids.tolist(), each.role_ids.tolist(), *facts))
     assert found[0] == found[1]
+
+
+def test_answers_that_share_different_words_with_the_prompt_have_no_frame(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat_tokenizer, question = ChatTokenizer(tokenizer, WELL), Message(Role.USER, "Q")
+    generated = {"Pip.": " Pip.<|im_end|>", "Well, no.": " no.<|im_end|>", "Yes.": " Yes.<|im_end|>"}
+    for text, expected in generated.items():
+        assert trained(chat_tokenizer, question, Message(Role.ASSISTANT, text))[0] == expected
 
 
 def test_a_message_with_keys_has_no_frame_of_one_without(chat_tokenizer: ChatTokenizer) -> None:
