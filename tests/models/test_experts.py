@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
@@ -195,7 +196,17 @@ def test_a_check_allows_the_rounding_of_experts_and_no_leak(family: str, monkeyp
 def test_the_kernel_of_grouped_products_gets_what_the_loop_gets(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch has an implementation for CPUs too, with the arguments of the one for GPUs."""
+    """torch has an implementation for CPUs too, with the arguments of the one for GPUs, which leaves the product of an
+    expert without rows as it finds it."""
+    grouped_mm = F.grouped_mm
+
+    def kernel(*arguments: Tensor, offs: Tensor) -> Tensor:
+        products = grouped_mm(*arguments, offs=offs)
+        if products.dim() == 3:
+            products[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return products
+
+    monkeypatch.setattr(F, "grouped_mm", kernel)
     _, _, router, experts = make_pair(family)
     results = []
     for has_kernel in (False, True):
@@ -210,6 +221,25 @@ def test_the_kernel_of_grouped_products_gets_what_the_loop_gets(
     for loop, kernel in zip(*results, strict=True):
         torch.testing.assert_close(kernel, loop, atol=tolerance * float(loop.abs().max()), rtol=0)
     assert not results[1][1][4].any()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "expected"),
+    [
+        ((7, 5), torch.bfloat16, 8, False),
+        ((8, 0), torch.bfloat16, 8, True),
+        ((9, 0), torch.bfloat16, 8, True),
+        ((9, 0), torch.float32, 8, False),
+        ((9, 0), torch.bfloat16, 12, False),
+    ],
+)
+def test_grouped_products_have_a_kernel_from_ampere_on_for_bf16_rows_of_whole_16_bytes(
+    capability: tuple[int, int], dtype: torch.dtype, size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        rows, weight = (torch.empty(*shape, device="cuda", dtype=dtype) for shape in ((3, 8), (2, size, 8)))
+    assert native_experts.has_kernel(rows, weight) is expected
 
 
 def test_slots_are_sorted_by_expert_and_in_order() -> None:
