@@ -70,7 +70,7 @@ def local_folder(path: str, revision: str | None = None, *, with_weights: bool =
         return Path(snapshot_download(path, revision=revision, **options, local_files_only=not download))
 
 
-def model_commit(path: str, revision: str | None = None, *, with_weights: bool = True) -> str:
+def model_commit(path: str, revision: str | None = None, *, with_weights: bool) -> str:
     """Returns the commit that the revision of a model on the Hub is now. Raises ValueError as `local_folder`."""
     with _refused(path, revision, with_weights):
         return commit_of(path, "model", revision)
