@@ -166,7 +166,7 @@ def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
 def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | None:
     """Returns all bytes, then the tokens in the order of their merges; None if tiktoken could merge differently."""
     vocabulary: Mapping[str, int] = model["vocab"]
-    pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
+    pairs = [(left, right) for left, right in model["merges"]]
     tokens = list(_BYTE_OF)
     for left, right in pairs:
         if left + right != tokens[-1]:

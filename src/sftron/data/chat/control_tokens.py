@@ -232,6 +232,5 @@ def _renamed(specification: Mapping[str, Any], names: Mapping[str, str]) -> dict
         model["unk_token"] = names[model["unk_token"]]
     if model.get("merges"):
         # Merges that make or use a renamed token are removed, as only a forged control token could need them.
-        pairs = ((merge, merge if isinstance(merge, list) else merge.split(" ", 1)) for merge in model["merges"])
-        model["merges"] = [merge for merge, (a, b) in pairs if a not in names and b not in names and a + b not in names]
+        model["merges"] = [[a, b] for a, b in model["merges"] if not names.keys() & {a, b, a + b}]
     return {**specification, "added_tokens": added, "model": model}
