@@ -1,6 +1,7 @@
 """tools/mutants.py: which changes are drawn, and what they are."""
 
 import ast
+from dataclasses import replace
 
 from tests.conftest import ROOT, LazyModule
 from tools import mutants
@@ -34,3 +35,25 @@ def test_the_tests_of_the_laws_are_files_of_tests() -> None:
     files = mutants.files_of_laws()
     assert "tests/data/test_labels.py" in files
     assert all((ROOT / each).is_file() for each in files)
+
+
+def test_tests_near_a_module_come_first_and_a_test_of_each_file_before_the_second_of_one() -> None:
+    seconds = {
+        "tests/train/test_chat.py::quick": 0.1,
+        "tests/data/test_labels.py::a": 0.3,
+        "tests/data/test_labels.py::b": 0.4,
+        "tests/data/test_families.py::c": 0.5,
+        "tests/data/test_chat_tokenizer.py::slow": 5.0,
+    }
+    path = "src/sftron/data/chat/tokenizer.py"
+    mutant = mutants.Mutant(path, "core/AddNot", 0, 7, 0, 7)
+    coverage = mutants.Coverage({path: {7: sorted(seconds)}}, seconds)
+    expected = [
+        "tests/data/test_chat_tokenizer.py::slow",
+        "tests/data/test_labels.py::a",
+        "tests/data/test_families.py::c",
+        "tests/data/test_labels.py::b",
+        "tests/train/test_chat.py::quick",
+    ]
+    assert coverage.chosen(mutant) == expected
+    assert replace(coverage, most_seconds=5.5).chosen(mutant) == expected[:2]

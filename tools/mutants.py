@@ -4,8 +4,8 @@
 
 A mutant is one change that cosmic-ray makes to one line: another operator, another number, a condition turned round, a
 loop that never runs. The mutants are drawn by the seed from all of them. For each, the tests run that execute its line,
-the shortest first, until one fails; only tests that docs/invariants.md names for a law count. A mutant that passes them
-all survives, and so does one whose line none of them executes.
+the nearest and shortest first, until one fails; only tests that docs/invariants.md names for a law count. A mutant that
+passes them all survives, and so does one whose line none of them executes.
 
     coverage of the tests of the laws  ->  the tests of each line  ->  the drawn mutants  ->  results.jsonl
 
@@ -176,7 +176,8 @@ class Coverage:
     """Tests that stand for those of each line."""
 
     def chosen(self, mutant: Mutant) -> list[str]:
-        """Returns the tests of the mutant's lines, the shortest of each test file first, up to `most_seconds` together.
+        """Returns the tests of the mutant's lines up to `most_seconds` together: those of the nearest test files first,
+        and of these the shortest of each file.
 
         Lines that run at import have none of their own: the tests of the whole file stand for them.
         """
@@ -190,15 +191,25 @@ class Coverage:
         for test in sorted(found, key=self.seconds.__getitem__):
             by_file[test.partition("::")[0]].append(test)
         turns = sorted(
-            ((number, self.seconds[test], test) for tests in by_file.values() for number, test in enumerate(tests))
+            (_distance(mutant.path, file), number, self.seconds[test], test)
+            for file, tests in by_file.items()
+            for number, test in enumerate(tests)
         )
         chosen, total = list[str](), 0.0
-        for _, seconds, test in turns:
+        for *_, seconds, test in turns:
             if chosen and total + seconds > self.most_seconds:
                 break
             chosen.append(test)
             total += seconds
         return chosen
+
+
+def _distance(path: str, test_file: str) -> int:
+    """Returns 0 if a module and a test file have a package and a word of their names in common, 1 if a package."""
+    module, tests = Path(path).relative_to("src/sftron"), Path(test_file).relative_to("tests")
+    if module.parts[0] != tests.parts[0]:
+        return 2
+    return 0 if set(module.stem.split("_")) & set(tests.stem.split("_")) else 1
 
 
 def measure_coverage(folder: Path, workers: int) -> Coverage:
