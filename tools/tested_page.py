@@ -156,7 +156,8 @@ def _of_mutants(found: Numbers) -> Iterator[str]:
         "tests that were added since, that take longer, or that run ranks, whose lines coverage does not see, kill "
         f"{now['killed']}; "
         f"{now['equivalent']} change nothing that a law states, and {now['open']} are open: **{score:.1%}** of those "
-        "that may change something are killed.\n"
+        "that may change something are killed. As tests were written for these survivors, only the share that was "
+        "killed at first says how many other changes would be seen.\n"
     )
     yield "| code | mutants | killed at first |\n|---|---:|---:|"
     yield "\n".join(f"| {name} | {all_} | {dead} |" for name, (all_, dead) in found["folders"].items()) + "\n"
