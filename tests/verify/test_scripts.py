@@ -75,8 +75,8 @@ def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
     return found
 
 
-def has_form(text: str, most: int = 42) -> bool:
-    """Returns whether a program has 10 to 42 lines of 120 characters, besides templates and classes of the user's.
+def has_form(text: str, most: int = 38) -> bool:
+    """Returns whether a program has 10 to 38 lines of 120 characters, besides templates and classes of the user's.
 
     A string is not broken, so its line may be longer.
     """
