@@ -96,6 +96,12 @@ def shuffled(value: Any) -> Any:
     return {name: shuffled(value[name]) for name in names}
 
 
+def test_the_command_runs_in_a_checkout_as_the_page_says() -> None:
+    """The folder of a script is where Python looks for modules, and not that of the repository."""
+    command = [sys.executable, str(PAGE.parents[1] / "tools/failure_index.py"), "--help"]
+    assert subprocess.run(command, cwd="/", capture_output=True, env={}, check=False).returncode == 0
+
+
 def test_the_page_in_docs_is_that_of_the_committed_results() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(KNOWN), "python tools/failure_index.py --page"
 

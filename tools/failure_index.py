@@ -28,6 +28,8 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from sftron.errors import show
 from tools.failures.faults import FAULTS
 from tools.failures.page import page
