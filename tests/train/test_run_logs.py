@@ -134,12 +134,15 @@ def test_lines_are_on_the_disk_before_a_checkpoint_that_knows_their_steps_and_ev
     options |= {"evaluation__datasets": [{"path": str(held_out)}], "evaluation__interval": 1}
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, **options)
     fsync, state, saved = os.fsync, resume.run_state, {}
-    on_disk = {"metrics.jsonl": 0, "evaluations.jsonl": 0}
+    in_files = {"metrics.jsonl": 0, "evaluations.jsonl": 0}
+    on_disk = dict(in_files)  # the lines of a file that its folder names for good
 
     def fsync_and_count(file: int) -> None:
         fsync(file)
-        if (path := Path(f"/proc/self/fd/{file}").readlink()).name in on_disk:
-            on_disk[path.name] = len(path.read_bytes().splitlines())
+        if (path := Path(f"/proc/self/fd/{file}").readlink()).name in in_files:
+            in_files[path.name] = len(path.read_bytes().splitlines())
+        elif path == config.run_dir:
+            on_disk.update(in_files)
 
     def state_at_a_save(*arguments: Any) -> dict[str, Any]:
         saved[arguments[2].step] = (*on_disk.values(),)

@@ -263,3 +263,22 @@ def test_a_link_that_cannot_be_made_at_the_end_is_said_and_ends_no_run(
     (tmp_path / "latest").mkdir()
     directory.point("latest", directory.hf(3))
     assert f"WARNING    {tmp_path / 'latest'} cannot name {directory.hf(3)}" in capsys.readouterr().out
+
+
+def test_a_link_that_cannot_be_moved_to_a_newer_export_is_removed_and_does_not_name_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    for step in (2, 3):
+        directory.hf(step).mkdir(parents=True)
+    directory.point("latest", directory.hf(2))
+
+    def symlink_to(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    monkeypatch.setattr(Path, "symlink_to", symlink_to)
+    directory.point("latest", directory.hf(2))
+    assert (tmp_path / "latest").resolve() == directory.hf(2)
+    directory.point("latest", directory.hf(3))
+    assert not (tmp_path / "latest").is_symlink()
+    assert capsys.readouterr().out.count("(the disk is full); a link to another export is removed") == 2

@@ -308,7 +308,7 @@ class Drill:
         self._digest.update(repr(self.end).encode())
         has_best = "keep_best" in self.options
         is_spared = not self.faults.keys() & {"rot", "fill the disk", "fail an fsync"}
-        problems: list[Iterable[str]] = [wrong_exports(self.run_folder, has_best=has_best and is_spared)]
+        problems: list[Iterable[str]] = [wrong_exports(self.run_folder, self.said, has_best=has_best and is_spared)]
         if "train_epochs" in self.data["tokens"]:
             problems.append(wrong_counts(self.run_folder, self.data["tokens"]["train_epochs"]))
         if self.is_faulty:

@@ -233,15 +233,24 @@ class RunDirectory:
         return merges if isinstance(merges, dict) else {}
 
     def point(self, name: str, target: Path) -> None:
-        """Points the link `name` (`latest` or `best`) at the export `target`, by rename; warns if it cannot."""
-        aside = self.folder / f"{name}.tmp"
+        """Points the link `name` (`latest` or `best`) at the export `target`, by rename.
+
+        If it cannot, a warning is printed, and a link that names another export is removed: it would be taken for
+        this one.
+        """
+        link, aside = self.folder / name, self.folder / f"{name}.tmp"
         try:
             aside.unlink(missing_ok=True)
             aside.symlink_to(target.relative_to(self.folder))
-            aside.replace(self.folder / name)
+            aside.replace(link)
             sync(self.folder)  # before result.json may say that the run is complete
         except OSError as error:
-            console.write(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
+            with suppress(OSError):
+                if link.is_symlink() and link.resolve() != target.resolve():
+                    link.unlink()
+            console.write(
+                f"WARNING    {link} cannot name {target} ({error.strerror}); a link to another export is removed"
+            )
 
     def write_result(self, status: str, **facts: Any) -> None:
         """Writes result.json; docs/resume.md lists the statuses. The status running gets the process."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sftron import __version__
+from sftron.checkpoint.atomic import sync
 from sftron.config import Logging
 from sftron.data.digest import PackDigest, step_rows
 from sftron.errors import without_secrets
@@ -68,10 +69,11 @@ class LineFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Flushes all lines to disk (fsync)."""
+        """Flushes all lines to disk (fsync), and the entry of a new file in its folder."""
         with self._warning("its lines wait in memory"):
             self._file.flush()
             os.fsync(self._descriptor)
+            sync(self.path.parent)
 
     def close(self) -> None:
         self.sync()
