@@ -43,3 +43,5 @@ def test_results_are_counted_by_their_first_and_their_last_run(tmp_path: Path) -
     assert "**1 of 4 were killed (25.0%).** Of the 3 that survived, tests that were added since" in text
     assert "coverage does not see, kill 1; 1 change nothing that a law states, and 1 are open: **66.7%** of" in text
     assert "| data/b.py:1 | `- x + 1`<br>`+ x - 1` | `test_b[1]` |" in text
+    fresh = found | {"killed": 3}
+    assert "1234abcd), **3 were killed (75.0%)** by" in page(KNOWN | {"mutants": found | {"fresh": fresh}})

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """docs/how-it-is-tested.md, from the numbers of the last nightly commands, which tools/tested.json has:
-`python tools/tested_page.py [--count] [--layouts] [--mutants DIR] [--simulator FILE] [--chaos FILE] [--fuzz N]`.
+`python tools/tested_page.py [--count] [--layouts] [--mutants DIR] [--fresh DIR] [--simulator FILE] [--chaos FILE]
+[--fuzz N]`.
 
 Each option takes new numbers into tools/tested.json; then the page is written. Without options the page alone is
 written. `--count` counts tests, laws and families; `--layouts` trains, on two cores for about half an hour.
@@ -156,8 +157,14 @@ def _of_mutants(found: Numbers) -> Iterator[str]:
         "tests that were added since, that take longer, or that run ranks, whose lines coverage does not see, kill "
         f"{now['killed']}; "
         f"{now['equivalent']} change nothing that a law states, and {now['open']} are open: **{score:.1%}** of those "
-        "that may change something are killed. As tests were written for these survivors, only the share that was "
-        "killed at first says how many other changes would be seen.\n"
+        "that may change something are killed.\n"
+    )
+    yield "Tests were written for these survivors, so another sample says how many other changes are seen" + (
+        f": of {fresh['number']} mutants that were drawn afterwards with the seed {fresh['seed']} ({fresh['date']}, "
+        f"commit {fresh['commit']}), **{fresh['killed']} were killed ({fresh['killed'] / fresh['number']:.1%})** by up "
+        f"to {fresh['seconds']:g} seconds of tests.\n"
+        if (fresh := found.get("fresh"))
+        else "; there is none yet.\n"
     )
     yield "| code | mutants | killed at first |\n|---|---:|---:|"
     yield "\n".join(f"| {name} | {all_} | {dead} |" for name, (all_, dead) in found["folders"].items()) + "\n"
@@ -203,6 +210,14 @@ _FOUND_BY_SIMULATION = (
         "A kill between the best checkpoint and `best.json` left it out, or at the one before.",
         "`test_a_resume_writes_the_best_json_that_a_kill_after_the_checkpoint_has_prevented`",
     ),
+    (
+        "A run whose disk was full at its very end was complete, and `latest` named an older export.",
+        "`test_a_link_that_cannot_be_moved_to_a_newer_export_is_removed_and_does_not_name_the_older_one`",
+    ),
+    (
+        "`metrics.jsonl` was on disk, but not its entry in its folder: with the first checkpoint kept, it was lost.",
+        "`test_lines_are_on_the_disk_before_a_checkpoint_that_knows_their_steps_and_evaluations`",
+    ),
 )
 
 
@@ -245,6 +260,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", action="store_true", help="count tests, laws and families")
     parser.add_argument("--mutants", type=Path, metavar="DIR", help="the folder of tools/mutants.py")
+    parser.add_argument("--fresh", type=Path, metavar="DIR", help="that of mutants drawn after the tests were written")
     parser.add_argument("--layouts", action="store_true", help="train on eight layouts with the same bits")
     for name in ("simulator", "chaos"):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help="what its command wrote")
@@ -265,6 +281,10 @@ def main(arguments: list[str]) -> int:
     numbers: Numbers = json.loads(NUMBERS.read_text(encoding="utf-8")) if NUMBERS.exists() else {}
     if options.mutants:
         new["mutants"] = mutants(options.mutants, numbers.get("mutants", {}))
+    if options.fresh:
+        sample = mutants(options.fresh, {})
+        sample["killed"] = sample["number"] - len(sample.pop("survivors"))
+        new["mutants"] = new.get("mutants", numbers["mutants"]) | {"fresh": sample}
     numbers |= new
     NUMBERS.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(page(numbers), encoding="utf-8")
