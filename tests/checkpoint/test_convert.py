@@ -59,6 +59,7 @@ def test_a_folder_comes_back_from_a_checkpoint_as_it_was_and_a_single_bit_is_a_d
 def test_a_runs_checkpoint_becomes_the_folder_that_the_run_exports(tmp_path: Path, model_folder: Path) -> None:
     """File by file, with a template of its own and an added token; and of any number of ranks' files."""
     options: dict[str, Any] = {"tokenizer__chat_template": "chatml", "tokenizer__add_tokens": ["<|note|>"]}
+    options["model__compute_dtype"] = "bfloat16"
     ended = run(make_config(tmp_path, model_folder, tokens__train_steps=2, **options))
     checkpoint, found = ended.directory.checkpoints / "step-2", tmp_path / "found.json"
     assert main([str(checkpoint), str(tmp_path / "converted"), "--json", str(found)]) == 0
@@ -69,6 +70,7 @@ def test_a_runs_checkpoint_becomes_the_folder_that_the_run_exports(tmp_path: Pat
     for name in names:
         assert (tmp_path / "converted" / name).read_bytes() == (exported / name).read_bytes(), name
     assert "chat_template.jinja" in names
+    assert {tensor.dtype for tensor in tensors(exported).values()} == {torch.bfloat16}
     assert json.loads(found.read_text())["different"] == []
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
     assert main([str(checkpoint), str(tmp_path / "exact"), "--dtype", "float32"]) == 0
