@@ -164,7 +164,10 @@ class Chaos:
 
     def _to_the_end(self, *arguments: Any, **overrides: Any) -> None:
         status = self._start(*arguments, **overrides).wait(300)
-        self._require(status == 0, f"a run of {arguments} that nobody killed ended with {status}")
+        if status:
+            *_, output = sorted((self.folder / "output").iterdir())
+            said = "\n".join((output / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-60:])
+            self._require(False, f"a run of {arguments} that nobody killed ended with {status}:\n{said}")
 
     def compare(self, alone: Steps, other: Steps, after: str, *, most_apart: float) -> float:
         """Requires the same counts of both runs, and losses and norms whose ratio is 1 but for `most_apart`. Returns
