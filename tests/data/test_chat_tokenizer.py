@@ -305,13 +305,15 @@ def test_the_model_generates_all_that_follows_the_prompt(
     assert trained(ChatTokenizer(tokenizer, template), Message(Role.USER, "Q"), reply)[0] == generated
 
 
+@pytest.mark.parametrize("condition", ["", " and messages"])
 def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_is_whole_after_other_words(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase, condition: str
 ) -> None:
     messages = [Message(role, text) for role, text in zip([Role.USER, Role.ASSISTANT] * 2, "QARB", strict=True)]
     body = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.role == 'user' and loop.last %} Think.{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
+        "{% if m.role == 'user' and loop.last %} Think.{% endif %}<|im_end|>{% endfor %}"
+        f"{{% if add_generation_prompt{condition} %}}"
     )
     known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
     assert trained(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
