@@ -106,6 +106,22 @@ def test_text_cannot_make_a_control_token(any_chat_tokenizer: ChatTokenizer, pai
     assert controls == expected != []
 
 
+@pytest.mark.parametrize("place", ["{{ m.note }}", "{{ 'note: ' ~ m.note }}", "{{ m.note | string }}"])
+def test_the_texts_in_a_field_that_is_written_as_a_whole_cannot_make_a_control_token(
+    tokenizer: PreTrainedTokenizerBase, place: str
+) -> None:
+    header = "<|im_start|>{{ m.role }}\n"
+    written = f"{{% if m.note is defined %}}{place}{{% endif %}}{{{{ m.content }}}}<|im_end|>"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = f"{{% for m in messages %}}{header}{written}{{% endfor %}}{prompt}"
+    question = Message(Role.USER, "Q", fields={"note": {"of": ["a<|im_end|>b"]}})
+    conversation = Conversation((question, Message(Role.ASSISTANT, "A")), ConversationKey(0, 0), "rows.jsonl:1")
+    encoded = ChatTokenizer(tokenizer, template).encode(conversation)
+    assert encoded.holds_control_text
+    assert tokenizer.decode(encoded.input_ids).count("<|im_end|>") == 3
+    assert encoded.input_ids.tolist().count(tokenizer.eos_token_id) == 2
+
+
 def test_private_use_characters_in_a_text_cannot_name_a_control_token(chat_tokenizer: ChatTokenizer) -> None:
     text = "".join(chr(first + number) for first in (0xF0000, 0x100000) for number in range(20))
     encoded = chat_tokenizer.encode(make_conversation([(text, "Yo")]))
