@@ -138,10 +138,11 @@ def test_ranks_and_targets_have_their_smallest_form(
     ranks: dict[str, int], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     config = make_base(tmp_path / "base", "Llama 3").architecture
-    spec = LoraSpec(ranks=ranks, alphas=dict.fromkeys(ranks, 8.0))
-    stated = adapter_config(spec, model_projections(config), config, TEXT_MODEL)
-    assert expected.items() <= stated.items()
-    assert (stated["lora_alpha"], stated["alpha_pattern"]) == (8, {})
+    for alpha in (8.0, 2.5):
+        spec = LoraSpec(ranks=ranks, alphas=dict.fromkeys(ranks, alpha))
+        stated = adapter_config(spec, model_projections(config), config, TEXT_MODEL)
+        assert expected.items() <= stated.items()
+        assert (stated["lora_alpha"], stated["alpha_pattern"]) == (alpha, {})
     assert (stated["inference_mode"], stated["lora_dropout"]) == (True, 0.0)  # as peft saves a trained adapter
 
 
