@@ -159,13 +159,13 @@ def _of_mutants(found: Numbers) -> Iterator[str]:
         f"{now['equivalent']} change nothing that a law states, and {now['open']} are open: **{score:.1%}** of those "
         "that may change something are killed.\n"
     )
-    yield "Tests were written for these survivors, so another sample says how many other changes are seen" + (
-        f": of {fresh['number']} mutants that were drawn afterwards with the seed {fresh['seed']} ({fresh['date']}, "
-        f"commit {fresh['commit']}), **{fresh['killed']} were killed ({fresh['killed'] / fresh['number']:.1%})** by up "
-        f"to {fresh['seconds']:g} seconds of tests.\n"
-        if (fresh := found.get("fresh"))
-        else "; there is none yet.\n"
-    )
+    if fresh := found.get("fresh"):
+        yield (
+            f"As tests were written for these survivors, another sample says how many other changes are seen: of "
+            f"{fresh['number']} mutants that were drawn afterwards with the seed {fresh['seed']} ({fresh['date']}, "
+            f"commit {fresh['commit']}), **{fresh['killed']} were killed ({fresh['killed'] / fresh['number']:.1%})** "
+            f"by up to {fresh['seconds']:g} seconds of tests.\n"
+        )
     yield "| code | mutants | killed at first |\n|---|---:|---:|"
     yield "\n".join(f"| {name} | {all_} | {dead} |" for name, (all_, dead) in found["folders"].items()) + "\n"
     for outcome, title in (

@@ -238,7 +238,7 @@ class RunDirectory:
         If it cannot, a warning is printed, and a link that names another export is removed: it would be taken for
         this one.
         """
-        link, aside = self.folder / name, self.folder / f"{name}.tmp"
+        link, aside, removed = self.folder / name, self.folder / f"{name}.tmp", ""
         try:
             aside.unlink(missing_ok=True)
             aside.symlink_to(target.relative_to(self.folder))
@@ -247,10 +247,11 @@ class RunDirectory:
         except OSError as error:
             with suppress(OSError):
                 if link.is_symlink() and link.resolve() != target.resolve():
+                    older = link.readlink()
                     link.unlink()
-            console.write(
-                f"WARNING    {link} cannot name {target} ({error.strerror}); a link to another export is removed"
-            )
+                    removed = f"; it named {older}, and is removed"
+                    sync(self.folder)
+            console.write(f"WARNING    {link} cannot name {target} ({error.strerror}){removed}")
 
     def write_result(self, status: str, **facts: Any) -> None:
         """Writes result.json; docs/resume.md lists the statuses. The status running gets the process."""
