@@ -18,7 +18,7 @@ from sftron.data.lanes.lane import EpochFetcher
 from sftron.data.loader import PackLoader
 from sftron.train import outputs, saving
 from sftron.train.logs import run_logs
-from tools.simulate import run_seeds
+from tools.simulate import main, run_seeds
 from tools.simulator.draws import Kind
 
 # --- Faults that are put back on purpose ---
@@ -127,3 +127,16 @@ def test_a_seed_is_replayed_to_the_bit_whatever_ran_before_it() -> None:
 
     assert alone == after_others
     assert len(events) > 100
+
+
+def test_a_result_that_cannot_be_written_and_no_run_are_refused_before_hours_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    for arguments, message in (
+        (["--out", str(missing / "found.json")], f"{missing} is no folder; make it, or give another file"),
+        (["--runs", "0"], "--runs 0: wanted at least 1, as no run shows nothing"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err

@@ -162,7 +162,8 @@ def read_results() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="RELEASE", default=[each.name for each in RELEASES])
+    names = [each.name for each in RELEASES]
+    parser.add_argument("--only", nargs="+", metavar="RELEASE", default=names, choices=names)
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "failure-index", metavar="FOLDER")
     parser.add_argument("--page", action="store_true", help="write the page alone")

@@ -73,6 +73,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--runs {options.runs}: wanted at least 1, as no run shows nothing")
     if (options.trace and options.seed is None) or (options.out and options.seed is not None):
         parser.error("--trace needs --seed, and --out is of many runs")
+    if options.out and not options.out.parent.is_dir():  # before hours of runs
+        parser.error(f"--out {options.out}: {options.out.parent} is no folder; make it, or give another file")
     if options.seed is not None:
         (found,) = run_seeds(
             range(options.seed, options.seed + 1), on_event=show if options.trace else lambda event: None
