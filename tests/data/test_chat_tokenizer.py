@@ -262,6 +262,41 @@ def trained(chat_tokenizer: ChatTokenizer, *messages: Message) -> tuple[str, tup
     return chat_tokenizer.decode(encoded.input_ids[is_generated]), encoded.left_out
 
 
+FIELDS = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+ENDS = "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_field_that_an_answer_has_of_another_message_is_not_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    quoted = "{% if loop.index0 == 1 and messages | length > 3 %}{{ messages[3].name }}: {% endif %}"
+    named = ChatTokenizer(tokenizer, FIELDS + quoted + "{{ m.content }}" + ENDS)
+    messages = [Message(role, text) for role, text in zip((Role.USER, Role.ASSISTANT), "QA", strict=True)]
+    later = [Message(Role.USER, "R"), Message(Role.ASSISTANT, "B", fields={"name": "Ann"})]
+    assert trained(named, *messages, *later)[0] == ": A<|im_end|>B<|im_end|>"
+
+
+def test_a_field_between_generation_marks_is_trained_as_the_mask_of_transformers_has_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    marks = "{% if m.role == 'assistant' %}{% generation %}[{{ m.name }}] {{ m.content }}<|im_end|>{% endgeneration %}"
+    template = FIELDS + marks + "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    rows = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "name": "Ann"}] * 2
+    options = {"chat_template": template, "return_assistant_tokens_mask": True, "return_dict": True}
+    found: Any = tokenizer.apply_chat_template(rows, **options)
+    masked = [token for token, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+    messages = [Message(Role.USER, "Q"), Message(Role.ASSISTANT, "A", fields={"name": "Ann"})] * 2
+    assert trained(ChatTokenizer(tokenizer, template), *messages)[0] == tokenizer.decode(masked)
+    assert tokenizer.decode(masked) == "[Ann] A<|im_end|>" * 2
+
+
+def test_an_empty_name_is_as_none_where_an_answer_is_empty_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    written = "{% if m.name is defined %}{{ m.name }}{% endif %}{% if m.content %}{{ m.content }}{% endif %}"
+    named = ChatTokenizer(tokenizer, FIELDS + written + ENDS)
+    question, last = Message(Role.USER, "Q"), Message(Role.ASSISTANT, "B")
+    for fields in ({}, {"name": ""}):
+        messages = (question, Message(Role.ASSISTANT, "", fields=fields), question, last)
+        assert trained(named, *messages)[0] == "<|im_end|>B<|im_end|>", fields
+
+
 SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
 WELL = SAYS + "{% if add_generation_prompt %}assistant says: Well,{% endif %}"
 NEWLINE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"

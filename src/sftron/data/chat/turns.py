@@ -73,16 +73,16 @@ class TurnReader:
             start, end = end, end + length
             role, message, is_text = Role.TEMPLATE, -1, False
             if origin is not None and origin.field:
-                role, is_text = origin.role, True
+                role, message, is_text = origin.role, origin.message, True
                 if origin.message >= 0 and role is not Role.TEMPLATE:
                     if origin.message != current:
                         fields = set()
                     if self._belongs_to_turn(origin, current, origin.field in fields and length > 0, length):
-                        message = current = origin.message
+                        current = origin.message
                         self._texts[message].append(len(self._spans))
                         fields.add(origin.field)
                     else:
-                        role, current = Role.TEMPLATE, -1
+                        role, message, current = Role.TEMPLATE, -1, -1
             self._spans.append(Span(start, end, role, message, is_text, origin is not None and origin.is_marked))
 
     def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
@@ -114,8 +114,11 @@ class TurnReader:
             number = bisect_right(claim_starts, start) - 1
             is_claimed = number >= 0 and start < claims[number][1]
             role, message = claims[number][2:] if is_claimed else (Role.TEMPLATE, -1)
-            # Another field of an answer, such as its name, is part of the template's text.
-            if span.is_text and not (is_claimed and span.role is Role.TEMPLATE):
+            # Another field of the answer itself, such as its name, is as the template's text around it.
+            if span.is_text and span.role is Role.TEMPLATE:
+                if span.message != message:
+                    role, message = Role.TEMPLATE, -1
+            elif span.is_text:
                 is_foreign = span.role in MODEL_ROLES and message != span.message
                 role, message = Role.TEMPLATE if is_foreign else span.role, span.message
             spans.append(Span(start, end, role, message, span.is_text))
@@ -172,8 +175,10 @@ class TurnReader:
         if not any(self._spans[number].is_marked for number in turn):
             self._turns[message] = TurnSpan(start, end, None, end)
             return
-        if before := self._marked_template(turn[0] - 1):
-            self._claim(max(self._turn_end, before.start), start, first_role, message)
+        first = turn[0]
+        while first and self._spans[first - 1].is_marked and self._spans[first - 1].role is Role.TEMPLATE:
+            first -= 1
+        self._claim(max(self._turn_end, self._spans[first].start), start, first_role, message)
         self._claim_inside(message, turn)
         if self._spans[turn[-1]].is_marked:
             self._claim(self._spans[turn[-1]].start, end, last_role, message)
@@ -302,9 +307,13 @@ class TurnReader:
         return any(content in known for _, content in self._control.find(self._text[start:end]))
 
     def _next_text(self, number: int, *, or_marked: bool = False) -> int:
-        """Returns the start of the first span, from span `number` on, with text of the conversation (or marked)."""
+        """Returns the start of the first span, from span `number` on, with text of the conversation (or marked).
+
+        An empty field that is part of no turn, such as a name, is as one that the row lacks.
+        """
         following = (self._spans[n] for n in range(number, len(self._spans)))
-        starts = (span.start for span in following if span.is_text or (or_marked and span.is_marked))
+        texts = (span for span in following if span.is_text or (or_marked and span.is_marked))
+        starts = (span.start for span in texts if span.end > span.start or span.role is not Role.TEMPLATE)
         return next(starts, len(self._text))
 
     def _marked_template(self, number: int) -> Span | None:
