@@ -171,8 +171,8 @@ class RunExports:
 
         try:
             folder = main_or_raise(self.setup.ranks, write)
-            also = f"(also {directory.folder / 'best'})"
-            console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} {also}")
+            also = f" (also {directory.folder / 'best'})" if directory.names("best", Path(folder)) else ""
+            console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder}{also}")
         except OSError as error:
             console.write(f"WARNING    the best, step {best.step}, could not be exported: {error}")
         return exported

@@ -235,10 +235,10 @@ class RunDirectory:
     def point(self, name: str, target: Path) -> None:
         """Points the link `name` (`latest` or `best`) at the export `target`, by rename.
 
-        If it cannot, a warning is printed, and a link that names another export is removed: it would be taken for
-        this one.
+        If it cannot, a warning is printed, and a link that names another export is removed, if that can be done: it
+        would be taken for this one.
         """
-        link, aside, removed = self.folder / name, self.folder / f"{name}.tmp", ""
+        link, aside, older = self.folder / name, self.folder / f"{name}.tmp", ""
         try:
             aside.unlink(missing_ok=True)
             aside.symlink_to(target.relative_to(self.folder))
@@ -246,12 +246,18 @@ class RunDirectory:
             sync(self.folder)  # before result.json may say that the run is complete
         except OSError as error:
             with suppress(OSError):
-                if link.is_symlink() and link.resolve() != target.resolve():
-                    older = link.readlink()
+                aside.unlink(missing_ok=True)
+            if link.is_symlink() and not self.names(name, target):
+                older = f"; it still names {link.readlink()}: remove it"
+                with suppress(OSError):
                     link.unlink()
-                    removed = f"; it named {older}, and is removed"
+                    older = "; the link to another export is removed"
                     sync(self.folder)
-            console.write(f"WARNING    {link} cannot name {target} ({error.strerror}){removed}")
+            console.write(f"WARNING    {link} cannot name {target} ({error.strerror}){older}")
+
+    def names(self, name: str, target: Path) -> bool:
+        """Returns whether the link `name` is there and leads to `target`."""
+        return os.path.realpath(self.folder / name) == os.path.realpath(target)
 
     def write_result(self, status: str, **facts: Any) -> None:
         """Writes result.json; docs/resume.md lists the statuses. The status running gets the process."""

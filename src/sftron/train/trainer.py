@@ -85,8 +85,7 @@ class Trainer:
             if 1 < self.ranks.world_size == parallelism.dp_replicate:
                 raise ValueError(
                     f"parallelism.dp_replicate: {parallelism.dp_replicate} copies, one on each rank, whose gradients "
-                    "FSDP2 adds as floats, so general.deterministic: layout cannot hold: set dp_replicate to 1, which "
-                    "has the bits of any layout"
+                    "FSDP2 adds as floats, so general.deterministic: layout cannot hold: set dp_replicate to 1"
                 )
             mesh = self.ranks.mesh or mesh_of_one_rank(self.ranks.device)
             self.ranks = replace(self.ranks, mesh=mesh)

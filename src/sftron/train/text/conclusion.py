@@ -73,7 +73,8 @@ def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path 
         console.write(f"picture    {chart} has the loss of every step and evaluation")
     if exported is not None:
         loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
-        console.write(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")
+        also = f" (also {run_dir / 'latest'})" if directory.names("latest", exported) else ""
+        console.write(f"exported   {exported}, which {loader}{also}")
 
 
 def describe_finished(config: Config, status: str, step: int, unused: Sequence[str]) -> None:
