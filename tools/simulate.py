@@ -71,8 +71,12 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.runs < 1:
         parser.error(f"--runs {options.runs}: wanted at least 1, as no run shows nothing")
-    if (options.trace and options.seed is None) or (options.out and options.seed is not None):
-        parser.error("--trace needs --seed, and --out is of many runs")
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: wanted at least 1")
+    if options.trace and options.seed is None:
+        parser.error("--trace prints the events of one seed; give it (--seed N)")
+    if options.out and options.seed is not None:
+        parser.error("--out takes the numbers of many runs, and --seed is one; give one of the two")
     if options.out and not options.out.parent.is_dir():  # before hours of runs
         parser.error(f"--out {options.out}: {options.out.parent} is no folder; make it, or give another file")
     if options.seed is not None:

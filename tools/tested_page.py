@@ -230,9 +230,11 @@ def _of_simulator(found: Numbers) -> Iterator[str]:
         "`make simulate` trains a model of one matrix with the real lanes, loader, checkpoints and resume, over a "
         "simulated disk, clock, ranks and workers, all under one seed; `make simulate SEED=7` replays one, to the "
         f"bit. {found['runs']:,} runs from the seed {found['first_seed']} on ({found['date']}): "
-        f"{num_failures or 'no'} {'run' if num_failures == 1 else 'runs'} failed{again}. In each, every row came once "
-        "an epoch, the weights were those of the undisturbed run, and the newest valid checkpoint was the one that was "
-        "loaded. Seven faults are put back on purpose, and found (`test_each_fault_that_is_put_back_is_found`).\n"
+        f"{num_failures or 'no'} {'run' if num_failures == 1 else 'runs'} failed{again}. In each run by epochs, every "
+        "row came once an epoch; in each run, the weights were those of the undisturbed run, and the newest valid "
+        "checkpoint was the one that was loaded. What a fault excuses, such as lines that a full disk does not take, "
+        "is in `tools/simulator/drill.py`. Seven faults are put back on purpose, and found "
+        "(`test_each_fault_that_is_put_back_is_found`).\n"
     )
     yield "| fault | times |\n|---|---:|"
     yield "\n".join(f"| {name} | {times:,} |" for name, times in sorted(found["faults"].items())) + "\n"
@@ -280,7 +282,8 @@ def main(arguments: list[str]) -> int:
         new["fuzz"] = stamp() | {"inputs": options.fuzz}
     numbers: Numbers = json.loads(NUMBERS.read_text(encoding="utf-8")) if NUMBERS.exists() else {}
     if options.mutants:
-        new["mutants"] = mutants(options.mutants, numbers.get("mutants", {}))
+        before = numbers.get("mutants", {})
+        new["mutants"] = mutants(options.mutants, before) | {key: before[key] for key in ("fresh",) if key in before}
     if options.fresh:
         sample = mutants(options.fresh, {})
         sample["killed"] = sample["number"] - len(sample.pop("survivors"))
