@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftron.checkpoint.atomic import write_file
+from sftron.kernels.device import default_device, gpu_functions, is_gpu
 from sftron.models.sharding import local_shard
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -86,14 +87,15 @@ class HostCopy:
             kind: {name: replace(shard, tensor=self._copy((kind, name), shard.tensor)) for name, shard in named.items()}
             for kind, named in shards.items()
         }
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        device = default_device()
+        if is_gpu(device):
+            gpu_functions(device).current_stream().synchronize()
         return copied
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu(tensor))
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from sftron.kernels.device import is_gpu
+
 ELEMENTS_AT_ONCE = 2**20
 """The size of the two fp32 blocks in the torch version. 8 MB fit into a CPU's cache, unlike a chunk's 800 MB."""
 _PRODUCTS_AT_ONCE = 2**22
@@ -23,7 +25,7 @@ def empty_logits(num_rows: int, vocab_size: int, *, like: Tensor) -> Tensor:
     vocabulary (32,002). It is not used on a CPU, because torch 2.13's bf16 product multiplies the padding by zero
     there, and NaN x 0 is NaN.
     """
-    width = -(-vocab_size // 64) * 64 if like.is_cuda else vocab_size
+    width = -(-vocab_size // 64) * 64 if is_gpu(like) else vocab_size
     return like.new_empty(num_rows, width).narrow(1, 0, vocab_size)
 
 
@@ -40,7 +42,7 @@ def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Ten
             synchronization, their loss is NaN, and the step is skipped and reported.
         loss_weights: fp32 [C].
     """
-    if logits_CV.is_cuda:
+    if is_gpu(logits_CV):
         return _cross_entropy_gradient_cuda(logits_CV, labels, loss_weights)
     measures_3C = loss_weights.new_empty(3, len(loss_weights))
     rows_at_once = max(1, ELEMENTS_AT_ONCE // logits_CV.shape[1])
@@ -99,7 +101,7 @@ def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_firs
     beta = 0 if is_first else 1
     if left_VC.dtype == torch.float32:
         total_VH.addmm_(left_VC, right_CH, beta=beta)
-    elif total_VH.is_cuda:
+    elif is_gpu(total_VH):
         _add_product_cuda(total_VH, left_VC, right_CH, beta)
     else:
         num_rows = len(total_VH) if total_VH.is_meta else max(1, _PRODUCTS_AT_ONCE // right_CH.shape[1])

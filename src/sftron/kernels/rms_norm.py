@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sftron.kernels.device import runs_kernels
+
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's type.
@@ -31,7 +33,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the normalized x, and 1 / root mean square of each row (fp32 [T]), which `normalize_backward` needs."""
-    if x_TH.is_cuda and not torch.compiler.is_compiling():
+    if runs_kernels(x_TH):
         return _normalize_on_gpu(x_TH, weight_H, eps)
     x32_TH = x_TH.float()
     rstd_T1 = (x32_TH.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
@@ -45,7 +47,7 @@ def normalize_backward(
 
     Without `with_output` an empty tensor is returned instead of the output.
     """
-    if x_TH.is_cuda and not torch.compiler.is_compiling():
+    if runs_kernels(x_TH):
         return _normalize_backward_on_gpu(grad_TH, x_TH, weight_H, rstd_T, with_output)
     rstd_T1, weight32_H = rstd_T[:, None], weight_H.float()
     normed_TH = x_TH.float() * rstd_T1

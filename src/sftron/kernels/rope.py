@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sftron.kernels.device import is_gpu
+
 Heads = tuple[Tensor, Tensor, Tensor]
 """(q_TND, k_TKD, v_TKD)"""
 
@@ -116,7 +118,7 @@ def _rotate(
     heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, **options: bool
 ) -> None:
     """Writes rotated queries and keys, and unchanged values, to `out`; `inverse` rotates by the negative angle."""
-    rotate = launch_rotate if out[0].is_cuda else rotate_on_cpu
+    rotate = launch_rotate if is_gpu(out[0]) else rotate_on_cpu
     rotate(heads, out, position_ids, table_PD, **options)
 
 

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sftron.kernels.device import runs_kernels
+
 _VALUES_IN_CACHE = 2**16
 """The number of elements per core; a few fp32 arrays fit into its cache (512 x 1536, both passes: 3.2 ms, not 4.9)."""
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """Returns silu(gate) * up, [T, F] in the input's type. It is not differentiable; see models/linear.py."""
-    if gate_up_T2F.is_cuda and not torch.compiler.is_compiling():
+    if runs_kernels(gate_up_T2F):
         return _swiglu_on_gpu(gate_up_T2F)
     output_TF = gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
     for rows in _blocks(output_TF):
@@ -33,7 +35,7 @@ def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
 
     Without `with_output` an empty tensor is returned instead of the product.
     """
-    if gate_up_T2F.is_cuda and not torch.compiler.is_compiling():
+    if runs_kernels(gate_up_T2F):
         return _swiglu_backward_on_gpu(grad_TF, gate_up_T2F, with_output)
     grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
     output_TF = gate_up_T2F.new_empty(grad_TF.shape if with_output else (0,))

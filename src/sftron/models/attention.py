@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sftron.kernels.device import compute_capability, is_gpu
 from sftron.models.architecture import Layer
 from sftron.models.attention_kernels import (
     NO_SOFTCAP,
@@ -95,13 +96,13 @@ def reason_against(
     """Returns the reason why a backend cannot be used, with the value found and the value needed, or None if it can."""
     if backend == "sdpa":
         return None
-    if device.type != "cuda":
+    if not is_gpu(device):
         why = ", where it has no backward pass" if backend == "flex" else ""
         return f"it needs a CUDA device, this is {device.type!r}{why}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, the model in {dtype_name(dtype)}"
     majors, head_dims = _LIMITS[backend]
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     if major not in majors:
         upper = "" if majors.stop == _ANY_LATER else f" and below {majors.stop}.0"
         return f"{backend} needs compute capability {majors.start}.0 or later{upper}, this device has {major}.{minor}"

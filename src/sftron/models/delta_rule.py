@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sftron.kernels.device import is_gpu
+
 CHUNK_SIZE = 64
 """The chunk size of the kernels in fla, and of transformers."""
 
@@ -207,7 +209,7 @@ _FLA_ARGUMENTS = ("q", "k", "v", "g", "beta", "use_qk_l2norm_in_kernel", "cu_seq
 
 def uses_fla(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether the kernel of flash-linear-attention computes the delta rule; it takes bf16 and fp16 on a GPU."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_spec("fla") is not None
+    return is_gpu(device) and dtype in (torch.bfloat16, torch.float16) and find_spec("fla") is not None
 
 
 @cache

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from sftron.kernels.activation import activate, activate_backward
 from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
+from sftron.kernels.device import compute_capability, is_gpu
 
 
 class Gating(NamedTuple):
@@ -243,8 +244,8 @@ def has_kernel(*tensors: Tensor) -> bool:
     whole 16 bytes."""
     rows = tensors[0]
     return (
-        rows.is_cuda
+        is_gpu(rows)
         and rows.dtype == torch.bfloat16
         and all(size % 8 == 0 for each in tensors for size in each.shape[1:])
-        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        and compute_capability(rows.device) >= (8, 0)
     )

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sftron.kernels.device import is_gpu
+
 _ELEMENTS_ON_GPU, _ELEMENTS_ON_CPU = 2**27, 2**20
 """The sizes of the fp32 blocks in `bound_`."""
 
@@ -41,7 +43,7 @@ def bound_(logits_CV: Tensor, softcap: float) -> Tensor:
     Both are computed in fp32 and rounded once: rounded tanh near 1 would leave no digit of 1 - tanh^2.
     """
     slopes_CV = torch.empty_like(logits_CV)
-    elements = _ELEMENTS_ON_GPU if logits_CV.is_cuda else _ELEMENTS_ON_CPU
+    elements = _ELEMENTS_ON_GPU if is_gpu(logits_CV) else _ELEMENTS_ON_CPU
     num_rows = max(1, elements // logits_CV.shape[1])
     starts = range(0, len(logits_CV), num_rows)
     for start in starts[:1] if logits_CV.is_meta else starts:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sftron.kernels.activation import activate, activate_backward
+from sftron.kernels.device import is_gpu
 from sftron.kernels.rms_norm import normalize, normalize_backward
 from sftron.models.quantization import from_stored
 
@@ -177,7 +178,7 @@ def _product(input_TI: Tensor, cast_OI: Tensor, bias_O: Tensor | None) -> Tensor
 def _weight_gradient(grad_TO: Tensor, input_TI: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns grad^T @ input, [O, I] in the type of the weight."""
     assert input_TI is not None
-    if grad_TO.is_cuda and dtype == torch.float32 != grad_TO.dtype:
+    if is_gpu(grad_TO) and dtype == torch.float32 != grad_TO.dtype:
         # Takes the fp32 sums of the product directly, instead of rounding them to bf16 and converting them back.
         return torch.mm(grad_TO.T, input_TI, out_dtype=torch.float32)
     return (grad_TO.T @ input_TI).to(dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sftron.kernels.cross_entropy import add_product_, cross_entropy_gradient_, empty_logits
+from sftron.kernels.device import is_gpu
 from sftron.models.head import Head, bound_
 
 
@@ -225,7 +226,7 @@ def resolve_loss(name: str, device: torch.device, *, head_has: str | None = None
 
 
 def _reason_against_liger(device: torch.device) -> str | None:
-    if device.type != "cuda":
+    if not is_gpu(device):
         return f"it needs a CUDA device, this is {device.type!r}"
     if importlib.util.find_spec("liger_kernel") is None:
         return "the package is not installed (pip install liger-kernel)"

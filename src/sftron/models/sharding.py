@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from sftron.kernels.device import collective_backends
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import is_correction
 
@@ -50,7 +51,7 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh, context_group: dist.Proces
 def mesh_of_one_rank(device: torch.device) -> DeviceMesh:
     """Returns a mesh for a single process, whose model is then computed as each of several ranks computes it."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = collective_backends(device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
 

@@ -16,6 +16,7 @@ from sftron.config import Config
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import Role
+from sftron.kernels.device import is_gpu
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
@@ -88,7 +89,7 @@ def measure_set(
             remove_cross_attention=True,
             pad_id=preparation.chat_tokenizer.pad_id,
         )
-        keep_tail = device.type == "cuda"
+        keep_tail = is_gpu(device)
         batch = collate(pack, keep_tail=keep_tail, measured_roles=_ALL_ROLES, context=ranks.context)
         with torch.no_grad():
             loss_of(model, batch, sums=sums, with_untrained=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sftron.data.types import Batch
+from sftron.kernels.device import device_name, is_gpu
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import blocks_without_weights
 
@@ -147,9 +148,9 @@ def find_peak(device: torch.device, peak_tflops: float | None) -> Peak:
     """Returns `peak_tflops` (the value of logging.peak_tflops) if it is given, else the known peak of the device."""
     if peak_tflops is not None:
         return Peak(peak_tflops, "logging.peak_tflops")
-    if device.type != "cuda":
+    if not is_gpu(device):
         return Peak(None, device.type)
-    return peak_of(torch.cuda.get_device_name(device))
+    return peak_of(device_name(device))
 
 
 def peak_of(device_name: str) -> Peak:

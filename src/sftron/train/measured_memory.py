@@ -32,6 +32,7 @@ from sftron.data.types import (
     LabeledConversation,
     Role,
 )
+from sftron.kernels.device import gpu_functions, is_gpu
 from sftron.models.loss import loss_function
 from sftron.train.build_model import load_run_model, make_optimizer
 from sftron.train.logs import console
@@ -99,9 +100,9 @@ def peak_of_step(
     Args:
         baseline: The `resident_memory` before the model was made, from which the growth of the process is measured.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
+    if is_gpu(device):
+        gpu_functions(device).reset_peak_memory_stats(device)
+        yield lambda: MeasuredPeak(gpu_functions(device).max_memory_allocated(device))
         return
     if baseline is not None:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
@@ -133,8 +134,8 @@ def memory_status(field: str) -> int:
 
 def total_memory(device: torch.device) -> int:
     """Returns the bytes of memory of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if is_gpu(device):
+        return gpu_functions(device).get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

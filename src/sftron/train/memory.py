@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sftron.checkpoint.adapter import model_projections
 from sftron.data.types import ContextRank
+from sftron.kernels.device import is_gpu
 from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention_kernels import PLAIN, Scores
@@ -129,7 +130,7 @@ def _predicted(setup: Setup, way: str, num_sharing: int, num_shards: int) -> Ste
         accumulates=config.tokens.batch_accumulation_per_replica > 1,
         num_shards=num_shards,
         num_sharing=num_sharing,
-        on_gpu=ranks.device.type == "cuda",
+        on_gpu=is_gpu(ranks.device),
     )
 
 

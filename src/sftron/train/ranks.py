@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sftron.data.types import WHOLE_ROW, ContextRank
 from sftron.errors import show
+from sftron.kernels.device import collective_backends, default_device, gpu_functions, is_gpu
 
 T = TypeVar("T")
 
@@ -304,17 +305,15 @@ def start_ranks(
             f"which cannot be {world_size}, the number of ranks that were started. Give numbers whose product is that, "
             f"leave dp_shard on auto, or start {dimensions.size} ranks (torchrun --nproc_per_node={dimensions.size})"
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    device = default_device()
+    if is_gpu(device):
+        device = torch.device(device.type, local_rank)
+        gpu_functions(device).set_device(device)
     if world_size == 1:
         return Ranks(device=device, dp_world_size=dimensions.size // context, dimensions=dimensions)
-    # Small values are exchanged between the CPUs, without waiting for a GPU; gradients and weights between the GPUs.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack
     timeout = timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S)
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(collective_backends(device), timeout=timeout)
     rank = dist.get_rank()
     return Ranks(
         device=device,

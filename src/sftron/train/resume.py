@@ -22,6 +22,7 @@ from sftron.checkpoint.checkpoint import (
     verify_checkpoint,
 )
 from sftron.data.loader import PackLoader
+from sftron.kernels.device import device_name, is_gpu
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.train.evaluation import Best, is_patience_over
@@ -64,8 +65,7 @@ def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str,
 
 def _hardware(ranks: Ranks) -> str:
     """Returns the number and the name of the devices, such as `8 x NVIDIA H100 80GB HBM3`."""
-    is_gpu = ranks.device.type == "cuda"
-    name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"CPU ({platform.machine()})"
+    name = device_name(ranks.device) if is_gpu(ranks.device) else f"CPU ({platform.machine()})"
     return f"{ranks.world_size} x {name}"
 
 

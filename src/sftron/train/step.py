@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sftron.data.digest import PackDigest, pack_digest
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
+from sftron.kernels.device import gpu_functions, is_gpu
 from sftron.models.exact_sums import ExactSums, exact_norm
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import Routing
@@ -107,8 +108,8 @@ def next_step_batches(
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Returns the peak memory so far: allocated on the GPU, or resident in this process if the device is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_gpu(device):
+        return gpu_functions(device).max_memory_allocated(device)
     # Linux gives kibibytes, macOS bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

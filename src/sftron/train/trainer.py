@@ -15,6 +15,7 @@ from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch, DataError
+from sftron.kernels.device import is_gpu
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import mesh_of_one_rank
 from sftron.train.build_data import make_loader
@@ -159,7 +160,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.config, self.model)
         # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
         # On a CPU, it would only waste computation.
-        on_gpu = ranks.device.type == "cuda"
+        on_gpu = is_gpu(ranks.device)
         options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": ranks.context}
         self.loader = make_loader(self.config, setup.data.dataset, **options)
         self._saver = Saver(setup, directory, self.model, self.optimizer, self._state)

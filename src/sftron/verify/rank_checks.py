@@ -16,6 +16,7 @@ from torch import Tensor
 from sftron.config import Config, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.loader import collate
+from sftron.kernels.device import is_gpu, num_gpus
 from sftron.models.sharding import whole_head
 from sftron.train.objective import hidden_states
 from sftron.train.trainer import Trainer
@@ -131,8 +132,8 @@ def first_hidden_states(trainer: Trainer) -> Tensor:
 
 
 def _require_devices(subject: Subject, num_ranks: int) -> None:
-    if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs; there are {torch.cuda.device_count()}")
+    if is_gpu(subject.ranks.device) and num_gpus() < num_ranks:
+        raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs; there are {num_gpus()}")
 
 
 def _launch(subject: Subject, config: Config, num_ranks: int) -> tuple[Path, int, tuple[str, ...]]:

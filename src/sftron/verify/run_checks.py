@@ -18,6 +18,7 @@ from torch import Tensor
 from sftron.config import Checkpoints, Config, Evaluation, Logging
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
+from sftron.kernels.device import is_gpu
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.build_model import adapter_tensors, make_optimizer
@@ -43,7 +44,7 @@ def short_run(subject: Subject, name: str, **tokens: Any) -> Config:
     """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs."""
     config = subject.with_layers(subject.setup.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
-    if subject.ranks.device.type == "cuda":
+    if is_gpu(subject.ranks.device):
         general["deterministic"] = True
     if config.data.packing.strategy == "pool":
         tokens["micro_batch_size"] = 1

@@ -37,6 +37,7 @@ from sftron.data.types import (
     Pack,
     TokenizedConversation,
 )
+from sftron.kernels.device import default_device, device_name, is_gpu
 from sftron.models.adapters import ALL_LINEAR, A, B, match_targets
 from sftron.models.families.table import FAMILIES
 from sftron.models.layers import Adapter
@@ -105,8 +106,8 @@ class Subject:
         self.num_layers = self.total_layers
         self.num_layers = self.first_layers(num_layers or self.total_layers)
         self.config = self.with_layers(config, self.num_layers)
-        self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self._num_tokens = num_tokens or (_TOKENS_ON_GPU if self.ranks.device.type == "cuda" else _TOKENS_ON_CPU)
+        self.ranks = Ranks(device=default_device())
+        self._num_tokens = num_tokens or (_TOKENS_ON_GPU if is_gpu(self.ranks.device) else _TOKENS_ON_CPU)
         self.chat_tokenizer = build_data.load_chat_tokenizer(config)
         self.preparation = build_data.open_data(config, self.chat_tokenizer)
         self.dropped: Counter[str] = Counter()
@@ -170,7 +171,7 @@ class Subject:
         adapters = ""
         if (lora := self.config.lora) is not None:
             adapters = lora.adapter or "new; random values, so that a mistake shows"
-        on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
+        on = device_name(device) if is_gpu(device) else f"cpu, threads: {torch.get_num_threads()}"
         facts = {
             "model": f"{self.model_folder}, {self.total_layers} layers",
             "depth": f"{self.depth} computed (--layers)" if self.depth else "",

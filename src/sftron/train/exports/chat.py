@@ -16,6 +16,7 @@ from sftron.checkpoint.model_folder import check_files, is_run_directory, read_c
 from sftron.config import load_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
+from sftron.kernels.device import default_device, is_gpu
 from sftron.models.adapters import AdapterStart
 from sftron.models.generation import Choose, Sampler
 from sftron.models.generation import generate as generate_ids
@@ -227,9 +228,9 @@ def open_chat(
     device: torch.device | str | None,
 ) -> Chat:
     """Opens a model for a chat; `generate` describes the arguments."""
-    on_gpu = torch.cuda.is_available()
-    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
-    opened = open_chat_model(model, dtype=dtype, device=device or ("cuda" if on_gpu else "cpu"))
+    default = default_device()
+    dtype = dtype or (torch.bfloat16 if is_gpu(default) else torch.float32)
+    opened = open_chat_model(model, dtype=dtype, device=device or default)
     return Chat(opened, choose=sampler, max_new_tokens=max_new_tokens, system=system)
 
 

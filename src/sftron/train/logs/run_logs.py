@@ -17,13 +17,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sftron import __version__
 from sftron.checkpoint.atomic import sync
 from sftron.config import Logging
 from sftron.data.digest import PackDigest, step_rows
 from sftron.errors import without_secrets
+from sftron.kernels.device import device_name
 from sftron.regular_file import read_lines
 from sftron.train.evaluation import Evaluation
 from sftron.train.logs import console
@@ -298,7 +297,7 @@ def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
         "versions": versions | {"python": platform.python_version(), "sftron": __version__},
         "git": git_state(Path.cwd()),
         "data": setup.fingerprint,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         "num_ranks": setup.ranks.world_size,
         "peak_tflops": setup.model.peak.tflops,
         "attention": setup.model.attention,

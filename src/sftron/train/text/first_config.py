@@ -19,6 +19,7 @@ from sftron.config.data_schema import Data
 from sftron.data.formats.detect import suggested_readings
 from sftron.data.types import DataError
 from sftron.errors import show
+from sftron.kernels.device import is_gpu
 from sftron.models.architecture import LlamaConfig
 from sftron.report.counts import LengthCount
 from sftron.train import build_data
@@ -74,7 +75,7 @@ def write_first_config(data: str, model: str, out: Path) -> None:
     positions = _look_at_model(tree, ranks)
     sample, num_rows, meaning = _look_at_rows(tree)
     lengths = sample.audit.lengths
-    tree["tokens"] |= _sizes(lengths, num_rows, positions, model, on_gpu=ranks.device.type == "cuda")
+    tree["tokens"] |= _sizes(lengths, num_rows, positions, model, on_gpu=is_gpu(ranks.device))
     tree["evaluation"] = {"share": float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}")}
     setup = open_run(Config.model_validate(tree), ranks)
     describe_setup(setup)

@@ -1,0 +1,58 @@
+"""What a device can do, in one place.
+
+All other modules ask here instead of comparing a device's type with "cuda", so that tests can add a device which
+computes on the CPU and refuses what CUDA refuses (tests/pretended.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GPU_TYPES = ["cuda"]
+"""The types of devices that run the Triton kernels, each with the functions of torch.cuda (`gpu_functions`)."""
+
+
+def is_gpu(where: torch.device | Tensor) -> bool:
+    """Returns whether a device, or a tensor's device, is a GPU."""
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type in GPU_TYPES
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Returns whether a Triton kernel computes with the tensor: on a GPU, outside graphs of torch.compile, whose
+    compiler fuses the torch expressions by itself."""
+    return is_gpu(tensor) and not torch.compiler.is_compiling()
+
+
+def gpu_functions(device: torch.device) -> Any:
+    """Returns the module of a GPU's functions, which is torch.cuda."""
+    return torch.get_device_module(device)
+
+
+def num_gpus() -> int:
+    """Returns the number of GPUs that this process sees."""
+    return sum(gpu_functions(torch.device(kind)).device_count() for kind in GPU_TYPES)
+
+
+def default_device() -> torch.device:
+    """Returns the type of device on which sftron computes: a GPU if this process sees one, else the CPU."""
+    available = (kind for kind in GPU_TYPES if gpu_functions(torch.device(kind)).is_available())
+    return torch.device(next(available, "cpu"))
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a GPU, such as (9, 0)."""
+    major, minor = gpu_functions(device).get_device_capability(device)
+    return major, minor
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the product name of a GPU, or the type of another device."""
+    return gpu_functions(device).get_device_name(device) if is_gpu(device) else device.type
+
+
+def collective_backends(device: torch.device) -> str:
+    """Returns the backend of torch.distributed for ranks on this type of device. Small values are exchanged between the
+    CPUs, without waiting for a GPU; gradients and weights between the GPUs."""
+    return f"cpu:gloo,{device.type}:nccl" if is_gpu(device) else "gloo"
