@@ -144,9 +144,9 @@ class Routing:
         self._num_real, self._is_counting = 0, False
         self._pull_E: Tensor | None = None
         sizes = (len(self._routers), 2, *(self._routers[0].weight.shape[:1] if self._routers else (0,)))
-        device = self._routers[0].weight.device if self._routers else None
+        device = next(model.parameters()).device
         self.table_L2E = torch.zeros(sizes, dtype=torch.float64, device=device)
-        """C and P by layer. The tables of several ranks can be added."""
+        """C and P by layer; of size 0 for a model without experts. The tables of several ranks can be added."""
 
     def __enter__(self) -> Routing:
         for router in self._routers:
