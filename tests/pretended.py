@@ -1,0 +1,332 @@
+"""A pretended GPU: a device that computes on the CPU, refuses what CUDA refuses, and counts what waits for the device.
+
+Its tensors say `gpu:0`, so all branches that a GPU takes (kernels/device.py) are taken. Refused are
+
+    operations on tensors of both devices, empty ones too, but for numbers (0 dimensions), copies and indices
+    .numpy() of its tensors
+    pointers to CPU tensors in Triton kernels, which the interpreter runs here
+
+Counted as waits are reads of values, copies to the CPU that are not into pinned memory, copies from unpinned memory,
+and what the host has to know the values for (boolean indices, torch.nonzero, ...).
+
+Not pretended: streams (everything is in order), the numerics of machine code, speed, NCCL, and what computes by
+pointers without Triton (8-bit states of bitsandbytes).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sftron.kernels import cross_entropy, rms_norm, swiglu
+from sftron.kernels import device as devices
+
+TYPE = "gpu"
+MEMORY = 80 * 10**9
+"""The memory of the device, in bytes."""
+
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_MAY_MIX = {"copy_", "_to_copy", *_INDEXING}
+"""The operations that CUDA computes with tensors of both devices: copies, and indices, which it copies."""
+_READS = {
+    *("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim", "allclose"),
+    *("unique_consecutive", "bincount", "repeat_interleave"),
+}
+"""The operations whose result, or the shape of their result, the host has to wait for."""
+
+
+class PretendedTensor(Tensor):
+    """A tensor on the device; `own` holds its values."""
+
+    own: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(cls, own: Tensor) -> PretendedTensor:
+        options = {"strides": own.stride(), "storage_offset": own.storage_offset(), "dtype": own.dtype}
+        made = Tensor._make_wrapper_subclass(cls, own.shape, device=torch.device(TYPE, 0), **options)
+        made.own = own
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"PretendedTensor({self.own})"
+
+
+class _Mode(TorchDispatchMode):
+    """Sees operations without a tensor of the device, such as torch.zeros(device=...)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {})
+
+
+class PretendedGpu:
+    """What happened on the device; `waits` and `launches` count what was seen since `reset`."""
+
+    capability = (9, 0)
+
+    def __init__(self, *, launches_kernels: bool) -> None:
+        self.device = torch.device(TYPE, 0)
+        self.launches_kernels = launches_kernels
+        self.waits: Counter[str] = Counter()
+        """The number of waits by `operation file:line`, the innermost line of sftron."""
+        self.launches: Counter[str] = Counter()
+        """The number of launches of each Triton kernel."""
+        self.pinned: dict[int, Any] = {}
+        """The storages of pinned memory by address; they are kept, so that no address is used again."""
+
+    def reset(self) -> None:
+        self.waits.clear()
+        self.launches.clear()
+
+    def wait(self, operation: str) -> None:
+        self.waits[f"{operation} {_line_of_sftron()}"] += 1
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self.pinned[storage.data_ptr()] = storage
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.pinned
+
+
+_gpu: PretendedGpu | None = None
+"""The device of the test that runs."""
+
+
+def _line_of_sftron() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        _, found, file = frame.f_code.co_filename.rpartition("/sftron/")
+        if found:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def _is_of_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == TYPE
+
+
+def _plain(value: Any) -> Any:
+    return value.own if isinstance(value, PretendedTensor) else value
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what the operation gives on the device, or raises RuntimeError as CUDA does."""
+    assert _gpu is not None, "a tensor of the pretended device outlived its test"
+    namespace, name = func.namespace, func._schema.name.partition("::")[2]
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    on_gpu = [each for each in tensors if isinstance(each, PretendedTensor)]
+    on_cpu = [each for each in tensors if not isinstance(each, PretendedTensor) and each.device.type == "cpu"]
+    target = kwargs.get("device")
+    if on_gpu and name not in _MAY_MIX and any(each.ndim for each in on_cpu):
+        shapes = ", ".join(f"{each.device} {tuple(each.shape)}" for each in tensors)
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} was given {shapes}")
+    if on_gpu:
+        _count_waits(_gpu, name, args, kwargs, on_cpu)
+    elif name == "_to_copy" and _is_of_gpu(target) and tensors[0].numel() and tensors[0].device.type == "cpu":
+        if not (_gpu.is_pinned(tensors[0]) and kwargs.get("non_blocking")):
+            _gpu.wait("host to device")
+    if namespace == "sftron" and on_gpu and _gpu.launches_kernels:
+        with _Mode():
+            return torch._library.custom_ops.OPDEFS[f"sftron::{name}"]._init_fn(*args, **kwargs)
+    is_result_on_gpu = _is_of_gpu(target) if target is not None else bool(on_gpu)
+    if _is_of_gpu(target):
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    compute = _OTHERWISE.get(str(func), func)
+    out = compute(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    if is_result_on_gpu:
+        out = tree_map(lambda each: PretendedTensor(each) if type(each) is Tensor else each, out)
+    if not on_gpu or _is_out_variant(func, kwargs):
+        return kwargs.get("out", out)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _is_out_variant(func: Any, kwargs: dict[str, Any]) -> bool:
+    return "out" in kwargs or any(each.is_out for each in func._schema.arguments)
+
+
+def _count_waits(gpu: PretendedGpu, name: str, args: Any, kwargs: Any, on_cpu: list[Tensor]) -> None:
+    if name in _READS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
+        gpu.wait(name)
+    elif name == "_to_copy" and kwargs.get("device") is not None and not _is_of_gpu(kwargs["device"]):
+        gpu.wait("device to host")
+    elif name == "copy_":
+        into, source = args[:2]
+        host = source if isinstance(into, PretendedTensor) else into
+        is_blocking = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+        if host is not source or not isinstance(source, PretendedTensor):
+            if host.numel() and (is_blocking or not gpu.is_pinned(host)):
+                gpu.wait("device to host" if host is into else "host to device")
+    elif name in _INDEXING:
+        indices = [each for each in args[1] if each is not None]
+        if any(each.ndim for each in on_cpu):
+            gpu.wait("host to device, an index")
+        elif any(each.dtype in (torch.bool, torch.uint8) for each in indices):
+            gpu.wait("boolean index")
+
+
+def _product_in(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return torch.mm(a.to(out_dtype), b.to(out_dtype))
+
+
+def _sum_and_product(
+    total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Tensor:
+    result = torch.addmm(total, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha)
+    return result if out is None else out.copy_(result)
+
+
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "aten.mm.dtype": _product_in,
+    "aten.addmm.dtype": _sum_and_product,
+    "aten.addmm.dtype_out": _sum_and_product,
+    "sftron.normalize.default": rms_norm.normalize,
+    "sftron.normalize_backward.default": lambda *args: rms_norm.normalize_backward(*args[:4], with_output=args[4]),
+    "sftron.swiglu.default": swiglu.swiglu,
+    "sftron.swiglu_backward.default": lambda *args: swiglu.swiglu_backward(*args[:2], with_output=args[2]),
+    "sftron.cross_entropy_gradient_.default": cross_entropy.cross_entropy_gradient_,
+    "sftron.add_product_.default": lambda *args: cross_entropy.add_product_(*args[:3], is_first=not args[3]),
+}
+"""What computes operations on the CPU that are not implemented there."""
+
+
+class _Stream:
+    """Everything is in order here, so no stream has anything to wait for."""
+
+    def __getattr__(self, _: str) -> Callable[..., Any]:
+        return lambda *_, **__: self
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Functions(SimpleNamespace):
+    """Stands for the module torch.cuda."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return _gpu is not None
+
+
+def _functions() -> _Functions:
+    seen = torch.zeros(16, dtype=torch.uint8)
+    return _Functions(
+        is_initialized=lambda: _gpu is not None,
+        _is_in_bad_fork=lambda: False,
+        current_device=lambda: 0,
+        set_device=lambda _: None,
+        device_count=lambda: int(_gpu is not None),
+        get_device_name=lambda *_: "Pretended GPU",
+        get_device_capability=lambda *_: _gpu.capability if _gpu else (0, 0),
+        get_device_properties=lambda *_: SimpleNamespace(total_memory=MEMORY, multi_processor_count=4),
+        mem_get_info=lambda *_: (MEMORY, MEMORY),
+        max_memory_allocated=lambda *_: 2 * 10**9,
+        max_memory_reserved=lambda *_: 3 * 10**9,
+        memory_allocated=lambda *_: 10**9,
+        memory_reserved=lambda *_: 3 * 10**9,
+        reset_peak_memory_stats=lambda *_: None,
+        empty_cache=lambda: None,
+        synchronize=lambda *_: None,
+        current_stream=lambda *_: _Stream(),
+        Stream=lambda *_, **__: _Stream(),
+        Event=lambda *_, **__: _Stream(),
+        stream=lambda *_: _Stream(),
+        device=lambda *_: _Stream(),
+        manual_seed=lambda _: None,
+        manual_seed_all=lambda _: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        get_rng_state=lambda *_: seen,
+        set_rng_state=lambda *_: None,
+        get_rng_state_all=lambda: [seen],
+        set_rng_state_all=lambda *_: None,
+    )
+
+
+class _Hook(torch._C._acc.PrivateUse1Hooks):
+    """Tells torch that the device is there, in the tests that have it alone."""
+
+    def is_available(self) -> bool:
+        return _gpu is not None
+
+    def has_primary_context(self, _: int) -> bool:
+        return _gpu is not None
+
+    def is_built(self) -> bool:
+        return True
+
+
+def _register() -> None:
+    """Gives torch the type of the device, which lasts for the process."""
+    if not hasattr(torch, TYPE):
+        backend_registration._setup_privateuseone_for_python_backend(TYPE, _functions(), _Hook())
+
+
+@contextmanager
+def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
+    """Puts the device into this process, which `default_device` and so every run then takes.
+
+    With `launches_kernels`, Triton's interpreter runs our kernels; otherwise the torch expressions compute the same in
+    a tenth of the time.
+    """
+    global _gpu
+    _register()
+    from triton.runtime import interpreter
+
+    gpu = _gpu = PretendedGpu(launches_kernels=launches_kernels)
+    make, tolist, empty, run = torch.tensor, Tensor.tolist, torch.empty, interpreter.GridExecutor.__call__
+
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # it makes its result below the mode
+        return make(*args, **kwargs).to(device) if _is_of_gpu(device) else make(*args, device=device, **kwargs)
+
+    def as_list(self: Tensor) -> Any:
+        if not isinstance(self, PretendedTensor):
+            return tolist(self)
+        gpu.wait("tolist")
+        return tolist(self.own)
+
+    def empty_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return gpu.pin(empty(*args, **kwargs)) if pin_memory else empty(*args, **kwargs)
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and not isinstance(each, PretendedTensor):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        gpu.launches[executor.fn.__name__] += 1
+        run(executor, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (devices, "GPU_TYPES", [TYPE]),
+            (devices, "collective_backends", lambda _: "gloo"),
+            (torch, "tensor", tensor),
+            (torch, "empty", empty_pinned),
+            (Tensor, "tolist", as_list),
+            (Tensor, "pin_memory", lambda self: gpu.pin(self.clone())),
+            (Tensor, "is_pinned", lambda self, *_: gpu.is_pinned(self)),
+            (interpreter.GridExecutor, "__call__", launch),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(_Mode())
+        try:
+            yield gpu
+        finally:
+            _gpu = None
