@@ -25,12 +25,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sftron.kernels import cross_entropy, rms_norm, swiglu
 from sftron.kernels import device as devices
+from tests.models import conftest as attention
 
 TYPE = "gpu"
 MEMORY = 80 * 10**9
@@ -39,6 +43,8 @@ MEMORY = 80 * 10**9
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _MAY_MIX = {"copy_", "_to_copy", *_INDEXING}
 """The operations that CUDA computes with tensors of both devices: copies, and indices, which it copies."""
+_JOINS = {"cat", "stack"}
+"""The operations that take not even numbers of the CPU."""
 _READS = {
     *("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim", "allclose"),
     *("unique_consecutive", "bincount", "repeat_interleave"),
@@ -71,6 +77,10 @@ class _Mode(TorchDispatchMode):
     """Sees operations without a tensor of the device, such as torch.zeros(device=...)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back with the local tensors
+        if any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **kwargs or {})
         return _computed(func, args, kwargs or {})
 
 
@@ -95,6 +105,12 @@ class PretendedGpu:
 
     def wait(self, operation: str) -> None:
         self.waits[f"{operation} {_line_of_sftron()}"] += 1
+
+    def wait_for_copies(self, sources: list[Tensor], is_async: bool) -> None:
+        """Counts the copies from the CPU for which the host waits."""
+        for each in sources:
+            if each.numel() and not (is_async and self.is_pinned(each)):
+                self.wait("host to device")
 
     def pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -135,14 +151,11 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     on_gpu = [each for each in tensors if isinstance(each, PretendedTensor)]
     on_cpu = [each for each in tensors if not isinstance(each, PretendedTensor) and each.device.type == "cpu"]
     target = kwargs.get("device")
-    if on_gpu and name not in _MAY_MIX and any(each.ndim for each in on_cpu):
+    if on_gpu and name not in _MAY_MIX and any(each.ndim or name in _JOINS for each in on_cpu):
         shapes = ", ".join(f"{each.device} {tuple(each.shape)}" for each in tensors)
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} was given {shapes}")
-    if on_gpu:
+    if on_gpu or _is_of_gpu(target):
         _count_waits(_gpu, name, args, kwargs, on_cpu)
-    elif name == "_to_copy" and _is_of_gpu(target) and tensors[0].numel() and tensors[0].device.type == "cpu":
-        if not (_gpu.is_pinned(tensors[0]) and kwargs.get("non_blocking")):
-            _gpu.wait("host to device")
     if namespace == "sftron" and on_gpu and _gpu.launches_kernels:
         with _Mode():
             return torch._library.custom_ops.OPDEFS[f"sftron::{name}"]._init_fn(*args, **kwargs)
@@ -153,6 +166,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = compute(*tree_map(_plain, args), **tree_map(_plain, kwargs))
     if is_result_on_gpu:
         out = tree_map(lambda each: PretendedTensor(each) if type(each) is Tensor else each, out)
+    if not func._schema.returns:
+        return None
     if not on_gpu or _is_out_variant(func, kwargs):
         return kwargs.get("out", out)
     return return_and_correct_aliasing(func, args, kwargs, out)
@@ -163,22 +178,20 @@ def _is_out_variant(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _count_waits(gpu: PretendedGpu, name: str, args: Any, kwargs: Any, on_cpu: list[Tensor]) -> None:
+    is_async = kwargs.get("non_blocking", False) or (name == "copy_" and args[2:] == (True,))
     if name in _READS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
         gpu.wait(name)
-    elif name == "_to_copy" and kwargs.get("device") is not None and not _is_of_gpu(kwargs["device"]):
-        gpu.wait("device to host")
+    elif name == "_to_copy" and kwargs.get("device") is not None:
+        if isinstance(args[0], PretendedTensor) and not _is_of_gpu(kwargs["device"]):
+            gpu.wait("device to host")
+        gpu.wait_for_copies(on_cpu, is_async)
     elif name == "copy_":
-        into, source = args[:2]
-        host = source if isinstance(into, PretendedTensor) else into
-        is_blocking = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
-        if host is not source or not isinstance(source, PretendedTensor):
-            if host.numel() and (is_blocking or not gpu.is_pinned(host)):
-                gpu.wait("device to host" if host is into else "host to device")
+        if not isinstance(args[0], PretendedTensor) and not (is_async and gpu.is_pinned(args[0])):
+            gpu.wait("device to host")
+        gpu.wait_for_copies([each for each in on_cpu if each is not args[0]], is_async)
     elif name in _INDEXING:
-        indices = [each for each in args[1] if each is not None]
-        if any(each.ndim for each in on_cpu):
-            gpu.wait("host to device, an index")
-        elif any(each.dtype in (torch.bool, torch.uint8) for each in indices):
+        gpu.wait_for_copies([each for each in on_cpu if each.ndim], is_async)
+        if any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None):
             gpu.wait("boolean index")
 
 
@@ -197,6 +210,8 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
     "aten.mm.dtype": _product_in,
     "aten.addmm.dtype": _sum_and_product,
     "aten.addmm.dtype_out": _sum_and_product,
+    "torch_attn._varlen_attn.default": attention._forward,
+    "torch_attn._varlen_attn_backward.default": attention._backward,
     "sftron.normalize.default": rms_norm.normalize,
     "sftron.normalize_backward.default": lambda *args: rms_norm.normalize_backward(*args[:4], with_output=args[4]),
     "sftron.swiglu.default": swiglu.swiglu,
@@ -313,10 +328,14 @@ def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
         gpu.launches[executor.fn.__name__] += 1
         run(executor, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
 
+    def resizes(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:  # memory is not pretended
+        return lambda tensor: None if isinstance(tensor, PretendedTensor) else change(tensor)
+
     with ExitStack() as stack:
+        for name in ("alloc_storage", "free_storage"):
+            stack.enter_context(mock.patch.object(_fsdp_param, name, resizes(getattr(_fsdp_param, name))))
         for target, name, value in (
-            (devices, "GPU_TYPES", [TYPE]),
-            (devices, "collective_backends", lambda _: "gloo"),
+            (devices, "GPU_TYPES", {TYPE: "gloo"}),
             (torch, "tensor", tensor),
             (torch, "empty", empty_pinned),
             (Tensor, "tolist", as_list),
@@ -325,6 +344,8 @@ def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
             (interpreter.GridExecutor, "__call__", launch),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
+        # The threads of other devices were counted at the first backward pass of the process, before this device came.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_Mode())
         try:
             yield gpu

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GPU_TYPES = ["cuda"]
-"""The types of devices that run the Triton kernels, each with the functions of torch.cuda (`gpu_functions`)."""
+GPU_TYPES = {"cuda": "nccl"}
+"""The types of devices that run the Triton kernels, and the backends of torch.distributed between such devices. Each
+type has the functions of torch.cuda (`gpu_functions`)."""
 
 
 def is_gpu(where: torch.device | Tensor) -> bool:
@@ -55,4 +56,4 @@ def device_name(device: torch.device) -> str:
 def collective_backends(device: torch.device) -> str:
     """Returns the backend of torch.distributed for ranks on this type of device. Small values are exchanged between the
     CPUs, without waiting for a GPU; gradients and weights between the GPUs."""
-    return f"cpu:gloo,{device.type}:nccl" if is_gpu(device) else "gloo"
+    return f"cpu:gloo,{device.type}:{GPU_TYPES[device.type]}" if is_gpu(device) else "gloo"
