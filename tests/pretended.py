@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -222,6 +223,13 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
 """What computes operations on the CPU that are not implemented there."""
 
 
+def _without_gradients(mode: Any = True) -> Any:
+    """Stands for torch.inference_mode, in which composite operations would come here whole."""
+    if callable(mode):
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else nullcontext()
+
+
 class _Stream:
     """Everything is in order here, so no stream has anything to wait for."""
 
@@ -293,6 +301,7 @@ def _register() -> None:
     """Gives torch the type of the device, which lasts for the process."""
     if not hasattr(torch, TYPE):
         backend_registration._setup_privateuseone_for_python_backend(TYPE, _functions(), _Hook())
+        _device_constructors()  # it remembers torch.empty and torch.tensor, which are replaced below
 
 
 @contextmanager
@@ -337,6 +346,7 @@ def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
         for target, name, value in (
             (devices, "GPU_TYPES", {TYPE: "gloo"}),
             (torch, "tensor", tensor),
+            (torch, "inference_mode", _without_gradients),
             (torch, "empty", empty_pinned),
             (Tensor, "tolist", as_list),
             (Tensor, "pin_memory", lambda self: gpu.pin(self.clone())),

@@ -7,11 +7,23 @@ from typing import Any
 
 import pytest
 
+from sftron.commands import check, verify
 from sftron.train import loop
 from sftron.train.trainer import Trainer
 from tests.models.reference import FAMILIES
 from tests.pretended import PretendedGpu, pretended_gpu
-from tests.train.runs import chat_line, make_config, make_model_folder, metrics, on_each_step, result, stop_in
+from tests.train.runs import (
+    chat_line,
+    make_config,
+    make_model_folder,
+    metrics,
+    on_each_step,
+    result,
+    settings,
+    stop_in,
+    write_config,
+    write_rows,
+)
 
 LORA = {"lora__rank": 4, "optimizer__learning_rate": 1e-2}
 WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128}
@@ -97,3 +109,34 @@ def test_a_run_on_a_gpu_stops_resumes_and_ends_as_on_a_cpu(
     # The first step of a start copies the table of rotations.
     assert [sum(each.values()) for each in waits.steps[1:3]] == [1, 1], waits.steps
     assert all(each.startswith("device to host train/step.py") for each in waits.steps[1])
+
+
+def test_verify_and_check_pass_on_a_gpu(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "tiny")
+    write_rows(tmp_path / "rows.jsonl")
+    options = {"model__attention": "auto", "model__compute_dtype": "bfloat16"}
+    config = write_config(tmp_path / "config.yaml", settings(tmp_path, model, **options))
+    report, served = tmp_path / "verify.json", tmp_path / "check.json"
+    with pretended_gpu():
+        assert verify.main(["--config", str(config), "--json", str(report)]) == 0
+        few = ["--limit", "1", "--max-new-tokens", "4"]
+        assert check.main(["--model", str(model), "--device", "gpu", *few, "--json", str(served)]) == 0
+    (on,) = [line for line in json.loads(report.read_text())["facts"].items() if line[0] == "device"]
+    assert on == ("device", "Pretended GPU")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of numpy, in the interpreter
+def test_a_run_by_the_kernels_themselves(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "tiny")
+    runs = []
+    for launches_kernels in (False, True):
+        folder = tmp_path / str(launches_kernels)
+        folder.mkdir()
+        with pretended_gpu(launches_kernels=launches_kernels) as gpu:
+            few = {"tokens__train_steps": 2, "evaluation__max_new_tokens": 1}
+            trainer = _start(folder, model, few, model__compute_dtype="float32")
+            assert trainer.train() == 0
+        runs.append([line["loss"] for line in metrics(trainer.directory.folder)])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    backward = {"normalize_backward_kernel", "swiglu_backward_kernel"}
+    assert backward | {"rotate_kernel", "cross_entropy_gradient_kernel"} <= {*gpu.launches}
