@@ -2,6 +2,7 @@
 
 Its tensors say `gpu:0`, so all branches that a GPU takes (kernels/device.py) are taken. Refused are
 
+    attention of unequal numbers of heads by SDPA, for which CUDA may hold all T x T scores
     operations on tensors of both devices, empty ones too, but for numbers (0 dimensions), copies and indices
     .numpy() of its tensors
     pointers to CPU tensors in Triton kernels, which the interpreter runs here
@@ -24,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -317,6 +319,7 @@ def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
 
     gpu = _gpu = PretendedGpu(launches_kernels=launches_kernels)
     make, tolist, empty, run = torch.tensor, Tensor.tolist, torch.empty, interpreter.GridExecutor.__call__
+    attend = F.scaled_dot_product_attention
 
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # it makes its result below the mode
         return make(*args, **kwargs).to(device) if _is_of_gpu(device) else make(*args, device=device, **kwargs)
@@ -337,6 +340,11 @@ def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
         gpu.launches[executor.fn.__name__] += 1
         run(executor, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
 
+    def equal_heads(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(query, PretendedTensor) and query.shape[-3] != key.shape[-3]:
+            raise RuntimeError(f"{query.shape[-3]} and {key.shape[-3]} heads: CUDA would hold all scores at once")
+        return attend(query, key, *args, **kwargs)
+
     def resizes(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:  # memory is not pretended
         return lambda tensor: None if isinstance(tensor, PretendedTensor) else change(tensor)
 
@@ -348,6 +356,7 @@ def pretended_gpu(*, launches_kernels: bool = False) -> Iterator[PretendedGpu]:
             (torch, "tensor", tensor),
             (torch, "inference_mode", _without_gradients),
             (torch, "empty", empty_pinned),
+            (F, "scaled_dot_product_attention", equal_heads),
             (Tensor, "tolist", as_list),
             (Tensor, "pin_memory", lambda self: gpu.pin(self.clone())),
             (Tensor, "is_pinned", lambda self, *_: gpu.is_pinned(self)),
