@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from string import Template
 
 from sftron.verify.script import measurements as texts
 from sftron.verify.script.program import Program
+from sftron.verify.script.quoting import filled, literal
 
 
 @dataclass(frozen=True)
@@ -70,47 +70,43 @@ class Evidence:
 
     def lines(self, program: Program, facts: Facts) -> list[str]:
         """Returns the lines of the measurement."""
-        text, places = self.text, _places(program, facts)
-        for _ in range(2):  # a place may have places
-            text = Template(text).safe_substitute(places)
-        return [line for line in text.split("\n") if line.strip()]
+        return [line for line in filled(self.text, _places(program, facts)).split("\n") if line.strip()]
 
 
 def _places(program: Program, facts: Facts) -> dict[str, str]:
     """Returns what the places of a measurement stand for in a program."""
     rows, columns = program.measured, program.measured.columns
     name, documents = f"{rows.prefix}rows", f"{rows.prefix}documents"
-    source = "{0}['prompt'] + {0}['completion']" if "prompt" in columns else "{0}[" + repr(rows.text_column) + "]"
     tools = ", tools=row['tools']" if "tools" in columns else ""
     documents_line = "\n".join(rows.documents_line())
     wanted = f"{documents_line}\nwanted = {documents}[0]"
-    each, of = source.format("row") + tools, f"row in {name}"
+    each, of = rows.source_in("row") + tools, f"row in {name}"
     if facts.has_conversations:
         wanted = "wanted = tokenizer.apply_chat_template(conversations[0], return_dict=False)"
         each, of = "each", "each in conversations"
     is_padding = "batch['attention_mask'] == 0" if facts.has_mask else "batch['input_ids'] == tokenizer.pad_token_id"
-    number = f"text.count({facts.header!r})" if facts.num_answers is None else str(facts.num_answers)
+    number = f"text.count({literal(facts.header)})" if facts.num_answers is None else str(facts.num_answers)
+    strip = "strip()" if facts.is_marked_by_trl else "strip(' ').rstrip()"
+    of_documents = filled(texts.BORDER_OF_DOCUMENTS, {"documents": documents, "documents_line": documents_line})
     return {
-        "answer": repr(f"{re.escape(facts.header)}(.*?{re.escape(facts.stop)})"),
+        "answer": literal(f"{re.escape(facts.header)}(.*?{re.escape(facts.stop)})"),
         "batch": f"batch = next(iter({program.loader}))",
-        "beginning": repr(facts.beginning),
-        "border": texts.BORDER_OF_POSITIONS if facts.has_positions else texts.BORDER_OF_DOCUMENTS,
-        "documents": documents,
-        "documents_line": documents_line,
+        "beginning": literal(facts.beginning),
+        "border": texts.BORDER_OF_POSITIONS if facts.has_positions else of_documents,
         "each": each,
         "ends": "trainer.model.generation_config" if facts.is_adapter else "GenerationConfig.from_pretrained(folder)",
-        "header": repr(facts.header),
+        "header": literal(facts.header),
         "last": "" if facts.num_answers is None else f"[-{facts.num_answers} :]",
         "loader": program.loader,
-        "messages": source.format(f"{name}[0]"),
+        "messages": rows.source_in(f"{name}[0]"),
         "number": "1" if facts.is_text else number,
         "of": of,
         "padding": is_padding,
         "rows": name,
-        "stop": repr(facts.stop),
-        "strip": "strip()" if facts.is_marked_by_trl else "strip(' ').rstrip()",
-        "trained": texts.TRAINED,
-        "twice": repr(facts.twice),
+        "stop": literal(facts.stop),
+        "strip": strip,
+        "trained": filled(texts.TRAINED, {"strip": strip}),
+        "twice": literal(facts.twice),
         "wanted": wanted,
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 from sftron.verify.report import Check
 from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import Program, comment_of, confirmed
+from sftron.verify.script.quoting import is_plain_name, literal
 from sftron.verify.script.rebuild import Materials, with_sizes
 from sftron.verify.script.seen import Suspect, rows_for
 from sftron.verify.script.shrink import Search, shrunk
@@ -60,6 +61,8 @@ def of_function(materials: Materials, check: Check, target: str, *, is_evaluatio
     """Yields the programs whose trainer the user's own function builds; they take a few rows of its data set."""
     path, _, function = target.rpartition(":")
     module, folder = Path(path).stem, str(Path(path).resolve().parent)
+    if not (is_plain_name(module) and is_plain_name(function)):
+        raise ValueError(f"{path}: give the file and the function names that Python can import, such as train.py:make")
     data = "eval_dataset" if is_evaluation else "train_dataset"
     for evidence in _kinds(check.name, check.measured):
         for chosen in _choices(materials.suspects.get((check.name, is_evaluation), ()), evidence.num_rows):
@@ -71,7 +74,7 @@ def of_function(materials: Materials, check: Check, target: str, *, is_evaluatio
             rows = f"trainer.{data}.select({numbers})" if "from_list" in materials.program.dataset else rows
             prefix = "eval_" if is_evaluation else ""
             lines = (
-                f"sys.path.insert(0, {folder!r})",
+                f"sys.path.insert(0, {literal(folder)})",
                 f"from {module} import {function}",
                 f"trainer = {function}()",
                 f"trainer.{data} = {rows}",
@@ -79,7 +82,7 @@ def of_function(materials: Materials, check: Check, target: str, *, is_evaluatio
                 f"{prefix}rows = list(trainer.{data})",
                 f"{prefix}documents = [row['input_ids'] for row in {prefix}rows]",
             )
-            comment = (*candidate.program.comment, f"# The trainer is that of {function}() in {Path(path).name}.")
+            comment = (*candidate.program.comment, f"# The trainer is that of {function}() in {module}.py.")
             program = replace(candidate.program, of_user=lines, comment=comment)
             yield Candidate(program, evidence, keeps_texts=True)
 
@@ -151,7 +154,8 @@ def _candidate(
             if not (facts.is_text and not rows.is_ids):
                 return None
         else:
-            extra = (f"conversations = {[each['messages'] for each in contents if isinstance(each, Mapping)]!r}",)
+            messages = [each["messages"] for each in contents if isinstance(each, Mapping)]
+            extra = (f"conversations = {literal(messages)}",)
             facts = replace(facts, has_conversations=True)
     program = replace(
         base,

@@ -106,7 +106,7 @@ text = tokenizer.decode(batch['input_ids'][0])
 stop = tokenizer.convert_tokens_to_ids($stop)
 is_trained = (batch['labels'][0] == stop) & (batch['input_ids'][0] == stop)
 found, wanted = int(is_trained.sum()), $number
-print(f'{found} answers of {text!r} train {tokenizer.decode(stop)}; wanted {wanted}')
+print(f'{found} answers of {text!r} train {tokenizer.decode(stop)!r}; wanted {wanted}')
 sys.exit(found < wanted)
 """
 
@@ -174,7 +174,7 @@ ENDS = """
 stop, seen = $stop, [tokenizer.decode(ids).strip() for batch in $loader for ids in batch['input_ids']]
 found = sum(row.endswith(stop) for row in seen)
 print(f'a row ends {seen[-1][-40:]!r}')
-print(f'{found} of {len(seen)} rows end with {stop}; wanted all')
+print(f'{found} of {len(seen)} rows end with {stop!r}; wanted all')
 sys.exit(found < len(seen))
 """
 BEGINS = """
@@ -305,7 +305,7 @@ with tempfile.TemporaryDirectory() as folder:
     ends = $ends.eos_token_id
 ends = ends if isinstance(ends, list) else [ends]
 print(f'the saved model ends at {tokenizer.convert_ids_to_tokens(ends)}')
-print(f'wanted {tokenizer.decode(stop)}, which {number} labels of a batch are')
+print(f'wanted {tokenizer.decode(stop)!r}, which {number} labels of a batch are')
 sys.exit(number > 0 and stop not in ends)
 """
 

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-from sftron.verify.script.program import called, comment_of, confirmed, makes_small_model, text_of
-from sftron.verify.script.rebuild import IMPORTS, config_of, defaults_of, settings_of
+from sftron.verify.script.program import comment_of, confirmed, makes_small_model, text_of
+from sftron.verify.script.quoting import NoSourceError, called, literal
+from sftron.verify.script.rebuild import IMPORTS, SMALL, config_of, defaults_of, settings_of
 from sftron.verify.script.shrink import Search, fewest, without_parts
-from sftron.verify.script.source import Names, NoSourceError
+from sftron.verify.script.source import Names
 
 _LOGITS = """\
 def logits(documents):
@@ -57,16 +58,20 @@ class PackedProgram:
     config_class: str = ""
     config: Mapping[str, str] | None = None
     """The arguments of the configuration; None for a model without one of its own."""
+    own_config: frozenset[str] = frozenset()
+    """The names of `config` that are those of its class; the others come from a file."""
 
     @property
     def setup(self) -> list[str]:
-        config = [] if self.config is None else [f"config = {called(self.config_class, [], self.config)}"]
-        return ["torch.manual_seed(0)", *config, f"model = {self.model}.eval()"]
+        lines = ["torch.manual_seed(0)", f"model = {self.model}.eval()"]
+        if self.config is not None:
+            lines.insert(1, f"config = {called(self.config_class, [], self.config, self.own_config)}")
+        return lines
 
     @property
     def text(self) -> str:
         measured = [
-            f"documents = {[list(each) for each in self.documents]}",
+            f"documents = {literal([list(each) for each in self.documents])}",
             f"collator = {self.collator}",
             *(_LOGITS + self.measurement).split("\n"),
         ]
@@ -90,7 +95,8 @@ def packed_script(model: nn.Module, documents: Sequence[Sequence[int]], keys: Ma
         ValueError: None was found; the message says why.
     """
     search, names = Search(), Names(IMPORTS)
-    collator = called(names.name_of(DataCollatorWithFlattening), [], {name: repr(each) for name, each in keys.items()})
+    given = {name: literal(each) for name, each in keys.items()}
+    collator = called(names.name_of(DataCollatorWithFlattening), [], given)
     start = PackedProgram(names, "", collator, tuple(documents), _FUTURE if is_future else _NEIGHBORS)
     for program in _candidates(start, model, search.errors):
         if search.shows(program):
@@ -106,19 +112,20 @@ def _candidates(start: PackedProgram, model: Any, errors: list[str]) -> Iterator
             yield replace(start, model=names.call(model))
             return
         name, config = names.name_of(type(model)), model.config
-        options = {"attn_implementation": repr(config._attn_implementation)}
+        options = {"attn_implementation": literal(config._attn_implementation)}
         if hasattr(config, "use_cache"):
-            options["use_cache"] = repr(config.use_cache)
+            options["use_cache"] = literal(config.use_cache)
         made = replace(start, model=f"{name}(config)", config_class=names.name_of(type(config)))
         own, defaults = settings_of(config), defaults_of(config)
         for is_reduced in (True, False):
-            sizes = config_of(names, own, defaults, repr(config.vocab_size), is_small=is_reduced)
-            program = replace(made, config={**sizes, **options})
+            sizes = config_of(names, own, defaults, literal(config.vocab_size), is_small=is_reduced)
+            own_names = frozenset({*SMALL, *defaults, *options, "vocab_size"})
+            program = replace(made, config={**sizes, **options}, own_config=own_names)
             if is_reduced or program.is_small:
                 yield program
         if config.name_or_path:
             loaded = called(
-                f"{name}.from_pretrained", [repr(config.name_or_path)], {"dtype": "torch.float32", **options}
+                f"{name}.from_pretrained", [literal(config.name_or_path)], {"dtype": "torch.float32", **options}
             )
             yield replace(start, model=loaded)
     except NoSourceError as error:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sftron.verify.script.quoting import called, literal, require_own_code
 from sftron.verify.script.source import Names, folded, needed
 
 _FRESH = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -52,7 +53,7 @@ class Rows:
     def lines(self, tokenizer: Any) -> list[str]:
         """Returns the lines that define `rows`; for rows of ids also `documents`, the ids of each document."""
         if not self.is_ids:
-            return [f"{self.prefix}rows = {list(self.rows)!r}"]
+            return [f"{self.prefix}rows = {literal(list(self.rows))}"]
         documents, rows = list[list[int]](), list[str]()
         for row in self.rows:
             columns: dict[str, list[str]] = {name: [] for name in row[0] if name != FIXED}
@@ -62,7 +63,7 @@ class Rows:
                 for column, parts in columns.items():
                     parts.append(_runs(document[column], document["input_ids"], name))
             sources = {name: " + ".join(parts) for name, parts in columns.items()}
-            rows.append(f"{{{', '.join(f'{name!r}: {source}' for name, source in sources.items())}}}")
+            rows.append(f"{{{', '.join(f'{literal(name)}: {source}' for name, source in sources.items())}}}")
         return [
             f"{self.prefix}documents = {_ids_source(documents, tokenizer)}",
             f"{self.prefix}rows = [{', '.join(rows)}]",
@@ -72,13 +73,18 @@ class Rows:
         """Returns the line that defines `documents` for rows of messages or texts; none for rows of ids."""
         if self.is_ids:
             return []
-        source = "row['prompt'] + row['completion']" if "prompt" in self.columns else f"row[{self.text_column!r}]"
-        first = self.rows[0]
+        source, first = self.source_in("row"), self.rows[0]
         is_text = isinstance(first.get("prompt", first.get(self.text_column)), str)
         ids = f"tokenizer({source})['input_ids']"
         tools = ", tools=row['tools']" if "tools" in self.columns else ""
         ids = ids if is_text else f"tokenizer.apply_chat_template({source}{tools}, return_dict=False)"
         return [f"{self.prefix}documents = [{ids} for row in {self.prefix}rows]"]
+
+    def source_in(self, row: str) -> str:
+        """Returns the expression of the messages or the text in a row, whose own expression is `row`."""
+        if "prompt" in self.columns:
+            return f"{row}['prompt'] + {row}['completion']"
+        return f"{row}[{literal(self.text_column)}]"
 
     @property
     def text_column(self) -> str:
@@ -93,8 +99,8 @@ def _ids_source(documents: Sequence[list[int]], tokenizer: Any) -> str:
     """Returns an expression for the ids of documents, which encodes their texts if these have the same ids."""
     texts = [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in documents]
     if [tokenizer.encode(text, add_special_tokens=False) for text in texts] == documents:
-        return f"[tokenizer.encode(text, add_special_tokens=False) for text in {texts!r}]"
-    return repr(documents)
+        return f"[tokenizer.encode(text, add_special_tokens=False) for text in {literal(texts)}]"
+    return literal(documents)
 
 
 def _runs(values: Sequence[int], ids: Sequence[int], name: str) -> str:
@@ -132,6 +138,8 @@ class Program:
     tokenizer: tuple[str, ...] = ()
     """The first line loads it."""
     config: Mapping[str, str] = field(default_factory=dict)
+    own_config: frozenset[str] = frozenset()
+    """The names of `config` that are those of its class; the others come from a file."""
     rows: Rows = Rows(())
     evidence: Callable[[Program], list[str]] = field(default=lambda _: [], compare=False)
     evaluation: Rows | None = None
@@ -152,7 +160,8 @@ class Program:
     @property
     def text(self) -> str:
         measured, tokenizer = [*self.extra, *self.evidence(self)], () if self.of_user else self.tokenizer
-        return text_of(self.names, self.comment, tokenizer, self.of_user or self._setup(), measured)
+        setup = self.of_user or self._setup()
+        return text_of(self.names, self.comment, tokenizer, setup, measured, of_user=bool(self.of_user))
 
     def _setup(self) -> list[str]:
         """Returns the lines that build the model, the rows and the trainer."""
@@ -173,7 +182,7 @@ class Program:
     def _model(self) -> list[str]:
         return [
             "torch.manual_seed(0)",
-            f"config = {called('AutoConfig.for_model', [repr(self.model_type)], self.config)}",
+            f"config = {called('AutoConfig.for_model', [literal(self.model_type)], self.config, self.own_config)}",
             f"model = {called('AutoModelForCausalLM.from_config', ['config'], self.model_options)}",
         ]
 
@@ -182,21 +191,29 @@ class Program:
         return makes_small_model(self.names, self._model(), self.tokenizer_object)
 
 
-def text_of(names: Names, *blocks: Sequence[str]) -> str:
-    """Returns the text of a comment, and of the lines of a tokenizer, of a setup and of a measurement."""
-    comment, tokenizer, setup, measured = blocks
+def text_of(
+    names: Names,
+    comment: Sequence[str],
+    tokenizer: Sequence[str],
+    setup: Sequence[str],
+    measured: Sequence[str],
+    *,
+    of_user: bool = False,
+) -> str:
+    """Returns the text of a comment, and of the lines of a tokenizer, of a setup and of a measurement.
+
+    Args:
+        of_user: Whether the setup imports the user's own function.
+    """
+    tokenizer, setup, measured = (list(map(_fold, each)) for each in (tokenizer, setup, measured))
     imports, definitions = needed(names, [*tokenizer, *setup, *measured])
-    blocks = (comment, imports, tokenizer, definitions, setup, measured)
+    require_own_code(imports, [*tokenizer, *setup, *measured], comment, definitions, of_user=of_user)
+    blocks = (comment, imports, tokenizer, definitions.values(), setup, measured)
     return "\n\n".join("\n".join(map(_fold, block)) for block in blocks if block) + "\n"
 
 
 def _fold(lines: str) -> str:
     return lines if "\n" in lines else folded(lines)
-
-
-def called(name: str, first: Sequence[str], given: Mapping[str, str]) -> str:
-    """Returns the call of a function with some arguments, and with those of a name."""
-    return f"{name}({', '.join([*first, *(f'{each}={value}' for each, value in given.items())])})"
 
 
 def comment_of(sentence: str) -> tuple[str, ...]:
@@ -213,10 +230,10 @@ def _execute(text: str, scope: dict[str, Any]) -> None:
 
 def makes_small_model(names: Names, lines: Sequence[str], tokenizer: Any = None) -> bool:
     """Returns whether the `model` of these lines has few parameters besides its vocabulary, without making it."""
-    scope: dict[str, Any] = {"tokenizer": tokenizer}
+    scope, text = dict[str, Any](tokenizer=tokenizer), text_of(names, (), (), lines, ())
     try:
         with quiet_and_restored(), torch.device("meta"):
-            _execute(text_of(names, (), (), lines, ()), scope)
+            _execute(text, scope)
             vocabulary = len(scope["model"].get_input_embeddings().weight)
     except Exception:  # of the model's own code
         return False

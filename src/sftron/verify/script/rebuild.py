@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sftron.verify.script.evidence import Facts
-from sftron.verify.script.program import Program, called
+from sftron.verify.script.program import Program
+from sftron.verify.script.quoting import NoSourceError, called, literal
 from sftron.verify.script.seen import Suspect, all_rows, facts_of, suspects
-from sftron.verify.script.source import Names, NoSourceError, dataclass_changes
+from sftron.verify.script.source import Names, dataclass_changes
 from sftron.verify.trainer.remedies import library_of
 from sftron.verify.trainer.subject import TrainerSubject
 
@@ -85,7 +86,7 @@ def collect(subject: TrainerSubject, rows: Sequence[str]) -> Materials:
         names=names,
         tokenizer_object=subject.training.tokenizer,
         model_type=config.model_type,
-        model_options={"attn_implementation": repr(config._attn_implementation)},
+        model_options={"attn_implementation": literal(config._attn_implementation)},
         model_lines=tuple(_adapter_lines(trainer, names, options, problems)),
         dataset=_dataset(trainer, names),
         arguments_class=names.name_of(type(trainer.args)),
@@ -163,17 +164,17 @@ def with_sizes(materials: Materials, *, is_small: bool) -> Program:
 
     loaded = AutoTokenizer.from_pretrained(materials.tokenizer_name, trust_remote_code=False)
     own, state = materials.tokenizer_state, _tokenizer_state(loaded)
-    lines = [f"tokenizer = AutoTokenizer.from_pretrained({materials.tokenizer_name!r})"]
+    lines = [f"tokenizer = AutoTokenizer.from_pretrained({literal(materials.tokenizer_name)})"]
     new = [token for token in own["added"] if token not in state["added"]]
     if new:
-        lines.append(f"tokenizer.add_tokens({new!r}, special_tokens=True)")
+        lines.append(f"tokenizer.add_tokens({literal(new)}, special_tokens=True)")
     names = [name for name in (*_SPECIAL, "padding_side", "chat_template") if own[name] != state[name]]
-    lines += [f"tokenizer.{name} = {own[name]!r}" for name in names]
+    lines += [f"tokenizer.{name} = {literal(own[name])}" for name in names]
     processor = own["processor"]
     if processor != state["processor"] and processor is not None and processor["type"] == "TemplateProcessing":
         parts = [each["SpecialToken"]["id"] if "SpecialToken" in each else "$A" for each in processor["single"]]
         marks = [(name, each["ids"][0]) for name, each in processor["special_tokens"].items()]
-        call = f"TemplateProcessing(single={' '.join(parts)!r}, special_tokens={marks!r})"
+        call = f"TemplateProcessing(single={literal(' '.join(parts))}, special_tokens={literal(marks)})"
         lines.append(f"tokenizer.backend_tokenizer.post_processor = {call}")
     base = materials.program
     config = config_of(base.names, materials.config, materials.defaults, "len(tokenizer)", is_small=is_small)
@@ -183,7 +184,8 @@ def with_sizes(materials: Materials, *, is_small: bool) -> Program:
         config = {name: value for name, value in config.items() if not (name.endswith("_token_id") and name in is_new)}
         config["vocab_size"] = repr(len(loaded))
         model_lines = ("model.resize_token_embeddings(len(tokenizer))", *model_lines)
-    return replace(base, tokenizer=tuple(lines), config=config, model_lines=model_lines)
+    own_names = frozenset({*SMALL, *materials.defaults, "vocab_size"})
+    return replace(base, tokenizer=tuple(lines), config=config, own_config=own_names, model_lines=model_lines)
 
 
 def config_of(
@@ -193,10 +195,10 @@ def config_of(
     found = {"vocab_size": vocabulary}
     for name, value in config.items():
         if is_small and name in SMALL and isinstance(value, int):
-            found[name] = repr(min(value, SMALL[name]))
+            found[name] = literal(min(value, SMALL[name]))
         elif is_small and name in ("layer_types", "layers_block_type") and isinstance(value, list):
-            kinds = list(dict.fromkeys(value))[:2]
-            found[name] = repr((kinds * 2)[:2])
+            kinds = list(dict.fromkeys(map(str, value)))[:2]
+            found[name] = literal((kinds * 2)[:2])
         elif name in SMALL or value != defaults.get(name):
             with suppress(NoSourceError):
                 found[name] = names.expression(value)
@@ -240,8 +242,8 @@ def _optimizer(trainer: Any, names: Names) -> str:
     missing = [name for name, each in own if id(each) not in held]
     parameters = "model.parameters()"
     if missing and len(missing) < len(own):
-        parameters = f"[each for name, each in model.named_parameters() if name not in {missing!r}]"
-    return f"({names.name_of(type(optimizer))}({parameters}, lr={optimizer.defaults['lr']!r}), None)"
+        parameters = f"[each for name, each in model.named_parameters() if name not in {literal(missing)}]"
+    return f"({names.name_of(type(optimizer))}({parameters}, lr={literal(optimizer.defaults['lr'])}), None)"
 
 
 def _dataset(trainer: Any, names: Names) -> str:

@@ -24,12 +24,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from sftron.verify.script.quoting import MOST_DEPTH, NoSourceError, called, literal
+
 WIDTH = 120
 OPENING, CLOSING = frozenset("([{"), frozenset(")]}")
-
-
-class NoSourceError(ValueError):
-    """An object has no source text that a program could hold; the message says why."""
 
 
 class Names:
@@ -40,14 +38,14 @@ class Names:
         self.definitions: dict[str, str] = {}
         self._defined: dict[int, str] = {}
 
-    def expression(self, value: Any) -> str:
+    def expression(self, value: Any, depth: int = 0) -> str:
         """Returns an expression that makes an equal value. Raises NoSourceError."""
-        if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, Enum)):
-            return repr(value)
-        if isinstance(value, float):
-            return repr(value) if value - value == 0 else f"float({str(value)!r})"
+        if depth > MOST_DEPTH:
+            raise NoSourceError(f"a value is nested more than {MOST_DEPTH} deep")
         if isinstance(value, Enum):
             return self.expression(value.value)
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return literal(value)
         if isinstance(value, torch.dtype):
             self.imports["torch"] = "import torch"
             return str(value)
@@ -56,15 +54,16 @@ class Names:
         if isinstance(value, nn.Module):
             return "model"
         if isinstance(value, Mapping):
-            return f"{{{', '.join(f'{self.expression(k)}: {self.expression(v)}' for k, v in value.items())}}}"
+            pairs = (f"{self.expression(k, depth + 1)}: {self.expression(v, depth + 1)}" for k, v in value.items())
+            return f"{{{', '.join(pairs)}}}"
         if isinstance(value, (list, tuple, set, frozenset)):
             values = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-            inner = ", ".join(map(self.expression, values))
+            inner = ", ".join(self.expression(each, depth + 1) for each in values)
             return f"({inner},)" if isinstance(value, tuple) else f"[{inner}]"
         if isinstance(value, functools.partial):
             self.imports["partial"] = "from functools import partial"
             given = [self.expression(value.func), *map(self.expression, value.args)]
-            return f"partial({', '.join([*given, *self._options(value.keywords)])})"
+            return called("partial", given, self._expressions(value.keywords))
         if isinstance(value, type) or inspect.isroutine(value):
             return self.name_of(value)
         return self.call(value)
@@ -79,8 +78,8 @@ class Names:
             return value.__name__
         return self._define(value)
 
-    def _options(self, given: Mapping[str, Any]) -> list[str]:
-        return [f"{name}={self.expression(value)}" for name, value in given.items()]
+    def _expressions(self, given: Mapping[str, Any]) -> dict[str, str]:
+        return {name: self.expression(value) for name, value in given.items()}
 
     def call(self, value: Any) -> str:
         """Returns a call of the value's class with what its attributes hold. Raises NoSourceError."""
@@ -96,7 +95,7 @@ class Names:
             own = getattr(value, parameter.name)
             if parameter.default is parameter.empty or not _is_same(own, parameter.default):
                 given[parameter.name] = own
-        return f"{name}({', '.join(self._options(given))})"
+        return called(name, [], self._expressions(given))
 
     def _define(self, value: Any) -> str:
         """Adds the source of a class or function of the user's, and all that it needs; returns its name."""
@@ -246,7 +245,7 @@ def folded(line: str) -> str:
     return "\n".join(each.rstrip() for each in lines)
 
 
-def needed(names: Names, body: Iterable[str]) -> tuple[list[str], list[str]]:
+def needed(names: Names, body: Iterable[str]) -> tuple[list[str], dict[str, str]]:
     """Returns the import lines and the definitions that the body needs, each in the order in which it may stand."""
     wanted, texts = set[str](), ["\n".join(body)]
     while texts:
@@ -261,7 +260,7 @@ def needed(names: Names, body: Iterable[str]) -> tuple[list[str], list[str]]:
     for module, given in sorted(grouped.items()):
         line = f"from {module} import {', '.join(given)}" if module else f"import {', '.join(given)}"
         lines.append(line if len(line) <= WIDTH or not module else f"from {module} import ({', '.join(given)})")
-    return lines, [text for name, text in names.definitions.items() if name in wanted]
+    return lines, {name: text for name, text in names.definitions.items() if name in wanted}
 
 
 def dataclass_changes(value: Any) -> dict[str, Any]:
