@@ -122,6 +122,8 @@ def test_an_adapter_of_peft_has_its_logits_here(case: str, tmp_path: Path) -> No
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
+EVIL = "((([a-z_.0-9])+)+)+!"
+"""Matches no name, for which `re` takes longer than any run."""
 Q0, Q1, K0, K1 = (f"model.layers.{n}.self_attn.{name}_proj" for name in "qk" for n in (0, 1))
 
 
@@ -174,6 +176,9 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
         ("lora_alpha", float("nan"), "lora_alpha: nan"),
         ("rank_pattern", {"(": 4}, "rank_pattern: '('"),
         ("target_modules", "(", "target_modules: '('"),
+        ("target_modules", r"(q)_proj|\1", "has groupref, which is not supported; list the names"),
+        ("target_modules", EVIL, "q_proj.lora_A.weight: unexpected"),
+        ("rank_pattern", {"q_proj": 3, EVIL: 4}, "q_proj.lora_B.weight: has [32, 4], expected [32, 3]"),
         ("modules_to_save", ["norm"], "modules_to_save: 'norm', implemented are embed_tokens, lm_head"),
         ("modules_to_save", ["lm_head"], "lm_head.weight: missing, expected [97, 32]"),
         ("r", 8, "q_proj.lora_A.weight: has [4, 32], expected [8, 32]"),

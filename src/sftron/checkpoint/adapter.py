@@ -39,8 +39,8 @@ from sftron.models.adapters import (
     B,
     LoraSpec,
     Projection,
-    is_target,
     projections_of,
+    selected_names,
 )
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
@@ -79,7 +79,7 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
         keys = {_short_name(key): key for key in source.names()}
         prefix = WRAPPED if _is_wrapped(keys) else TEXT_MODEL
         keys = {renamed(name, prefix, TEXT_MODEL): key for name, key in keys.items()}
-        spec = spec_of(folder, stated, _adapted(stated, keys, config, prefix), config, prefix)
+        spec = spec_of(folder, stated, _adapted(folder, stated, keys, config, prefix), config, prefix)
         # Tokens may have been added to the base.
         rows = [source.shape(keys[name])[0] for name in (EMBEDDINGS, HEAD) if name in keys and source.shape(keys[name])]
         config = replace(config, vocab_size=max(config.vocab_size, *rows)) if rows else config
@@ -115,11 +115,17 @@ def is_of_wrapper(folder: Path) -> bool:
         return _is_wrapped(map(_short_name, source.names()))
 
 
-def _adapted(stated: AdapterConfig, names: Collection[str], config: LlamaConfig, prefix: str) -> list[str]:
+def _adapted(
+    folder: Path, stated: AdapterConfig, names: Collection[str], config: LlamaConfig, prefix: str
+) -> list[str]:
     """Returns the adapted projections: those that target_modules selects or, if layers_to_transform or exclude_modules
     narrow them, those among them that have tensors."""
     targets, narrowing = stated.target_modules or ALL_LINEAR, stated.model_extra or {}
-    selected = [name for name in model_projections(config) if is_target(renamed(name, TEXT_MODEL, prefix), targets)]
+    there = {renamed(name, TEXT_MODEL, prefix): name for name in model_projections(config)}
+    try:
+        selected = [there[name] for name in selected_names(targets, there)]
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: target_modules: {error}") from error
     if all(narrowing.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):
         return selected
     return [name for name in selected if any(stored_name.startswith(f"{name}.") for stored_name in names)]

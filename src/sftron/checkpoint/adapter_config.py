@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from sftron.checkpoint.model_folder import read_json
 from sftron.models.adapters import SAVED_MODULES, LoraSpec
 from sftron.models.architecture import LlamaConfig
 from sftron.models.wrappers import TEXT_MODEL
+from sftron.name_patterns import NamePatterns
 
 CONFIG = "adapter_config.json"
 _IRRELEVANT = frozenset(
@@ -26,10 +26,7 @@ _IRRELEVANT = frozenset(
 
 
 def _expression(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"is no regular expression ({error})") from error
+    NamePatterns([text], is_end=True)
     return text
 
 
@@ -110,21 +107,28 @@ def spec_of(folder: Path, stated: AdapterConfig, adapted: Sequence[str], config:
             )
         saved = {"embed_tokens"}
     named = {name: renamed(name, TEXT_MODEL, prefix) for name in adapted}
+    try:
+        ranks = _by_pattern(stated.rank_pattern, named, stated.r)
+        alphas = _by_pattern(stated.alpha_pattern, named, stated.lora_alpha)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
     return LoraSpec(
-        ranks={name: _by_pattern(stated.rank_pattern, there, stated.r) for name, there in named.items()},
-        alphas={
-            name: float(_by_pattern(stated.alpha_pattern, there, stated.lora_alpha)) for name, there in named.items()
-        },
+        ranks=ranks,
+        alphas={name: float(alpha) for name, alpha in alphas.items()},
         rslora=stated.use_rslora,
         dora=stated.use_dora,
         modules_to_save=tuple(name for name in SAVED_MODULES if name in saved),
     )
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of the first pattern that matches the end of the name, as peft's get_pattern_key."""
-    matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
-    return next(matching, default)
+def _by_pattern(patterns: Mapping[str, Any], names: Mapping[str, str], default: Any) -> dict[str, Any]:
+    """Returns, by name, the value of the first pattern that matches the end of its other name.
+
+    So does peft's get_pattern_key, with `(.*\\.)?(PATTERN)$`.
+    """
+    compiled = NamePatterns(patterns, is_end=True)
+    first = {name: compiled.first(there) for name, there in names.items()}
+    return {name: default if pattern is None else patterns[pattern] for name, pattern in first.items()}
 
 
 def adapter_config(spec: LoraSpec, projections: Collection[str], config: LlamaConfig, prefix: str) -> dict[str, Any]:

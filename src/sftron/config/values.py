@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from sftron.name_patterns import NamePatterns
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ def _refused(problem: str) -> PydanticCustomError:
 def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
     if isinstance(targets, str):
         try:
-            re.compile(targets)
-        except (re.error, OverflowError, RecursionError) as error:
-            problem = f"{targets} is not a regular expression: {error}; correct it, or write a list of names"
+            NamePatterns([targets])
+        except ValueError as error:
+            problem = f"{error}; correct it, or write a list of names"
             raise _refused(problem) from error
     return targets
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import source_rows
 from sftron.models.layers import Adapter
+from sftron.name_patterns import NamePatterns
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
@@ -107,13 +108,18 @@ def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projectio
     return found
 
 
-def is_target(name: str, targets: str | Sequence[str]) -> bool:
-    """Returns whether `targets` selects a projection, by peft's rules; see `match_targets`."""
+def selected_names(targets: str | Sequence[str], names: Iterable[str]) -> list[str]:
+    """Returns the names that `targets` selects, by peft's rules; see `match_targets`.
+
+    Raises:
+        ValueError: An expression takes too many steps, or is not supported; see `NamePatterns`.
+    """
     if targets == ALL_LINEAR:
-        return True
+        return list(names)
     if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == each or name.endswith(f".{each}") for each in targets)
+        pattern = NamePatterns([targets])  # peft's is re.fullmatch
+        return [name for name in names if pattern.first(name) is not None]
+    return [name for name in names if any(name == each or name.endswith(f".{each}") for each in targets)]
 
 
 def match_targets(targets: str | Sequence[str], projections: Sequence[str], *, has_experts: bool = False) -> list[str]:
@@ -124,15 +130,18 @@ def match_targets(targets: str | Sequence[str], projections: Sequence[str], *, h
         has_experts: Whether the model has experts, for the error; experts and routers have no adapters.
 
     Raises:
-        ValueError: A target selects nothing.
+        ValueError: A target selects nothing, or an expression is not supported.
     """
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
     known += "; adapters of experts and routers are not implemented" if has_experts else ""
     for target in [] if isinstance(targets, str) else targets:
-        if not any(is_target(name, [target]) for name in projections):
+        if not selected_names([target], projections):
             remedy = "; list it in modules_to_save" if target in SAVED_MODULES else ""
             raise ValueError(f"targets: {target!r} is no linear layer of this model. The layers are {known}{remedy}")
-    found = [name for name in projections if is_target(name, targets)]
+    try:
+        found = selected_names(targets, projections)
+    except ValueError as error:
+        raise ValueError(f"targets: {error}") from error
     if not found:
         raise ValueError(
             f"targets: {targets!r} matches no linear layer; an expression has to match a whole name, such as "

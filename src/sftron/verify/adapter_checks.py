@@ -16,7 +16,17 @@ from sftron.checkpoint.adapter import WEIGHTS, write_adapter
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of, merged_weights
-from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
+from sftron.models.adapters import (
+    ALL_LINEAR,
+    MAGNITUDE,
+    SAVED_MODULES,
+    A,
+    AdapterStart,
+    B,
+    LoraSpec,
+    peft_name,
+    selected_names,
+)
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED
@@ -142,7 +152,7 @@ def configured_shapes(subject: Subject) -> dict[str, torch.Size]:
     elif options.targets == ALL_LINEAR:
         chosen = set(matrices)
     elif isinstance(options.targets, str):
-        chosen = {name for name in matrices if re.fullmatch(options.targets, name)}
+        chosen = set(selected_names(options.targets, matrices))
     else:
         chosen = {name for name in matrices for end in options.targets if f".{name}".endswith(f".{end}")}
     shapes: dict[str, torch.Size] = {}
