@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -128,6 +129,28 @@ def test_a_broken_file_is_reported_by_line_key_and_remedy(tmp_path, old, new, pl
     (problem,) = problems_of(tmp_path, text)
     assert problem.startswith(f"run.yaml{place}: ")
     assert reason in problem
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-" * 80_000,
+        f"{'-' * 80_000} a: b",
+        "a" * 80_000,
+        ":" * 80_000,
+        " -" * 400,
+        "--:" * 30_000,
+        "é-" * 40_000,
+        "-\t" * 900,
+    ],
+    ids=lambda line: f"{line[:4]} {line[-4:]}",
+)
+def test_a_long_line_that_is_not_yaml_is_reported_at_once_and_in_short(tmp_path, line):
+    before = time.process_time()
+    found = problems_of(tmp_path, GOOD.replace(LR, f"{LR}\n  {line}: b: c: ["))
+    assert found
+    assert all(len(problem) < 1000 for problem in found)
+    assert time.process_time() - before < 20, "hours, where the time is of the cube of the line"
 
 
 # Overrides of the good file, and the keys that then contradict each other.

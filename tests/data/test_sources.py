@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from multiprocessing import get_context
 
 import datasets
@@ -145,6 +146,37 @@ def test_a_readme_that_does_not_say_which_files_are_meant_is_refused(tmp_path, m
     write(tmp_path / "set" / "README.md", README.format(configs=configs))
     assert str(refusal_of(tmp_path, "set")).startswith(message)
     assert len(open_source("set/main")) == 1
+
+
+@pytest.mark.parametrize("header", ["\n", " ", "\r\n", "configs\n", "--\n", "a: b\n"])
+def test_a_readme_of_a_header_that_does_not_end_takes_no_time(tmp_path, header):
+    write_rows(tmp_path / "rows.parquet", [{"n": 1}])
+    write(tmp_path / "README.md", "---\n" + header * 400_000)
+    before = time.process_time()
+    assert len(open_source(str(tmp_path))) == 1
+    assert time.process_time() - before < 10, "twenty minutes, where the time is of the square of the lines"
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml", "data/train.jsonl", "dataset_dict.json"])
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_a_pipe_in_a_folder_of_data_holds_no_command(tmp_path, name, has_rows):
+    if has_rows:
+        write_rows(tmp_path / "rows.parquet", [{"n": 1}])
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    if has_rows:
+        assert len(open_source(str(tmp_path))) == 1
+    else:
+        message = f"{name}: is a pipe or a device, in a folder of files; remove it"
+        assert message in str(refusal_of(tmp_path, str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "train/dataset_info.json", "train/state.json"])
+def test_a_pipe_in_a_saved_data_set_holds_no_command(tmp_path, name):
+    write(tmp_path / ("dataset_dict.json" if "/" in name else "state.json"), '{"splits": ["train"]}')
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert f"{name}: is a pipe or a device" in str(refusal_of(tmp_path, str(tmp_path)))
 
 
 # --- Parts of splits ---

@@ -46,7 +46,7 @@ for _tag, (_pattern, _first, _) in PLAIN_VALUES.items():
 
 def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
     """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
-    words = list(re.finditer(r"[^\s:]*[^\s:-][^\s:]*", lines[0])) if lines else []
+    words = [word for word in re.finditer(r"[^\s:]+", lines[0]) if word[0].strip("-")] if lines else []
     if not words:
         return problem
     word = next((each for each in reversed(words) if each.start() <= column), words[0])
@@ -58,7 +58,8 @@ def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
         problem = "its indentation is that of no key above; indent it like the keys beside it"
     elif "'\\t'" in problem:
         problem = "a tab; indent with spaces"
-    return f"column {word.start() + 1}, {word[0]!r}: {problem}"
+    shown = word[0] if len(word[0]) <= 60 else f"{word[0][:57]}..."
+    return f"column {word.start() + 1}, {shown!r}: {problem}"
 
 
 def dump_config(config: Config) -> str:

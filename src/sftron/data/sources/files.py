@@ -20,6 +20,7 @@ from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
 from sftron.data.types import DataError
+from sftron.regular_file import open_regular
 
 _TEXT_ENDINGS = (".jsonl", ".json", *CSV_SUFFIXES)
 _ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
@@ -205,6 +206,7 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
     """Returns the files of a folder that `save_to_disk` of the datasets library wrote."""
     import datasets  # slow to import
 
+    _require_files(folder)
     try:
         saved: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # what is missing or broken raises many types
@@ -214,6 +216,13 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
     files = [Path(each["filename"]) for each in splits[_choose(folder, split, list(splits))].cache_files]
     _require_inside(folder, files)
     return files
+
+
+def _require_files(folder: Path) -> None:
+    """Raises DataError if a pipe or a device is in a folder: the datasets library would wait for it."""
+    for path in chain(folder.glob("*"), folder.glob("*/*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise DataError(f"{path}: is a pipe or a device, in a folder of files; remove it")
 
 
 def _require_inside(folder: Path, files: Sequence[Path]) -> None:
@@ -252,9 +261,10 @@ def _split_in_name(file: Path) -> str | None:
 
 def _readme_names_files(folder: Path) -> bool:
     """Returns whether the folder is a data set of the Hub whose README declares the files of each split."""
-    with contextlib.suppress(OSError), (folder / "README.md").open("rb") as file:
-        header = re.match(rb"---\s*\n(.*?)\n---", file.read(_MAX_DESCRIPTION_BYTES), re.DOTALL)
-        return header is not None and re.search(rb"(?m)^configs:", header[1]) is not None
+    with contextlib.suppress(OSError, ValueError), open_regular(folder / "README.md") as file:
+        first, *lines = file.read(_MAX_DESCRIPTION_BYTES).split(b"\n")
+        end = next((n for n, line in enumerate(lines) if line.startswith(b"---")), 0)
+        return first.strip() == b"---" and any(line.startswith(b"configs:") for line in lines[:end])
     return False
 
 
@@ -266,6 +276,7 @@ def _files_of_hub_folder(folder: Path, config: str | None, *, declared: bool) ->
     """
     import datasets  # slow to import
 
+    _require_files(folder)
     root = folder.resolve()  # the library resolves the folder as well
     try:
         with tempfile.TemporaryDirectory() as cache:  # for the library's lock files
