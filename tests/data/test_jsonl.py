@@ -152,6 +152,70 @@ def test_a_line_of_hundreds_of_megabytes_is_reported_in_a_hundred_of_memory(tmp_
     assert int(peak) < 100 * 2**20
 
 
+MANY = {
+    "newlines": (b"\n", [{"n": 1}, {"n": 1}]),
+    "spaces and newlines": (b" \r\n\t\n", [{"n": 1}, {"n": 1}]),
+    "lines of a character": (b"x\n", "more than 10,000,000 lines, of less than 8 bytes on average; wanted one JSON"),
+}
+MEASURE_MANY = """
+import resource, sys
+from sftron.data.sources.files import open_source
+from sftron.data.types import DataError
+open_source(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    rows = open_source(sys.argv[2])
+    print([rows[n] for n in range(len(rows))], rows.locate(len(rows) - 1))
+except DataError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_a_small_archive_of_lines_without_rows_takes_little_memory(kind: str, tmp_path: Path) -> None:
+    text, wanted = MANY[kind]
+    first, archive, num_bytes = tmp_path / "a.jsonl.gz", tmp_path / "many.jsonl.gz", 96 * 2**20
+    row, block = b'{"n": 1}\n', text * (2**20 // len(text))
+    first.write_bytes(packed(row, ".gz"))
+    with pyarrow.CompressedOutputStream(str(archive), "gzip") as file:
+        file.write(row)
+        for _ in range(num_bytes // 2**20):
+            file.write(block)
+        file.write(row)
+    assert archive.stat().st_size < 2**20
+    command = [sys.executable, "-c", MEASURE_MANY, str(first), str(archive)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
+    message, peak = run.stdout.splitlines()
+    if isinstance(wanted, str):
+        assert wanted in message
+    else:
+        number = 2 + len(block) // len(text) * text.count(b"\n") * (num_bytes // 2**20)
+        assert message == f"{wanted} {archive}:{number}"
+    assert int(peak) < (100 if isinstance(wanted, list) else 300) * 2**20
+
+
+@pytest.mark.parametrize("scan_bytes", [1, 2, 3, 5, 7, 64])
+def test_rows_are_the_same_wherever_a_file_is_cut_for_its_index(
+    scan_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b'\n \n {"n": 1}\n{"n": 2}\r\n\t\r\n\n   {"n": 3}  \n\n\n{"n": 4}\n' + b" " * 40 + b'\n{"n": 5}\n  '
+    path = tmp_path / "a.jsonl"
+    monkeypatch.setattr("sftron.data.sources.jsonl._INDEXED_BYTES", scan_bytes)
+    for end in range(content.index(b"1}") + 2, len(content)):
+        path.write_bytes(content[:end])
+        lines = content[:end].split(b"\n")
+        wanted = [(n, line.strip()) for n, line in enumerate(lines, 1) if line.strip() or len(line) > 30]
+        source = open_source(str(path), max_row_bytes=30)
+        assert [source.locate(n) for n in range(len(source))] == [f"{path}:{n}" for n, _ in wanted]
+        for index, (_, line) in enumerate(wanted):
+            try:
+                assert source[index] == json.loads(line)
+            except DataError as error:
+                assert "is a row of 40 bytes" in str(error) or not line.endswith(b"}")  # noqa: PT017
+
+
 # --- Lists and CSV ---
 
 

@@ -30,6 +30,10 @@ WHITESPACE = b" \t\r\n"
 _MAX_DEPTH = 256
 """The largest nesting depth. Python's own limit depends on its version and on the depth of the call stack."""
 _SCAN_BYTES = 8 * 2**20
+_INDEXED_BYTES = 2**20
+"""The part of a file that is indexed at once: of newlines alone, its offsets take 50 times as much."""
+_MOST_SHORT_ROWS, _SHORT_ROW_BYTES = 10_000_000, 8
+"""More lines have to have this many bytes on average: the index of a row takes as many, and 24 beside blank lines."""
 _HASHED_WHOLE_BYTES = 256 * 2**20
 _NUM_HASHED_BLOCKS, _HASHED_BLOCK_BYTES = 64, 2**20
 _IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
@@ -41,9 +45,10 @@ _CSV_JSON_COLUMNS = frozenset({"messages", "conversations"})
 class JsonlSource:
     """The rows of a file of JSON text. Blank lines are not rows, but they count in line numbers.
 
-    The index takes 8 bytes per line. A line longer than `max_row_bytes` is detected without reading it. The file is
-    read with `pread` rather than a memory map, as truncating a mapped file kills the process that reads it, and forked
-    workers can share the descriptor. A process that unpickles the source opens or converts the file again.
+    The index takes 8 bytes per row, or 24 in a file with blank lines, which take none. A line longer than
+    `max_row_bytes` is detected without reading it. The file is read with `pread` rather than a memory map, as
+    truncating a mapped file kills the process that reads it, and forked workers can share the descriptor. A process
+    that unpickles the source opens or converts the file again.
     """
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
@@ -52,7 +57,7 @@ class JsonlSource:
         self._descriptor: int | None = self._open()
         self._size = os.fstat(self._descriptor).st_size
         self.fingerprint = file_fingerprint(self._descriptor)
-        self._starts, self._lines = self._index()
+        self._starts, self._ends, self._lines = self._index()
 
     def _open(self) -> int:
         """Returns a descriptor of the file, or of a copy as JSON lines, that is closed when the source is deleted.
@@ -82,39 +87,63 @@ class JsonlSource:
             raise file_changed(self._path, os.fstat(self._descriptor).st_size, self._size)
         return data
 
-    def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the offsets of the lines and the numbers of the lines that are rows.
+    def _index(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Returns the offsets at which rows begin and end, and the numbers of their lines, from 0.
 
-        The offsets, in bytes, are those at which lines begin, followed by that of the end. The numbers count from 0;
-        they are None if all lines are rows.
+        Without blank lines, the offsets of the beginnings are followed by that of the end of the file, and there are
+        no others. Raises DataError.
         """
-        size = self._size
-        first = len(BOM) if self._read(0, min(len(BOM), size)) == BOM else 0
-        starts, doubtful = [np.array([first])], [np.array([first])]
-        for offset in range(first, size, _SCAN_BYTES):
-            chunk = np.frombuffer(self._read(offset, min(offset + _SCAN_BYTES + 1, size)), np.uint8)
-            after = np.flatnonzero(chunk[:_SCAN_BYTES] == ord("\n")) + 1
-            starts.append(offset + after)
-            # Nearly all lines begin with "{"; only a line that begins with white space may be blank.
-            after = after[after < len(chunk)]
-            doubtful.append(offset + after[_IS_WHITESPACE[chunk[after]]])
-        starts = np.concatenate(starts)
-        if starts[-1] < size:  # The last line has no newline.
-            starts = np.append(starts, size + 1)
-        lines = np.searchsorted(starts[:-1], np.concatenate(doubtful)).tolist()
-        blank = [line for line in lines if line < len(starts) - 1 and self._is_blank(starts, line)]
-        return starts, np.delete(np.arange(len(starts) - 1), blank) if blank else None
+        begins, end = list[np.ndarray](), 0
+        for starts, stops, is_text in self._lines_of_chunks():
+            if not is_text.all():
+                break
+            begins, end = [*begins, starts], stops[-1] + 1
+        else:
+            return np.concatenate([*begins, [end]]), None, None
+        columns, num_lines = list[tuple[np.ndarray, ...]](), 0
+        for starts, stops, is_text in self._lines_of_chunks():
+            columns.append((starts[is_text], stops[is_text], num_lines + np.flatnonzero(is_text)))
+            num_lines += len(starts)
+        starts, stops, numbers = map(np.concatenate, zip(*columns, strict=True))
+        return starts, stops, numbers
 
-    def _is_blank(self, starts: np.ndarray, line: int) -> bool:
-        start, end = int(starts[line]), int(starts[line + 1]) - 1
-        return end - start <= self._max_row_bytes and not self._read(start, end).strip(WHITESPACE)
+    def _lines_of_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields for the lines that end in each part of the file where they begin and end, and whether they are rows.
+
+        Blank lines are not. Raises DataError if the lines are too short to be rows, before their index fills memory.
+        """
+        size, num_rows = self._size, 0
+        begin = len(BOM) if self._read(0, min(len(BOM), size)) == BOM else 0
+        has_text = False  # of the line that has begun
+        for offset in range(begin, size, _INDEXED_BYTES):
+            chunk = np.frombuffer(self._read(offset, min(offset + _INDEXED_BYTES, size)), np.uint8)
+            stops = np.flatnonzero(chunk == ord("\n"))
+            if offset + len(chunk) == size and chunk[-1] != ord("\n"):
+                stops = np.append(stops, len(chunk))  # the last line has no newline
+            if not len(stops):
+                has_text = has_text or not _IS_WHITESPACE[chunk].all()
+                continue
+            starts = np.append(begin, offset + stops[:-1] + 1)
+            is_text = np.full(len(stops), True)
+            # Nearly all lines begin with "{"; only a line that begins with white space may be blank.
+            if _IS_WHITESPACE[chunk[np.maximum(starts - offset, 0)]].any() or (begin < offset and not has_text):
+                num_texts = np.append(0, np.cumsum(~_IS_WHITESPACE[chunk], dtype=np.int32))[stops]
+                is_text = np.diff(num_texts, prepend=-int(has_text)) > 0
+                is_text |= offset + stops - starts > self._max_row_bytes
+            begin, has_text = offset + int(stops[-1]) + 1, not _IS_WHITESPACE[chunk[stops[-1] + 1 :]].all()
+            num_rows += int(is_text.sum())
+            if num_rows > max(_MOST_SHORT_ROWS, begin // _SHORT_ROW_BYTES):
+                problem = f"has more than {_MOST_SHORT_ROWS:,} lines, of less than {_SHORT_ROW_BYTES} bytes on average"
+                raise DataError(f"{self.name}: {problem}; wanted {_WHOLE_LINES}", reason="broken_json")
+            yield starts, offset + stops, is_text
 
     def __len__(self) -> int:
-        return len(self._starts) - 1 if self._lines is None else len(self._lines)
+        return len(self._starts) - (self._ends is None)
 
     def __getitem__(self, index: int) -> Row:
-        location, line = self.locate(index), self._line(index)
-        start, end = int(self._starts[line]), int(self._starts[line + 1]) - 1
+        location = self.locate(index)
+        start = int(self._starts[index])
+        end = int(self._starts[index + 1]) - 1 if self._ends is None else int(self._ends[index])
         if (size := end - start) > self._max_row_bytes:
             refuse_size(location, size, self._max_row_bytes, self._read(start, min(end, start + 60)))
         return parse_row(self._read(start, end).strip(WHITESPACE), location)

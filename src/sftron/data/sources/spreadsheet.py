@@ -19,6 +19,7 @@ CSV_SUFFIXES = (".csv", ".tsv")
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _HEAD_BYTES = 2**16
 """The size of the beginning of a file from which its encoding and its separator are determined."""
+_MOST_EMPTY_LINES = 1_000_000
 _DECLARED_SEPARATOR = re.compile(r'\ufeff?"?sep=([^\w\s"]|\t)"?[\r\n]')
 """The first line of a file that declares its separator, as Excel reads it."""
 
@@ -54,6 +55,9 @@ def csv_rows(path: Path, content: IO[bytes]) -> Iterator[tuple[int, dict[str, An
             begin, end = end + 1, reader.line_num + num_before
             if not any(map(str.strip, cells)):
                 empty.append(begin)
+                if len(empty) > _MOST_EMPTY_LINES:
+                    problem = f"{path}:{end}: more than {_MOST_EMPTY_LINES:,} lines without a text follow each other"
+                    raise DataError(f"{problem}; remove them")
                 continue
             if not names:
                 names, empty = _names(path, cells), []
