@@ -18,7 +18,7 @@ import pytest
 from sftron.commands import audit, compare, convert, generate, train
 from tests.conftest import ROOT, rest_nightly
 from tests.train.ranks import _SERVER
-from tests.train.runs import chat_line, make_config, make_model_folder, run
+from tests.train.runs import chat_line, make_config, make_model_folder, on_each_step, run
 
 SECONDS, BYTES = 60, 3 * 2**30
 """What each command may take, beyond the memory that it begins with."""
@@ -57,6 +57,37 @@ PARTS = [f"checkpoints/step-{LAST}/{name}" for name in ("MANIFEST.json", "state.
 PARTS += ["checkpoints", "hf", f"hf/step-{LAST}/config.json", f"hf/step-{LAST}/README.md"]
 PARTS += ["result.json.tmp", "config.yaml.tmp"]
 NAMES = documented_files() + PARTS
+
+
+GONE: dict[str, Callable[[Path], object]] = {
+    "the folder removed": shutil.rmtree,
+    "the folder renamed": lambda folder: folder.rename(folder.with_name("aside")),
+    "metrics.jsonl removed": lambda folder: (folder / "metrics.jsonl").unlink(),
+    "metrics.jsonl replaced": lambda folder: (
+        shutil.copy(folder / "metrics.jsonl", folder / "copy") and (folder / "copy").rename(folder / "metrics.jsonl")
+    ),
+    "the folder restored from a copy": lambda folder: [
+        shutil.copytree(folder, folder.with_name("copy")),
+        shutil.rmtree(folder),
+        folder.with_name("copy").rename(folder),
+    ],
+}
+
+
+@pytest.mark.parametrize("change", GONE)
+def test_a_run_whose_records_are_no_longer_there_does_not_end_as_completed(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, make_model_folder(tmp_path / "model"), tokens__train_steps=3)
+    folder = tmp_path / "runs/run"
+    on_each_step(monkeypatch, lambda number: GONE[change](folder) if number == 2 else None)
+    with pytest.raises(
+        FileNotFoundError, match=r"metrics\.jsonl: removed, moved or replaced while the run wrote to it"
+    ):
+        run(config)
+    if folder.exists():
+        status = json.loads((folder / "result.json").read_text())["status"]
+        assert status == "failed"
 
 
 @pytest.fixture(scope="module")

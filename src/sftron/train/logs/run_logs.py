@@ -74,6 +74,12 @@ class LineFile:
             os.fsync(self._descriptor)
             sync(self.path.parent)
 
+    def is_in_place(self) -> bool:
+        """Returns whether the path still names the file that is open."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        return False
+
     def close(self) -> None:
         self.sync()
         with self._warning("it lacks its last lines"):
@@ -226,6 +232,15 @@ class RunLogs:
         for file in (self._metrics, self._evaluations):
             if file:
                 file.sync()
+
+    def require_files(self) -> None:
+        """Raises OSError if metrics.jsonl or evaluations.jsonl is no longer where this run has put it."""
+        lost = [str(file.path) for file in (self._metrics, self._evaluations) if file and not file.is_in_place()]
+        if lost:
+            raise FileNotFoundError(
+                f"{', '.join(lost)}: removed, moved or replaced while the run wrote to it, so its records are not "
+                "there. Move the run directory back, or start the run in another one (general.run_name)"
+            )
 
     def close(self, status: str) -> None:
         """Closes all logs; loggers may wait a minute for a slow server. `status` is the status in result.json."""
