@@ -248,6 +248,17 @@ def test_a_worker_that_hangs_or_is_killed_ends_the_wait_in_time_with_a_remedy(
     _remove_worker_pids(address)
 
 
+def test_what_torch_says_of_a_dead_worker_has_the_remedy_wherever_it_is_raised() -> None:
+    for text in ("DataLoader worker (pid 7) is killed by signal: Killed. ", "DataLoader worker (pid(s) 7, 8) exited"):
+        error = loader_module.death_of_worker(RuntimeError(text))
+        assert (
+            str(error) == f"a loader worker has died: {text}; if the machine ran out of memory, lower "
+            "data.num_workers or data.packing.pool_size"
+        )
+        assert loader_module.death_of_worker(error) is None, "once"
+    assert loader_module.death_of_worker(RuntimeError("shapes differ")) is None
+
+
 def test_a_worker_that_hangs_before_it_has_begun_ends_the_start_in_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

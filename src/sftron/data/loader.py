@@ -25,6 +25,17 @@ from sftron.data.lanes.lane import parse_state
 from sftron.data.types import IGNORE_INDEX, WHOLE_ROW, Batch, ContextRank, DataError, Pack, Role
 
 
+def death_of_worker(error: BaseException) -> WorkerError | None:
+    """Returns the error with a remedy if torch says that a loader worker has died; None for any other error.
+
+    torch's handler of SIGCHLD raises it in whatever the main thread is doing then: a step, an evaluation, a save.
+    """
+    if isinstance(error, WorkerError) or "DataLoader worker (pid" not in str(error):
+        return None
+    remedy = "if the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
+    return WorkerError(f"a loader worker has died: {error}; {remedy}")
+
+
 class WorkerError(ChildProcessError):
     """A loader worker cannot be started, has died, or has sent nothing within the time-out."""
 
@@ -170,12 +181,8 @@ class PackLoader:
             if "DataLoader timed out" in str(error):
                 problem = f"has given nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds)"
                 remedy = "raise it if reading so many rows takes that long"
-            elif "DataLoader worker (pid" in str(error):
-                problem = f"has died: {error}"
-                remedy = "if the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
-            else:
-                raise
-            raise WorkerError(f"a loader worker {problem}; {remedy}") from None
+                raise WorkerError(f"a loader worker {problem}; {remedy}") from None
+            raise death_of_worker(error) or error from None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns {"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, with the lanes that this rank owns.

@@ -13,7 +13,7 @@ import torch
 
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
-from sftron.data.loader import PackLoader
+from sftron.data.loader import PackLoader, death_of_worker
 from sftron.data.types import Batch, DataError
 from sftron.kernels.device import is_gpu
 from sftron.models.llama import LlamaForSFT
@@ -220,6 +220,8 @@ class Trainer:
         except DataError:
             self._saver.save_before_failure(self.progress.step)
             raise
+        except RuntimeError as error:
+            raise death_of_worker(error) or error from None
         finally:
             console.hide_progress()
             self._report_mix()
@@ -268,6 +270,7 @@ class Trainer:
             diverged = main_or_raise(self.ranks, lambda: divergence(intact_records(records), num_tokens))
         try:
             self._saver.save(step, is_last=True)
+            main_or_raise(self.ranks, self._logs.require_files)
         except OSError as error:
             problem = error  # raised after the export, which may still save the weights
         if status == "completed" and self.config.checkpoints.export_hf:
