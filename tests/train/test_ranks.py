@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sftron.train.ranks import start_ranks
 from tests.conftest import rest_nightly
 from tests.train.ranks import launch, save_gradients, train
 from tests.train.runs import chat_line, make_model_folder, metrics, settings, write_config, write_rows
@@ -182,3 +183,15 @@ def test_ranks_that_share_packs_are_neighbors_and_everything_else_is_over_all_ra
             "is_asked_by_rank_3": True,
             "is_main": rank == 0,
         }
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["x", "", "-1", "1.5", "²", "9" * 5000], ids=["x", "none", "-1", "1.5", "2", "9s"])
+def test_a_variable_of_torchrun_that_is_no_number_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f"^{name} is '.*' in the environment, and torchrun sets a number: unset {name}$"
+    ):
+        start_ranks(1, 1, 60)

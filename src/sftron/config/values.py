@@ -70,7 +70,11 @@ Revision = Annotated[
 HubConfig = Annotated[
     str, Field(pattern=r"^[^/\\]+$"), AfterValidator(_require_inside), Wanted("the name of a configuration")
 ]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200),  # file systems have names of up to 255 bytes
+    Wanted("a plain name (up to 200 letters, digits, . _ -)"),
+]
 Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
 TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
 Rank = Annotated[int, Field(ge=1, le=2**16), Wanted("a whole number from 1 to 65536")]
@@ -80,8 +84,8 @@ WarmUp = Annotated[
     Wanted("a whole number of steps, or their share of the run, from 0 and below 1"),
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
-PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
-NonNegativeNumber = Annotated[float, Field(ge=0), Wanted("a number, not negative")]
+PositiveNumber = Annotated[float, Field(gt=0, lt=1e15), Wanted("a number above 0, below 1e15")]
+NonNegativeNumber = Annotated[float, Field(ge=0, lt=1e15), Wanted("a number from 0, below 1e15")]
 Share = Annotated[float, Field(ge=0, le=1), Wanted("a number from 0 to 1")]
 PositiveShare = Annotated[float, Field(gt=0, le=1), Wanted("a number above 0, up to 1")]
 Beta = Annotated[float, Field(ge=0, lt=1)]

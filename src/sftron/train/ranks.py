@@ -295,7 +295,9 @@ def start_ranks(
     Raises:
         ValueError: If dp_replicate x dp_shard x context is not the number of ranks.
     """
-    world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    world_size, local_rank = _number_of("WORLD_SIZE", 1), _number_of("LOCAL_RANK", 0)
+    for name in ("RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        _number_of(name, 0)
     num_shards = dp_shard or max(1, world_size // (dp_replicate * context))
     dimensions = Dimensions(replicate=dp_replicate, shard=num_shards, context=context)
     plans = plans and "WORLD_SIZE" not in os.environ
@@ -329,6 +331,14 @@ def start_ranks(
         phases=Phases(_open_store(), rank, world_size),
         timeout_s=timeout_s,
     )
+
+
+def _number_of(name: str, default: int) -> int:
+    """Returns a number that torchrun sets in the environment. Raises ValueError."""
+    value = os.environ.get(name, str(default))
+    if not (value.isascii() and value.isdigit() and len(value) < 10) or (name == "WORLD_SIZE" and int(value) == 0):
+        raise ValueError(f"{name} is {value[:60]!r} in the environment, and torchrun sets a number: unset {name}")
+    return int(value)
 
 
 def _open_store() -> dist.Store:
