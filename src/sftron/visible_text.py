@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 
-# Control characters (ESC begins an escape sequence), bidirectional overrides, zero-width spaces, line separators, tags
-# and lone surrogates.
+# Control characters (ESC begins an escape sequence), bidirectional overrides, zero-width spaces, line separators, lone
+# surrogates, what Unicode says a font leaves out (Default_Ignorable_Code_Point: fillers of Hangul and Khmer, variation
+# selectors, tags), and the blank patterns of Braille and of music. The joiners U+200C and U+200D write words and emoji.
 _UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e01ef]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
+    "\u2060-\u206f\u2800\u3164\ufe00-\ufe0d\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U0001bca0-\U0001bca3\U0001d159"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+    # The variation selectors of text and of emoji, but behind a symbol, as in a heart, and before a keycap.
+    "|(?<![\xa9\xae\u203c\u2049\u20e3\u2122\u2139\u2190-\u27bf\u2900-\u2bff\u3030\u303d\u3297\u3299\U0001f000-\U0001faff#*0-9])"
+    "[\ufe0e\ufe0f]|(?<=[#*0-9])[\ufe0e\ufe0f](?!\u20e3)"
 )
 
 
