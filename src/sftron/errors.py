@@ -22,8 +22,13 @@ from sftron.visible_text import visible_text
 REFUSED = 2
 """The exit status for input that cannot be used."""
 
-_IN_URL = re.compile(r"(?<=://)[^/\s?#\"'<>]+(?=@)")
-"""Matches `user:password` in https://user:password@host."""
+_IN_URL = re.compile(
+    r"(?<=://)(?:[^/\s?#\"'<>:@]{0,100}:"
+    r"(?:(?!\d{1,5}/)[^\s\"'<>]{1,300}|(?!\d{1,5}\b)[^\s\"'<>][^\n\"'<>]{0,100}?)"
+    r"|[^/\s?#\"'<>]+)(?=@)"
+)
+"""Matches `user:password` in https://user:password@host, also of a password with `/`, `?`, `#` or spaces, and a token
+before the `@`; not the `@` in the path of https://host:80/@name."""
 _HUB_TOKEN = re.compile(r"(?<![A-Za-z0-9])(?:hf_(?:oauth|jwt)_[\w.-]{8,}|(?:hf|api_org)_[A-Za-z0-9]{20,})")
 _SECRET_NAMES = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY")
 _SECRET_NAMES += ("_KEY", "_KEYS", "_PASS", "_PAT", "_CREDENTIAL", "_CREDENTIALS")

@@ -304,7 +304,18 @@ def test_a_secret_of_any_form_is_not_shown_in_any_place_and_the_text_around_it_i
     assert redacted(f"https://me:{PASSWORD}@host/a?b, https://tok@host, {HUB_TOKEN}") == (
         "https://***@host/a?b, https://***@host, ***"
     )
+    for password in ("a#b", "a/b", "a b", "p?a/s#s w", "#", "8080#a", "p@ss", "p:a:s", "ä/ö", "%2F/", "12345678/9"):
+        for text in ("{}", "GET {}, failed", "url={}\nuser@host", '{{"url": "{}"}}', "see {} and https://other.org/x"):
+            shown = redacted(text.format(f"https://me:{password}@host.org/a"))
+            assert shown == text.format("https://***@host.org/a"), (password, text)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "a-longer-value")
+    for url in (
+        "https://host:8080: ask me@host",
+        "http://host:80 by a@b",
+        "https://host/a: b@c",
+        "https://a.b/c?d=e:f@g",
+    ):
+        assert redacted(url) == url
     harmless = "a-longer-value, "
     harmless += "hf_hub_download of hf_internal/tiny, hf_oauth_ and a/hf/step-3, KEY, https://host:80/a@b, s@b.de, PATH"
     assert redacted(harmless) == harmless
