@@ -4,6 +4,7 @@
 #       --build-arg TORCH_INDEX=https://pypi.org/simple .
 #   docker run --rm -it -u "$(id -u):$(id -g)" -v "$PWD:/workspace" sftron:cpu init my.csv path/to/model
 # With a GPU, also --gpus all --shm-size 8g, as loader workers and NCCL share memory.
+# A tag such as trixie-slim moves. To get the same image again, give the digest: --build-arg BASE=debian@sha256:...
 # Both bases have a Python of 3.12 or 3.13. PyPI's torch brings CUDA's libraries; the base brings the driver's settings.
 ARG BASE=debian:trixie-slim
 FROM ${BASE}
@@ -31,6 +32,9 @@ COPY configs /build/configs
 COPY examples /build/examples
 RUN pip install --no-cache-dir -c /build/constraints.txt "/build[train,lora,wandb,trackio,tensorboard,mlflow,quant,quickstart]" && sftron --version
 
+# Not root: a template, a tokenizer or a data set of others has no more rights than this user. `-u` gives it another id.
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp sftron && install --directory --owner=sftron /workspace
+USER sftron
 WORKDIR /workspace
 ENTRYPOINT ["sftron"]
 CMD ["--help"]
