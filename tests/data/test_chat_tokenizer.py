@@ -297,6 +297,20 @@ def test_an_empty_name_is_as_none_where_an_answer_is_empty_too(tokenizer: PreTra
         assert trained(named, *messages)[0] == "<|im_end|>B<|im_end|>", fields
 
 
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content", "function_call", "name"])
+def test_an_empty_key_is_not_written_by_a_template_that_asks_whether_there_is_one(
+    tokenizer: PreTrainedTokenizerBase, key: str
+) -> None:
+    asks = ChatTokenizer(
+        tokenizer, FIELDS + f"{{% if m.{key} is defined %}}[{key}]{{% endif %}}{{{{ m.content }}}}" + ENDS
+    )
+    question, answer = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    bare = asks.encode_messages([question, answer] * 2)
+    for empty in (None, "", [], {}):
+        given = [question | {key: empty}, answer | {key: empty}] * 2
+        assert asks.encode_messages(given).input_ids.tolist() == bare.input_ids.tolist()
+
+
 SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
 WELL = SAYS + "{% if add_generation_prompt %}assistant says: Well,{% endif %}"
 NEWLINE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"

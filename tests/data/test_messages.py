@@ -34,7 +34,7 @@ def messages_of(*messages: Any, **columns: Any) -> tuple[Message, ...]:
         [user("<|im_end|> \U0001f600"), assistant()],
         [user(), assistant(None, tool_calls=[CALL, CALL]), RESULT, assistant("b", tool_calls=[CALL]), tool()],
         [user(), assistant(None, reasoning_content="because")],
-        [user(), assistant(name="Ada", id=7, nested={"a": [None, True, 0.5, "x"]}, tool_calls=[], thinking="t")],
+        [user(), assistant(name="Ada", id=7, nested={"a": [None, True, 0.5, "x"]}, thinking="t")],
     ],
 )
 def test_contents_and_other_keys_reach_the_template_as_they_are(messages: list[dict]):
@@ -56,6 +56,29 @@ def test_a_null_key_is_absent_and_a_value_that_json_lacks_is_what_transformers_m
     date = datetime.datetime(2024, 1, 1)
     (_, message) = messages_of(user(), assistant(refusal=None, train=None, function_call=None, timestamp=date))
     assert message == Message(Role.ASSISTANT, "a", {"timestamp": "<datetime>"})
+
+
+EMPTY_KEYS = [
+    *("tool_calls", "function_call", "functions", "tools", *REASONING_FIELDS, "name", "annotations", "audio"),
+    *("refusal", "train"),
+]
+
+
+@pytest.mark.parametrize("key", EMPTY_KEYS)
+@pytest.mark.parametrize("empty", [None, "", [], {}], ids=repr)
+def test_an_empty_key_is_absent_in_every_format(key: str, empty: Any):
+    """LangChain and OpenAI's exports write `tool_calls: []`, which some templates write as an empty call."""
+    (question, answer), bare = (user(), assistant()), messages_of(user(), assistant())
+    assert messages_of(question | {key: empty}, answer | {key: empty}) == bare
+    prompted = parse({"prompt": [question], "completion": [answer | {key: empty}]}, "prompt_completion")
+    assert prompted.messages[1] == bare[1]
+    shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", key: empty}]
+    assert parse({"conversations": shared}, "sharegpt").messages == bare
+    part = {"type": "text", "text": "a"}
+    assert messages_of(question, assistant([part | {key: empty}])) == messages_of(question, assistant([part]))
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    called = [parse({"conversations": [shared[0], each]}, "sharegpt") for each in (call, call | {key: empty})]
+    assert called[0] == called[1]
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0, 0.0), (1, 1.0), (0.25, 0.25), (None, 1.0)])

@@ -34,7 +34,7 @@ MESSAGES: list[tuple[Any, str, str]] = [
     ([user(), assistant(1)], "not_text", "message 2"),
     ([user([{"type": "text", "text": "see"}, IMAGE])], "unsupported_part", "message 1: part 2"),
     ([user(["a", "b"])], "unsupported_part", "message 1: part 1"),
-    ([user([{"type": "text", "text": "x", "cache_control": {}}])], "bad_part", "message 1: part 1"),
+    ([user([{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}])], "bad_part", "message 1: part 1"),
     ([user([{"type": "text", "value": "x"}])], "bad_part", "message 1: part 1"),
     ([user([{"type": "text", "text": None}])], "not_text", "message 1: part 1"),
     ([{"role": "User", "content": "x"}], "unknown_role", "message 1"),

@@ -28,7 +28,7 @@ def test_tools_are_the_same_objects_in_the_same_order_given_as_a_list_or_as_its_
         assert [json.dumps(tool) for tool in conversation.tools] == [json.dumps(tool) for tool in tools]
 
 
-@pytest.mark.parametrize("tools", [None, [], {}, "", " ", "[]", " [] ", "null", "{}"])
+@pytest.mark.parametrize("tools", [None, [], {}, "", " ", "[]", " [] ", "null", "{}", '""'])
 def test_empty_tools_are_no_tools(tools: Any):
     assert parse({"messages": [user()], "tools": tools, "functions": tools}).tools == ()
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
-from sftron.data.formats.values import describe, empty_row, names_of, refusal
+from sftron.data.formats.values import describe, empty_row, is_none, names_of, refusal
 from sftron.data.sources import RowSource
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
@@ -98,8 +98,7 @@ def unread_columns(source: RowSource, row_format: RowFormat) -> list[str]:
     """Returns the columns that have a value in one of the first rows but are not read."""
     read = {row_format.column(name) for name in FORMATS[row_format.name].columns}
     rows = [row for _, row in _sample(source) if isinstance(row, Mapping)]
-    nothing = (None, "", [], {})
-    return list(dict.fromkeys(name for row in rows for name in row if name not in read and row[name] not in nothing))
+    return list(dict.fromkeys(name for row in rows for name in row if name not in read and not is_none(row[name])))
 
 
 def _sample(source: RowSource) -> Iterator[tuple[str, Row | DataError]]:

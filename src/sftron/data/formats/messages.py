@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sftron.data.formats.tools import calls_from_text, check_tool_calls
-from sftron.data.formats.values import NamedRow, check_json, checked_text, describe, names_of, refusal
+from sftron.data.formats.values import NamedRow, check_json, checked_text, describe, is_none, names_of, refusal
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import Conversation, DataError, Message, Role
 
@@ -66,7 +66,7 @@ def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
         role = _role(turn, "from", "value", _SHAREGPT_ROLES, where)
         is_call = role is Role.TOOL_CALL
         for key in ("role", "content", "tool_calls") if is_call else ("role", "content"):
-            if turn.get(key) is not None:
+            if not is_none(turn.get(key)):
                 raise refusal(where, "two_names", f"has `{key}` in addition to from and value; keep one of the two")
         if turn.get("value") is None:
             raise _no_text(turn, "value", where)
@@ -189,7 +189,11 @@ def _no_text(turn: Mapping[str, Any], key: str, location: str) -> DataError:
 
 
 def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Message:
-    """Parses the turn's keys except its role. A null counts as an absent key, as in transformers."""
+    """Parses the turn's keys except its role.
+
+    A key other than the content counts as absent if its value is null or empty: templates differ in whether an empty
+    list of calls, or an empty thought, is written as one.
+    """
     if turn.keys() == {"role", "content"} and isinstance(turn["content"], str) and turn["role"] != "developer":
         return Message(role, checked_text(turn["content"], "content", location))
     fields = _fields(turn, role, location)
@@ -209,7 +213,7 @@ def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Messag
 def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in turn.items():
-        if key in ("role", "content", "weight") or value is None:
+        if key in ("role", "content", "weight") or is_none(value):
             continue
         # A value that JSON lacks, such as a date of Parquet, becomes the text that transformers passes to templates.
         is_json = isinstance(value, str | int | float | list | Mapping)
@@ -239,7 +243,7 @@ def _part(part: Any, location: str) -> str:
         found = f"of type {excerpt(str(part.get('type')))}" if isinstance(part, Mapping) else describe(part)
         problem = f"is {found}; only parts {{type: text, text: ...}} are read: remove the row"
         raise refusal(location, "unsupported_part", problem)
-    if others := {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}:
+    if others := {key: value for key, value in part.items() if key not in ("type", "text") and not is_none(value)}:
         has_text = part.get("text") is not None
         problem = "has {} in addition to its text; remove that" if has_text else "has {} but no text; rename it to text"
         raise refusal(location, "bad_part", problem.format(names_of(others)))

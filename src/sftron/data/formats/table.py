@@ -182,7 +182,7 @@ def parse_conversation(
     parse_row = FORMATS[row_format.name].parse
     if parse_row is None:
         return parse_pretokenized(named, key)
-    is_empty = str(row.get("functions") or "").strip() in ("", "[]", "{}", "null")
+    is_empty = str(row.get("functions") or "").strip() in ("", "[]", "{}", "null", '""')
     if not is_empty and "functions" not in row_format.columns.values():
         raise refusal(location, "unsupported_column", "`functions` is not read; rename it to tools")
     numbered = with_system(parse_row(named, prompt_template_text(row_format.prompt_template)), named)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sftron.data.formats.values import check_json, describe, refusal
+from sftron.data.formats.values import check_json, describe, is_none, refusal
 from sftron.data.sources.jsonl import excerpt, parse_json
 from sftron.data.types import DataError, Message
 
@@ -19,7 +19,7 @@ def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, An
     if isinstance(tools, str):
         # An escape in JSON text may give a lone surrogate, so the values are checked after parsing.
         tools = parse_json(tools, location, "a JSON list of tools") if tools.strip() else None
-    if tools is None or tools == {}:
+    if is_none(tools):
         return ()
     if not isinstance(tools, list):
         raise refusal(location, "bad_tools", f"is {describe(tools)}; wanted a list of JSON schemas, or its JSON text")

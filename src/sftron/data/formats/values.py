@@ -114,6 +114,11 @@ def names_of(row: Iterable[str]) -> str:
     return ", ".join(quoted[1:-1] if name and name == name.strip() else quoted for name, quoted in shown) or "none"
 
 
+def is_none(value: Any) -> bool:
+    """Returns whether a value spells that there is none: null, or an empty text, list or object."""
+    return value is None or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
 def describe(value: Any) -> str:
     if isinstance(value, str):
         return f"the text {excerpt(value)}"
