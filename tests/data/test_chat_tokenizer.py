@@ -428,6 +428,42 @@ def test_reasoning_is_only_what_is_between_brackets_at_the_beginning(
         assert Role.REASONING not in encoded.role_ids
 
 
+CLOSED = "Hm.\n</think>\n\nSo."
+THINKS = "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+SPLITS = "{% if '</think>' in m.content %}<think>{{ m.content.split('</think>')[0].split('<think>')[-1] }}</think>"
+SPLITS += "{% endif %}{{ m.content.split('</think>')[-1].lstrip() }}"
+OPENS = ENDS.replace("assistant\n", "assistant\n<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("written", "ends", "answer", "is_second"),
+    [
+        ("{{ m.content }}", ENDS, CLOSED, False),
+        ("{{ m.content }}", ENDS, f"<think>{CLOSED}", False),
+        ("{{ m.content }}", ENDS, f"<think>A</think> B <think>{CLOSED}", False),
+        ("{{ m.content | tojson }}", ENDS, f"<think>{CLOSED}", False),
+        (SPLITS, ENDS, f"<think>{CLOSED}", False),
+        (SPLITS, ENDS, CLOSED, False),
+        ("{% if m.role == 'assistant' %}<think>\n{% endif %}{{ m.content }}", OPENS, CLOSED, False),
+        ("{% if m.role == 'assistant' %}<think>\n{% endif %}{{ m.content }}", OPENS, f"<think>{CLOSED}", True),
+        (THINKS, ENDS, f"<think>{CLOSED}", True),
+        (THINKS, ENDS, CLOSED, True),
+        (THINKS, ENDS, "So.", False),
+        ("<think>{{ m.content.split('</think>')[-1] }}", ENDS, f"<think>{CLOSED}", False),
+    ],
+)
+def test_a_thought_that_is_written_is_not_left_out_and_a_second_one_is_named(
+    tokenizer: PreTrainedTokenizerBase, written: str, ends: str, answer: str, is_second: bool
+) -> None:
+    chat_tokenizer = ChatTokenizer(tokenizer, FIELDS + written + ends)
+    encoded = chat_tokenizer.encode(make_conversation([("Q", answer)] * 2))
+    is_lost = "[-1] }}" in written and "[0]" not in written
+    assert encoded.left_out == (("assistant reasoning",) * 2 if is_lost else ())
+    assert encoded.has_second_thought == is_second
+    if "</think>" in answer and "tojson" not in written and not is_lost:
+        assert Role.REASONING in encoded.role_ids
+
+
 # --- Failures of the tokenizers library ---
 
 

@@ -188,18 +188,35 @@ def test_the_last_assistants_reasoning_is_kept_whatever_follows_it():
     [
         (" \n<think>a\nb</think> \n c ", "c "),
         ("<think></think>b", "b"),
-        ("<think>a</think><think>b</think>c", "<think>b</think>c"),
+        ("<think>a</think><think>b</think>c", "c"),
+        ("<think>a</think>\n\n<think>b\n</think>\n\nc", "c"),
+        ("<think>a</think>b\n<think>c</think>\nd", "b\nd"),
+        ("<think>the user wrote </think> here</think>c", "c"),
+        ("<think>the user wrote <think> here\n</think>c", "c"),
+        ("<think>a</think>`<think>` opens and `</think>` closes", "`<think>` opens and `</think>` closes"),
+        ("<think> a </think> b", "b"),
+        ("<think> a </think> <think> b </think> c", "c"),
+        ("<think>a</think> </think> c", "c"),
+        ("Two and two.\n</think>\n\nIt is 4.", "It is 4."),
+        ("Two and two.</think>It is 4.", "It is 4."),
+        ("they ask for <think> tags\n</think>\nc", "c"),
+        ("</think>\n\nc", "c"),
+        ("use </think> to close", "use </think> to close"),
+        ("Write `</think>`.", "Write `</think>`."),
         ("b<think>a</think>c", "b<think>a</think>c"),
         ("<think>a", "<think>a"),
         ("", ""),
     ],
 )
-def test_only_a_whole_block_that_begins_the_content_is_reasoning(content: str, left: str):
+def test_reasoning_begins_the_content_and_ends_where_no_thought_closes_after_it(content: str, left: str):
     stripped = apply_reasoning_policy(chat(assistant(content)), "strip")
     assert [message.content for message in stripped.messages] == [THINKING + "q", left]
 
 
-@pytest.mark.parametrize("answer", [assistant(THINKING), assistant(None, reasoning="so"), assistant("", thinking="so")])
+@pytest.mark.parametrize(
+    "answer",
+    [assistant(THINKING), assistant("so\n</think>\n"), assistant(None, reasoning="so"), assistant("", thinking="so")],
+)
 def test_a_message_of_nothing_but_reasoning_is_refused_where_that_is_taken_away(answer: dict[str, Any]):
     conversation = chat(assistant("a"), answer)
     assert apply_reasoning_policy(conversation, "last") == conversation
@@ -217,5 +234,7 @@ def test_what_is_left_of_the_parts_is_what_is_left_of_the_content(parts: list[st
     except DataError:
         return
     assert "\n".join(stripped.parts) == stripped.content
-    assert (conversation.messages[1].content or "").endswith(stripped.content or "")
-    assert "".join(parts).endswith("".join(stripped.parts))
+    rest = iter("".join(parts))
+    assert all(character in rest for character in "".join(stripped.parts))
+    again = apply_reasoning_policy(replace(conversation, messages=(conversation.messages[0], stripped)), "strip")
+    assert again.messages[1] == stripped

@@ -159,12 +159,17 @@ def test_labels_that_are_not_the_next_token_of_their_conversation_are_a_problem(
         assert (audit.as_dict()["num_wrong_labels"], len(audit.problems)) == (1, 1)
 
 
-def test_boundary_tokens_control_text_and_truncation_are_counted_by_row() -> None:
+def test_boundary_tokens_control_text_second_thoughts_and_truncation_are_counted_by_row() -> None:
     tokenized, labeled = conversation(CHATS[0])
-    odd = replace(tokenized, num_boundary_tokens=3, holds_control_text=True, num_truncated_turns=2)
-    counted = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled)).as_dict()["rows"]
+    odd = replace(
+        tokenized, num_boundary_tokens=3, holds_control_text=True, num_truncated_turns=2, has_second_thought=True
+    )
+    audit = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled))
+    counted = audit.as_dict()["rows"]
     assert counted["num_boundary_tokens"] == 6
     assert counted["num_holding_control_text"] == counted["num_truncated"] == 2
+    assert counted["num_with_second_thought"] == 2
+    assert ("rows with a second thought of the template's", "2") in audit.row_facts()
 
 
 def test_a_drop_has_its_location_once() -> None:

@@ -168,3 +168,21 @@ def test_the_description_counts_pretokenized_rows_stop_tokens_and_empty_answers(
 
     only_words = open_data(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
     assert check_sample(only_words, max_dropped_share=0.0).stop_ids == ()
+
+
+def test_a_thought_that_the_template_writes_beside_one_in_a_content_is_named_at_start(
+    tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As TRL's template of Qwen 3.8, which reads thoughts only from reasoning_content."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    answers = ["<think>\nTwo and two.\n</think>\n\nIt is 4.", "Three and three.\n</think>\n\nIt is 6.", "It is 8."]
+    config = config_for(tmp_path, model_folder, ([messages("q", answer) for answer in answers], {}))
+    preparation = open_data(config, ChatTokenizer(chat_tokenizer.tokenizer, template))
+    describe_data(config, make_dataset(config, preparation), check_sample(preparation, max_dropped_share=0.0))
+    printed = capsys.readouterr().out
+    assert "WARNING    the template writes a thought of its own beside the one in a content, in 2 sampled" in printed
+    assert "leaves out" not in printed

@@ -131,6 +131,8 @@ class TokenizedConversation:
     """float32 [n], the weight of the message that each token belongs to; None if all weights are 1."""
     left_out: tuple[str, ...] = ()
     """Fields whose texts the template does not write, as role and field ("assistant reasoning_content")."""
+    has_second_thought: bool = False
+    """Whether the template writes a thought of its own beside one in an answer's content; both are trained."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

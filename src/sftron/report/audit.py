@@ -27,7 +27,9 @@ from sftron.report.tokens import (
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
 """The result of preparing one row: the conversation before and after labels.py, or the reason why it was dropped."""
 
-_ROW_COUNTS = ("num_boundary_tokens", "num_holding_control_text", "num_truncated", "num_untrained")
+_ROW_COUNTS = (
+    *("num_boundary_tokens", "num_holding_control_text", "num_with_second_thought", "num_truncated", "num_untrained"),
+)
 _BAR_COLUMNS = 40
 _NUM_MASKS_COMPARED = 400
 """The number of conversations whose masks are compared. A comparison takes two or three renderings per answer, a few
@@ -91,6 +93,7 @@ class Audit:
         self.row_roles.add(labeled.role_ids, trained)
         self._count("num_boundary_tokens", tokenized.num_boundary_tokens, where)
         self._count("num_holding_control_text", tokenized.holds_control_text, where)
+        self._count("num_with_second_thought", tokenized.has_second_thought, where)
         self._count("num_truncated", tokenized.num_truncated_turns > 0, where)
         self._count("num_untrained", not trained.any(), where)
         for text in tokenized.left_out:
@@ -195,6 +198,10 @@ class Audit:
             "problems": self.problems,
         }
 
+    @property
+    def num_with_second_thought(self) -> int:
+        return self._counts["num_with_second_thought"]
+
     def row_facts(self) -> Iterator[tuple[str, str]]:
         """Yields (name, value) for each count of rows that takes one line."""
         if not self.num_rows:
@@ -219,6 +226,8 @@ class Audit:
             yield "masks that could not be compared", masks.reasons
         yield "boundary tokens, not trained", f"{self._counts['num_boundary_tokens']:,}"
         yield "rows holding control text", f"{self._counts['num_holding_control_text']:,}"
+        if self.num_with_second_thought:
+            yield "rows with a second thought of the template's", f"{self.num_with_second_thought:,}"
         for text, count in self.left_out.most_common():
             yield f"{text} the template leaves out", f"{count:,}, the first in {self._first[f'left out {text}']}"
         if num_truncated := self._counts["num_truncated"]:

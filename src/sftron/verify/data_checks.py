@@ -55,7 +55,7 @@ def template(subject: Subject) -> Finding:
     The model would be trained on another format than it is used with. Please report the row that is named; until then
     set tokenizer.chat_template to a template that can be followed.
     """
-    problems, num_control, left_out = [], 0, Counter[str]()
+    problems, num_control, num_doubled, left_out = [], 0, 0, Counter[str]()
     for conversation, row in subject.chats:
         try:
             require_reference_ids(subject.chat_tokenizer, conversation, row.tokenized)
@@ -63,6 +63,7 @@ def template(subject: Subject) -> Finding:
         except DataError as error:
             problems.append(str(error))
         num_control += row.tokenized.holds_control_text
+        num_doubled += row.tokenized.has_second_thought
         left_out.update(row.tokenized.left_out)
     return _all_right(
         problems,
@@ -70,6 +71,7 @@ def template(subject: Subject) -> Finding:
         f"{num_control:,} conversations spell a control token in a text; it is encoded as plain text, and they are "
         "compared without it",
         *(f"the template does not write the {text} of {count:,} messages" for text, count in left_out.most_common()),
+        *([f"the template writes a second thought in {num_doubled:,} conversations"] if num_doubled else ()),
         otherwise=_NO_CHATS,
     )
 

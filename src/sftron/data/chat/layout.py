@@ -74,6 +74,7 @@ class Layout:
         text_spans: The indices of the spans that hold text of the conversation.
         generated_starts: The indices of the model-generated spans that follow a span of the template.
         left_out: The texts that the template does not write.
+        has_second_thought: Whether the template writes a thought of its own beside one in a content.
         num_control: The number of control tokens.
         holds_control_text: Whether a text of the conversation spells a control token.
     """
@@ -85,6 +86,7 @@ class Layout:
     text_spans: tuple[int, ...]
     generated_starts: tuple[int, ...]
     left_out: tuple[str, ...]
+    has_second_thought: bool
     num_control: int
     holds_control_text: bool
 
@@ -95,6 +97,7 @@ class Layout:
         turns: Sequence[TurnSpan | None],
         texts: list[str],
         left_out: tuple[str, ...],
+        has_second_thought: bool,
         num_control: int,
         holds_control_text: bool,
     ) -> Layout:
@@ -116,6 +119,7 @@ class Layout:
                 if before is Role.TEMPLATE and role in MODEL_ROLES
             ),
             left_out=left_out,
+            has_second_thought=has_second_thought,
             num_control=num_control,
             holds_control_text=holds_control_text,
         )
@@ -157,6 +161,7 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
         layout.holds_control_text,
         token_weights=_token_weights(layout, conversation.messages, counts),
         left_out=layout.left_out,
+        has_second_thought=layout.has_second_thought,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a chat template does not write of a conversation: counted, or refused where roles would be wrong."""
+"""What a chat template leaves out of a conversation, or adds to it: counted, or refused if roles would be wrong."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import CONVERSATION, TrackedStr
-from sftron.data.formats.messages import REASONING_FIELDS
+from sftron.data.formats.messages import CLOSES_REASONING, OPENS_REASONING, REASONING_FIELDS, reasoning_spans
 from sftron.data.types import Conversation, Role
 
 _KNOWN_KEYS = {*REASONING_FIELDS, "tool_calls", "tool_call_id", "name", "id"}
 """Keys of messages that are checked elsewhere or do not affect training."""
 _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
+_TAGS = re.compile("</?think>")
 
 _Pieces = Sequence[tuple[str, Role]]
 """The written parts of a content, and their roles."""
@@ -25,18 +26,18 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
 
     Raises TemplateError if the template does not write an answer's tool calls, or writes a content without its origin.
     """
-    written: dict[int, set[tuple[str, Role]]] = defaultdict(set)
+    written: dict[int, set[str]] = defaultdict(set)
     contents: dict[int, list[tuple[str, Role]]] = defaultdict(list)
     end = 0
     for length, origin in text.spans:
         start, end = end, end + length
         if origin is not None and origin.field:
-            written[origin.message].add((origin.field.partition(".")[0], origin.role))
+            written[origin.message].add(origin.field.partition(".")[0])
             if origin.field == "content":
                 contents[origin.message].append((str.__getitem__(text, slice(start, end)), origin.role))
     left_out = ["tools"] if conversation.tools and not written[CONVERSATION] else []
     for index, message in enumerate(conversation.messages):
-        names, roles = {name for name, _ in written[index]}, {role for _, role in written[index]}
+        names = written[index]
         content, role = message.content or "", message.role.name.lower()
         if "content" not in names and content.strip():
             _require_left_out(conversation, index, template)
@@ -48,9 +49,9 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
                 f"the template does not write the tool calls of message {index + 1} ({role}); take one that does "
                 "(tokenizer.chat_template: hermes, or FILE)"
             )
-        if message.role is Role.ASSISTANT and Role.REASONING not in roles:
-            is_inline = "</think>" in content and "content" in names
-            if is_inline or any(message.fields.get(name) for name in REASONING_FIELDS):
+        if message.role is Role.ASSISTANT:
+            lacks_field = any(message.fields.get(name) for name in REASONING_FIELDS) and not names & {*REASONING_FIELDS}
+            if lacks_field or ("content" in names and _lacks_reasoning(content, contents[index])):
                 left_out.append("assistant reasoning")
     for message in conversation.messages:
         # A template cannot read a key whose name it does not contain.
@@ -59,14 +60,48 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
     return tuple(left_out)
 
 
+def has_second_thought(text: TrackedStr, conversation: Conversation) -> bool:
+    """Returns whether the template writes a tag of reasoning before a content that has the same tag itself.
+
+    Some templates write an empty thought before every content, and read thoughts only from a field.
+    """
+    template, before, current, end = "", "", CONVERSATION, 0
+    for length, origin in text.spans:
+        start, end = end, end + length
+        piece = str.__getitem__(text, slice(start, end))
+        if origin is None or not origin.field:
+            template += piece
+            continue
+        if origin.message != current:
+            before, template, current = template, "", origin.message
+        else:
+            before, template = before + template, ""
+        is_thought = origin.field == "content" and origin.role is Role.REASONING
+        if is_thought and any(tag in before and tag in piece for tag in (OPENS_REASONING, CLOSES_REASONING)):
+            return True
+    return False
+
+
+def _lacks_reasoning(content: str, pieces: _Pieces) -> bool:
+    """Returns whether no thought in a content is written; as JSON, a whole content has a single role."""
+    thoughts = "".join(content[start:end] for start, end in reasoning_spans(content))
+    is_whole = sum(len(piece) for piece, _ in pieces) >= len(content.strip())
+    return bool(_TAGS.sub("", thoughts).strip()) and not is_whole and not _has_thought(pieces)
+
+
+def _has_thought(pieces: _Pieces) -> bool:
+    return any(role is Role.REASONING and piece.strip() for piece, role in pieces)
+
+
 def _is_cut(content: str, pieces: _Pieces) -> bool:
     """Returns whether a written content lacks more than white space and the tags of reasoning."""
     written = "".join(piece for piece, _ in pieces)
     if len(written) >= len(content.strip()):
         return False
-    if pieces and all(role is not Role.REASONING for _, role in pieces):
-        content = content.rpartition("</think>")[2]  # missing reasoning is counted separately
-    num_written, num_given = (len("".join(re.sub("</?think>", "", each).split())) for each in (written, content))
+    if pieces and not _has_thought(pieces):
+        for start, end in reversed(reasoning_spans(content)):  # missing reasoning is counted separately
+            content = content[:start] + content[end:]
+    num_written, num_given = (len("".join(_TAGS.sub("", each).split())) for each in (written, content))
     return num_written < num_given
 
 

@@ -17,8 +17,8 @@ from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
-from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, track
-from sftron.data.formats.messages import INLINE_REASONING, REASONING_FIELDS
+from sftron.data.chat.tracked_text import CONVERSATION, Origin, OriginSpan, ProvenanceLostError, TrackedStr, track
+from sftron.data.formats.messages import CLOSES_REASONING, REASONING_FIELDS, reasoning_spans
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
@@ -267,12 +267,15 @@ def _tracked_content(message: Message, index: int) -> TrackedStr | None:
     if (content := message.content) is None:
         return None
     origin = Origin(index, "content", message.role)
-    may_reason = message.role is Role.ASSISTANT and "</think>" in content
-    reasoning = INLINE_REASONING.match(content) if may_reason else None
-    if reasoning is None:
+    if message.role is not Role.ASSISTANT or CLOSES_REASONING not in content:
         return TrackedStr.of(content, origin)
-    end = reasoning.end()
-    return TrackedStr.with_spans(content, ((end, origin._replace(role=Role.REASONING)), (len(content) - end, origin)))
+    spans, start = list[OriginSpan](), 0
+    for first, end in reasoning_spans(content):
+        if first > start:
+            spans.append((first - start, origin))
+        spans.append((end - first, origin._replace(role=Role.REASONING)))
+        start = end
+    return TrackedStr.with_spans(content, (*spans, (len(content) - start, origin)))
 
 
 def _template_line(error: BaseException) -> int:

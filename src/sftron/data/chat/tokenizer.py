@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from sftron.data.chat.control_tokens import ControlTokens, Tokens, allowed_by_role
 from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Layout, StopStrings, assign_roles, frame_of
-from sftron.data.chat.left_out import find_left_out
+from sftron.data.chat.left_out import find_left_out, has_second_thought
 from sftron.data.chat.pretrained import load_tokenizer, template_source, template_sources
 from sftron.data.chat.template import ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
@@ -287,7 +287,8 @@ class ChatTokenizer:
                 num_control += len(controls)
                 content = self._control.rename(content, controls)
             texts.append(content)
-        return Layout.of(spans, turns, texts, left_out, num_control, holds_control_text)
+        is_doubled = has_second_thought(text, conversation)
+        return Layout.of(spans, turns, texts, left_out, is_doubled, num_control, holds_control_text)
 
 
 def _refusal(conversation: Conversation, error: TemplateError) -> DataError:

@@ -17,8 +17,11 @@ Numbered = tuple[int, Message]
 
 ReasoningPolicy = Literal["keep", "last", "strip"]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-INLINE_REASONING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
-"""Matches reasoning at the beginning of a content."""
+OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
+_REASONING_TAG = re.compile(f"{OPENS_REASONING}|{CLOSES_REASONING}")
+_AFTER_REASONING = re.compile(rf"(?:\s|{CLOSES_REASONING})*")
+_BEFORE_QUOTED, _AFTER_QUOTED = " \t`'\"(\u201c\u2018", " \t`'\")\u201d\u2019.,;:!?"
+"""The characters between which a tag is only named, as in "Write `</think>` here"."""
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), Role.SYSTEM),
@@ -134,8 +137,8 @@ def check_order(messages: Sequence[Numbered], location: str) -> None:
 def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) -> Conversation:
     """Returns the conversation with only the reasoning that the policy keeps.
 
-    "keep" keeps all reasoning, "last" that of the last assistant message, and "strip" none. Reasoning is in fields, or
-    is a block <think>...</think> at the beginning of the content.
+    "keep" keeps all reasoning, "last" that of the last assistant message, and "strip" none. Reasoning is in fields or
+    in the content (`reasoning_spans`).
 
     Raises:
         DataError: A message would be empty without its reasoning.
@@ -156,15 +159,61 @@ def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) 
 
 def _without_reasoning(message: Message) -> Message:
     fields = {key: value for key, value in message.fields.items() if key not in REASONING_FIELDS}
-    block = INLINE_REASONING.match(message.content or "")
-    if block is None:
+    content = message.content or ""
+    spans = reasoning_spans(content)
+    if not spans:
         return message if len(fields) == len(message.fields) else replace(message, fields=fields)
-    # The block is removed from the parts as well, whose texts, joined by newlines, are the content.
-    parts, length = list(message.parts), block.end()
-    while parts and length > len(parts[0]):
-        length -= len(parts.pop(0)) + 1
-    parts[:1] = [part[length:] for part in parts[:1]]
-    return replace(message, fields=fields, content=(message.content or "")[block.end() :], parts=tuple(parts))
+    # The reasoning is removed from the parts as well, whose texts, joined by newlines, are the content.
+    parts, start = list[str](), 0
+    for part in message.parts:
+        left = _without(part, [(first - start, end - start) for first, end in spans])
+        if parts and any(first <= start - 1 < end for first, end in spans):  # the newline before the part is removed
+            left = parts.pop() + left
+        parts.append(left)
+        start += len(part) + 1
+    return replace(message, fields=fields, content=_without(content, spans), parts=tuple(parts))
+
+
+def reasoning_spans(content: str) -> list[tuple[int, int]]:
+    """Returns the bounds of the reasoning in an assistant's content, each with the white space after it.
+
+    A content reasons if it begins with <think>, or if its first tag is </think>, as in the completion of a model whose
+    prompt opens the thought. A thought may name either tag, so it ends at the last </think> before the next thought.
+    An answer may name them as well: a tag between spaces or quotation marks is read only where no other closes.
+
+        <think>Or </think>?\\n</think>\\n\\nYes.<think>Hm.</think> No.
+        [           reasoning           ]    [    reasoning   ]
+    """
+    is_open = content.lstrip().startswith(OPENS_REASONING)
+    spans, start, closed, closed_by_name = list[tuple[int, int]](), 0, 0, 0
+    for tag in _REASONING_TAG.finditer(content):
+        is_named = _is_named(content, *tag.span())
+        end = closed or (closed_by_name if is_open else 0)
+        if tag[0] == CLOSES_REASONING:
+            closed_by_name = tag.end()
+            closed = closed if is_named else tag.end()
+        elif end and not (is_named and content[end : tag.start()].strip()):
+            spans.append((start, end))
+            start, is_open, closed, closed_by_name = tag.start(), True, 0, 0
+        elif not (end or is_open or is_named):
+            return []
+    if end := closed or (closed_by_name if is_open else 0):
+        spans.append((start, end))
+    return [(first, _AFTER_REASONING.match(content, last).end()) for first, last in spans]  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _is_named(content: str, start: int, end: int) -> bool:
+    before, after = content[max(0, start - 1) : start], content[end : end + 1]
+    return bool(before and after) and before in _BEFORE_QUOTED and after in _AFTER_QUOTED
+
+
+def _without(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """Returns the text without the characters in the spans, which are in order and may reach beyond it."""
+    left, start = list[str](), 0
+    for first, end in spans:
+        left.append(text[start : max(start, first)])
+        start = max(start, end)
+    return "".join([*left, text[start:]])
 
 
 # --- One message ---

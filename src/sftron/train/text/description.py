@@ -124,6 +124,11 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         console.write(
             f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}"
         )
+    if count := sample.audit.num_with_second_thought:
+        console.write(
+            f"WARNING    the template writes a thought of its own beside the one in a content, in {count:,} sampled "
+            "rows, and both are trained: move thoughts into reasoning_content, or set data.reasoning: strip"
+        )
     for text, count in sample.audit.left_out.most_common():
         console.write(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
     for reason, count, first in sample.audit.drops():
