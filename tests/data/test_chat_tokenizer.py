@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat.control_tokens import ControlTokens, RenamedTokenizer
 from sftron.data.chat.template import TEMPLATE_ROLE_NAMES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
-from tests.conftest import LLAMA3_TEMPLATE
+from tests.conftest import ASSETS, LLAMA3_TEMPLATE
 
 Make = Callable[..., Conversation]
 CONTROL = ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|begin_of_text|>", "<think>", "</think>", "</s>", "<s>"]
@@ -205,6 +205,58 @@ def test_a_control_token_that_the_copy_of_the_tokenizer_misses_is_an_error(conve
 
     with pytest.raises(DataError, match="the template writes 2 control tokens here, and the tokenizer finds"):
         chat_tokenizer.encode(conversation("user: hi", "assistant: yo"))
+
+
+ORDINARY = [
+    AddedToken("mulch", normalized=True),
+    AddedToken("thrips", normalized=False),
+    AddedToken("garden hose", normalized=True),
+    AddedToken("50mg", single_word=True),
+    AddedToken(" spider mite", lstrip=True),
+    AddedToken("[C@@H]", normalized=True),
+    AddedToken("caf\u00e9", normalized=True),
+    AddedToken("|||PHONE|||", normalized=False),
+    AddedToken("kind", normalized=True),  # in a default system message
+    AddedToken("ant", normalized=True),  # within "assistant"
+]
+CONTROLLING = [
+    AddedToken("FINIS", normalized=False),  # a stop token that the template writes
+    AddedToken("ASKED:", normalized=True),
+    AddedToken("[TOOL]", normalized=False),
+    AddedToken("<note>", normalized=False),
+    AddedToken("aphid", normalized=False, special=True),
+]
+DOMAIN_TEMPLATE = (
+    "{% if messages[0].role != 'system' %}You are kind.<|im_end|>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|im_start|>assistant\n{% else %}ASKED: {% endif %}{{ m.content }}FINIS\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("folder", ["tokenizer", "tokenizer_sentencepiece"])
+def test_an_ordinary_added_word_keeps_its_id_and_is_trained(folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens([*ORDINARY, *CONTROLLING])
+    chat_tokenizer = ChatTokenizer(tokenizer, DOMAIN_TEMPLATE)
+    for words in (ORDINARY, CONTROLLING):
+        for word in map(str, words):
+            text = f"The {word} and mulch, {word}{word}."
+            encoded = chat_tokenizer.encode(make_conversation([(text, text)]))
+            word_id = tokenizer.convert_tokens_to_ids(word)
+            is_word = (encoded.input_ids == word_id) & (encoded.role_ids == Role.ASSISTANT)
+            if words is ORDINARY:
+                reference = reference_ids(chat_tokenizer, make_conversation([(text, text)]))
+                assert encoded.input_ids.tolist() == reference
+                # The normalizer of SentencePiece joins words, between which a single word is then not found.
+                assert is_word.any() or (word_id not in reference and word == "50mg"), word
+                assert not encoded.holds_control_text
+                assert word_id not in chat_tokenizer.control_ids
+            else:
+                assert is_word.sum() == (word == "FINIS"), word
+                assert encoded.holds_control_text
+                assert word_id in chat_tokenizer.control_ids
+            assert encoded.turns[1].stop is not None
 
 
 def test_a_role_may_be_allowed_a_control_token_that_others_still_cannot_write(

@@ -15,7 +15,7 @@ import functools
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ _HTML_TAG = re.compile(
     r"</?(a|b|big|blockquote|br|caption|center|code|dd|del|div|dl|dt|em|h[1-6]|hr|i|img|ins|li|ol|p|pre|q|s|small|span|"
     r"strike|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|tt|u|ul)>"
 )
+_LOOKS_LIKE_ONE = re.compile(r"<.+>|\[/?[A-Z_]{3,}\]", re.DOTALL)
 _MOST_REMEMBERED_TEXTS, _LONGEST_REMEMBERED_TEXT = 4096, 512
 
 Found = tuple[tuple[int, str], ...]
@@ -116,20 +117,28 @@ def num_bytes(text: str) -> int:
 class ControlTokens:
     """The control tokens of a tokenizer, and copies of the tokenizer in which they have private names.
 
-    Control tokens are the added tokens, except those of white space alone (Gemma's newlines) and HTML tags that are not
-    marked as special (Gemma's <b>, </table>, ...), which are ordinary text and keep their names. The backend is copied,
-    never changed. Raises TemplateError if there are more control tokens than the private-use block has characters.
+    Control tokens are the added tokens that are marked as special, look like one (<think>, [INST]), or that a template
+    writes itself around messages. All others are ordinary text and keep their names: white space (Gemma's newlines),
+    HTML tags (Gemma's <b>, </table>, ...) and words of a domain. The backend is copied, never changed.
+
+    Args:
+        own_texts: The texts that templates write around messages.
+
+    Raises:
+        TemplateError: There are more control tokens than the private-use block has characters.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, own_texts: Iterable[str] = ()) -> None:
         self._specification: dict[str, Any] = json.loads(backend.to_str())
         # A rendered conversation needs no BOS from a post-processor, no truncation and no padding.
         self._specification.update(post_processor=None, truncation=None, padding=None)
-        self.ids: dict[str, int] = {
-            token["content"]: token["id"]
-            for token in self._specification["added_tokens"]
-            if token["content"].strip(_WHITE_SPACE) and (token["special"] or not _HTML_TAG.fullmatch(token["content"]))
-        }
+        added = [token for token in self._specification["added_tokens"] if token["content"].strip(_WHITE_SPACE)]
+        contents = [token["content"] for token in added if not token["special"]]
+        words = {content for content in contents if not _LOOKS_LIKE_ONE.fullmatch(content)}
+        if words:
+            words -= _written(words, "\0".join(own_texts))
+        words.update(filter(_HTML_TAG.fullmatch, contents))
+        self.ids: dict[str, int] = {token["content"]: token["id"] for token in added if token["content"] not in words}
         first_name = _LAST_PRIVATE - len(self.ids)
         if first_name < _FIRST_PRIVATE:
             most = _LAST_PRIVATE - _FIRST_PRIVATE
@@ -197,6 +206,11 @@ class ControlTokens:
         real_ids[renamed_ids], is_control[renamed_ids] = list(self.ids.values()), True
         pairs = BytePairs.of(backend, specification, id_of_name, chr(_LAST_PRIVATE))
         return RenamedTokenizer(backend, real_ids, is_control, pairs)
+
+
+def _written(words: Collection[str], text: str) -> set[str]:
+    """Returns the words that are in a text, but not within longer words: "ant" is not written in "assistant"."""
+    return {word for word in words if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)}
 
 
 def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:

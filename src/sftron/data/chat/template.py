@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -240,6 +241,25 @@ class ChatTemplate:
             return ""
         start = len(text) - sum(length for length, _ in following)
         return str.__getitem__(text, slice(start, start + following[0][0]))
+
+    def own_texts(self) -> Iterator[str]:
+        """Yields the template's own text around the messages of short conversations, and in generation prompts.
+
+        The text before a first question is not among them, as it may be prose: a default system message, or tools.
+        """
+        rounds = [Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"), Message(Role.USER, "Hi")]
+        texts = [self._probed_call(content) for content in (None, "")]
+        for messages in (rounds, rounds[:2], [Message(Role.SYSTEM, "Hi"), *rounds]):
+            with suppress(TemplateError):
+                texts.append(self.render_conversation(probe(messages), add_generation_prompt=True))
+        for text in filter(None, texts):
+            is_around, end = any(each and each.message == 0 and each.role is Role.SYSTEM for _, each in text.spans), 0
+            for length, origin in text.spans:
+                start, end = end, end + length
+                if origin is not None and origin.field:
+                    is_around = is_around or origin.message >= 0
+                elif is_around:
+                    yield str.__getitem__(text, slice(start, end))
 
     def _probed_call(
         self, content: str | None, arguments: Any = _PROBE_ARGUMENTS, rest: Sequence[Mapping[str, Any]] = ()

@@ -67,12 +67,12 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self.added_tokens = tuple(added_tokens)
         self._backend = backend
-        self._control = ControlTokens(backend)
-        self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
         self._templates = {
             name: ChatTemplate(source, tokenizer.special_tokens_map, date)
             for name, source in template_sources(tokenizer.chat_template if template is None else template).items()
         }
+        self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
+        self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         """The layouts of plain conversations, by the roles of the messages and the frame around them."""
         self._prompts = {each: GenerationPrompts(each, self._control) for each in self._templates.values()}
@@ -118,7 +118,7 @@ class ChatTokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The ids of the control tokens: added tokens other than white space and ordinary HTML (see ControlTokens)."""
+        """The ids of the control tokens: added tokens other than ordinary text (see ControlTokens)."""
         return frozenset(self._control.ids.values())
 
     @property
