@@ -4,7 +4,10 @@ import datetime
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import Origin, TrackedStr
@@ -40,6 +43,15 @@ FOLLOWED = {
     "default": "{% for m in messages %}{{ m.nothing | default(m.content) }}{% endfor %}",
     "splitlines": "{% for m in messages %}{% for l in m.content.splitlines() %}> {{ l }}\n{% endfor %}{% endfor %}",
     "items": "{% for m in messages %}{% for k, v in m.items() if k == 'content' %}{{ v }}{% endfor %}{% endfor %}",
+    "safe": "{% for m in messages %}{{ '{\"' + m.content + '\": ' + (m.content | tojson | safe) + '}' }}{% endfor %}",
+    "safe in a call": "{% for m in messages %}{{ '&'.join([m.content | safe, '<']) + '&' }}{% endfor %}",
+    "safe in a filter": "{% for m in messages %}{{ [m.content | safe, 1] | join(m.content | safe) + '<' }}{% endfor %}",
+    "a method in a loop": "{% for m in messages %}{% set x = m.content %}{{ '{}'.format(1) + x }}{% endfor %}",
+    "safe that joins": "{% for m in messages %}{{ (m.content | safe).join(['<', m.content]) + '&' }}{% endfor %}",
+    "safe and indent": "{% for m in messages %}{{ (m.content | safe | indent(2, true)) + '&' }}{% endfor %}",
+    "safe object": "{% for m in messages %}{{ ({'<': m.content} | safe) + '&' }}{% endfor %}",
+    "safe parts": "{% for m in messages %}{% set x = (m.content | safe).split() %}{{ '&' + x[-1] + x[0] }}{% endfor %}",
+    "safe text of the template": "{% for m in messages %}{{ ('<' + ('1' | safe) + '>') ~ m.content }}{% endfor %}",
     "tests on content": "{% for m in messages if 'Yo' in m.content %}{{ m.content }}{% endfor %}",
 }  # fmt: skip
 
@@ -50,6 +62,8 @@ REFUSED = {
     "{{ '{}'.format(messages[0].content) }}": "cannot be followed: the string method format",
     "{{ messages | tojson }}": "cannot be followed: the filter 'tojson' mixes",
     "{{ ('<b>' | safe) + messages[0].content }}": "cannot be followed: the filter 'safe' makes + escape",
+    "{{ ('<b>' | safe).join([messages[0].content]) }}": "cannot be followed: the filter 'safe' makes a method escape",
+    "{{ messages[0].content + ('<b>' | safe) }}": "cannot be followed: the filter 'safe' makes + escape",
     "{{ raise_exception('no system turn, please') }}": "refuses this conversation: no system turn, please",
     "{% if %}": "Expected an expression",
     **dict.fromkeys(("{{ tools | length }}", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"), " this conversation: "),
@@ -80,6 +94,40 @@ def test_the_text_is_that_of_apply_chat_template_and_content_is_never_the_templa
         if origin is None:
             assert not set("éyu'b") & set(text[start : start + length])
         start += length
+
+
+ATOMS = st.sampled_from(["'<&'", "x", "(x | safe)", "(x | tojson | safe)", "(x | safe | string)", "x | trim"])
+ON_TEXT = [
+    "({}).strip()",
+    "({} | upper)",
+    "({})[1:]",
+    "({} | safe)",
+    "({} | replace('o', '<'))",
+    "({}).replace('o', '<')",
+]
+ON_TEXT += ["({}).partition('o')[0]", "({}).split('\\n')[0]", "({} * 2)", "({}).splitlines()[0]", "({}).rsplit('Y')[0]"]
+
+
+@given(
+    st.recursive(
+        ATOMS,
+        lambda inner: st.one_of(
+            st.tuples(inner, st.sampled_from([" + ", " ~ "]), inner).map("".join).map("({})".format),
+            st.tuples(st.sampled_from(ON_TEXT), inner).map(lambda each: each[0].format(each[1])),
+        ),
+    )
+)
+def test_any_expression_with_safe_texts_escapes_what_transformers_escapes(expression: str) -> None:
+    source = f"{{% for m in messages %}}{{% set x = m.content %}}{{{{ {expression} }}}};{{% endfor %}}"
+    reference = _compile_jinja_template(source).render(messages=MESSAGES)
+    try:
+        text = ChatTemplate(source, {}).render(tracked(MESSAGES))
+    except TemplateError as error:  # of the template's own text alone
+        if "the filter 'safe' makes" in str(error) and "'<&'" in expression:
+            return
+        raise
+    assert text == reference
+    assert sum(length for length, _ in text.spans) == len(text)
 
 
 @pytest.mark.parametrize("expression", REFUSED)

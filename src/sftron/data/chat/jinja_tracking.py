@@ -14,7 +14,10 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
+from sftron.data.chat.tracked_markup import TrackedMarkup
 from sftron.data.chat.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
+
+_OWN_KEYWORDS = ("_loop_vars", "_block_vars")
 
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
@@ -72,7 +75,10 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
             # A generator or a view of a dict is read once, here.
             is_once = [isinstance(arg, Iterable) and not isinstance(arg, (Mapping, Sequence)) for arg in args]
             args = tuple(list(arg) if once else arg for arg, once in zip(args, is_once, strict=True))
-            if is_tracked([args, kwargs]):
+            # Jinja adds the variables of the loop or block around the call.
+            if is_tracked([args, {key: value for key, value in kwargs.items() if key not in _OWN_KEYWORDS}]):
+                if isinstance(receiver, Markup):
+                    raise ProvenanceLostError("the filter 'safe' makes a method escape text of the conversation")
                 callee = getattr(TrackedStr.of(receiver, None), getattr(callee, "__name__", "format"))
         return super().call(context, callee, *args, **kwargs)
 
@@ -91,13 +97,21 @@ class _SafeText(Markup):
     """The template's own text after the filter 'safe'. It would escape text that is added to it with +."""
 
     def __add__(self, other: Any) -> Markup:
-        if is_tracked(other):
-            raise ProvenanceLostError("the filter 'safe' makes + escape text of the conversation")
-        return super().__add__(other)
+        return super().__add__(_untracked(other))
+
+    def __radd__(self, other: Any) -> Markup:
+        return super().__radd__(_untracked(other))
+
+
+def _untracked(other: Any) -> Any:
+    if is_tracked(other):
+        raise ProvenanceLostError("the filter 'safe' makes + escape text of the conversation")
+    return other
 
 
 def _safe(value: Any) -> Any:
-    return value if isinstance(value, TrackedStr) else _SafeText(value)
+    written = _written(value)
+    return TrackedMarkup.like(written) if isinstance(written, TrackedStr) else _SafeText(written)
 
 
 def _tracked_string(value: Any) -> str:
@@ -115,8 +129,7 @@ def _tracked_join(
 ) -> TrackedStr:
     if attribute is not None:
         value = (environment.getitem(item, attribute) for item in value)
-    separator = d if isinstance(d, TrackedStr) else TrackedStr.of(d, None)
-    return separator.join([str(_written(item)) for item in value])
+    return concatenate([d]).join([str(_written(item)) for item in value])
 
 
 def tracked_str_join(values: Iterable[Any]) -> TrackedStr:
@@ -136,4 +149,5 @@ def _tracked_indent(s: str, width: int | str = 4, first: bool = False, blank: bo
     lines = (s + "\n").splitlines()
     rest = [line if not blank and not line else indention + line for line in lines[1:]]
     indented = TrackedStr.of("\n", None).join([lines[0], *rest])
-    return indention + indented if first else indented
+    indented = indention + indented if first else indented
+    return TrackedMarkup.like(concatenate([indented])) if isinstance(s, TrackedMarkup) else indented

@@ -67,7 +67,7 @@ class TrackedStr(str):
         return TrackedStr.with_spans(self, tuple(spans))
 
     def __add__(self, other: str) -> TrackedStr:
-        if not isinstance(other, str):
+        if not isinstance(other, str) or hasattr(other, "__html__"):  # a Markup would escape this text
             return NotImplemented
         # Not `with_spans`: templates add most of their texts, so two calls less are a tenth of a rendering.
         added = TrackedStr(str.__add__(self, other))
