@@ -440,6 +440,38 @@ def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_is_who
         trained(ChatTokenizer(tokenizer, body + "<think>{% endif %}"), *messages)
 
 
+RESULT = {"role": "tool", "content": "12:00 <|im_end|>", "tool_call_id": "abcdefghi", "name": "now"}
+WITH_FIELDS = {
+    "the id": ("{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}", ()),
+    "the id first": ("{{ {'call_id': m.tool_call_id, 'content': m.content} | tojson }}", ()),
+    "in brackets": ("{{ '[' + ({'name': m.name, 'content': m.content | string} | tojson) + ']' }}", ()),
+    "all fields": ("{{ [m.name, m.tool_call_id, m.content] | tojson }}", ()),
+    "a dict": ("{{ {'content': m.content, 'name': m.name} }}", ()),
+    "other fields alone": ("{{ {'id': m.tool_call_id, 'name': m.name} | tojson }}{{ m.content }}", ()),
+    "no content": ("{{ {'id': m.tool_call_id, 'name': m.name} | tojson }}", ("tool content",)),
+}
+
+
+@pytest.mark.parametrize(("written", "left_out"), WITH_FIELDS.values(), ids=WITH_FIELDS.keys())
+def test_fields_of_one_message_that_are_written_as_one_value_are_followed(
+    tokenizer: PreTrainedTokenizerBase, written: str, left_out: tuple[str, ...]
+) -> None:
+    """As mistral-common's templates write results. Fields of several roles are not one value of one role."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    body = f"{{% if m.role == 'tool' %}}{written}{{% else %}}{{{{ m.content }}}}{calls}{{% endif %}}"
+    chat_tokenizer = ChatTokenizer(tokenizer, FIELDS + body + ENDS)
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "now", "arguments": {}}}
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    encoded = chat_tokenizer.encode_messages([*messages, RESULT, {"role": "assistant", "content": "It is noon."}])
+    assert encoded.left_out == left_out
+    assert encoded.holds_control_text == (not left_out)
+    roles = encoded.role_ids[encoded.turns[2].start : encoded.turns[2].end]
+    assert set(roles.tolist()) == {Role.TOOL}
+    mixed = FIELDS + "{{ {'content': m.content, 'calls': m.tool_calls or ''} | tojson }}" + ENDS
+    with pytest.raises(DataError, match="'tojson' mixes several texts"):
+        ChatTokenizer(tokenizer, mixed).encode_messages([*messages, RESULT])
+
+
 @pytest.mark.parametrize("content", ["", "Hm"])
 def test_a_content_that_is_written_again_for_each_call_is_refused_though_it_is_empty(
     tokenizer: PreTrainedTokenizerBase, content: str

@@ -291,6 +291,11 @@ def written_whole(text: str, value: Any, writer: str) -> str:
         raise ProvenanceLostError(f"{writer} mixes several texts of the conversation")
     # A text with inline reasoning, written as a whole, has the role of the text.
     origin = next((each for each in origins if each.role is not Role.REASONING), origins[0])
+    names = dict.fromkeys(each.field.partition(".")[0] for each in origins)
+    if len(names) > 1:  # the text counts as the content's, beside which the other fields are empty
+        names = dict.fromkeys(("content", *names) if "content" in names else names)
+        of_fields = [origin._replace(field=name) for name in names]
+        return TrackedStr.with_spans(text, ((len(text), of_fields[0]), *((0, each) for each in of_fields[1:])))
     first, last = min(each.field for each in origins), max(each.field for each in origins)
     num_shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return TrackedStr.of(text, origin._replace(field=first[:num_shared]))
