@@ -11,10 +11,19 @@ from sftron.data.sources.jsonl import excerpt, parse_json
 from sftron.data.types import DataError, Message
 
 _WANTED_CALL = "wanted {type: function, function: {name, arguments}} or {name, arguments}, with texts and an object"
+_NULLABLE = ("default", "const")
+_VALUES = (*_NULLABLE, "enum", "examples")
+"""Keywords of JSON schemas whose values are not schemas."""
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of JSON schemas whose values hold schemas by name."""
 
 
 def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, Any], ...]:
-    """Parses a list of JSON schemas, or its JSON text. An absent or empty value gives no tools. Raises DataError."""
+    """Parses a list of JSON schemas, or its JSON text. An absent or empty value gives no tools. Raises DataError.
+
+    Keywords that are null are removed: JSON schemas have none but `default` and `const`, and Arrow fills up what other
+    rows have.
+    """
     location = f"{location}: `{column}`"
     if isinstance(tools, str):
         # An escape in JSON text may give a lone surrogate, so the values are checked after parsing.
@@ -27,10 +36,25 @@ def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, An
         if not isinstance(tool, Mapping) or not tool:
             raise refusal(location, "bad_tools", f"tool {number} is {describe(tool)}; wanted a JSON schema, an object")
         check_json(tool, f"tool {number}", location)
-        nulls = [name for name, value in _properties(tool).items() if value is None]
-        if nulls:
-            raise _arrow_null(location, f"tool {number} has the parameter {excerpt(nulls[0])}, which is null")
-    return tuple(tools)
+    return tuple(_without_nulls(tool, f"tool {number}", location) for number, tool in enumerate(tools, start=1))
+
+
+def _without_nulls(schema: Any, name: str, location: str, *, is_properties: bool = False) -> Any:
+    """Returns the schema without keywords that are null. Raises DataError for a parameter that is null."""
+    if isinstance(schema, list):
+        return [_without_nulls(item, name, location) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    restored: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None and is_properties:
+            raise _arrow_null(location, f"{name} has the parameter {excerpt(key)}, which is null")
+        if key in _VALUES and not is_properties:
+            restored[key] = value
+        elif value is not None:
+            named = key in _NAMED_SCHEMAS and not is_properties
+            restored[key] = _without_nulls(value, name, location, is_properties=named)
+    return {key: value for key, value in restored.items() if value is not None or key in _NULLABLE}
 
 
 def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], location: str) -> None:
@@ -40,10 +64,24 @@ def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[st
         name, arguments = _function(call)["name"], _function(call)["arguments"]
         if name not in known or not isinstance(arguments, Mapping):
             continue
-        for argument, value in arguments.items():
-            if value is None and argument not in known[name]:
-                found = f"a call of {excerpt(name)} has the argument {excerpt(argument)}, which is null and not its own"
-                raise _arrow_null(location, found)
+        if (argument := _undeclared_null(arguments, known[name])) is not None:
+            found = f"a call of {excerpt(name)} has the argument {excerpt(argument)}, which is null and not its own"
+            raise _arrow_null(location, found)
+
+
+def _undeclared_null(arguments: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
+    """Returns the name of an argument that is null and not declared, at any depth that the schema describes."""
+    for name, value in arguments.items():
+        if value is None and name not in properties:
+            return name
+        schema, values = properties.get(name), [value]
+        if isinstance(value, list) and isinstance(schema, Mapping):
+            schema, values = schema.get("items"), value
+        if isinstance(schema, Mapping) and isinstance(inner := schema.get("properties"), Mapping):
+            for each in values:
+                if isinstance(each, Mapping) and (found := _undeclared_null(each, inner)) is not None:
+                    return found
+    return None
 
 
 def check_tool_calls(calls: Any, location: str) -> None:

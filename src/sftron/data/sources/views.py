@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from sftron.data.sources.arrow import RowReader
 from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
 
@@ -49,27 +51,37 @@ class RawRow(NamedTuple):
 
 
 class RowList:
-    """Rows that are in memory: a list, or a data set of the datasets library.
+    """Rows that are in memory: a list, or a data set of the datasets library, whose rows are read as from its files.
 
-    The fingerprint covers at most 256 rows, evenly spread.
+    The fingerprint covers at most 256 rows, evenly spread. Rows of a data set with a transform stay as that makes them.
     """
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
         self.name = name
         self._rows = rows
+        form: Any = getattr(rows, "format", None)
+        is_dataset = hasattr(rows, "with_format") and isinstance(form, dict)
+        self._table: Any = rows.with_format("arrow") if is_dataset and form["type"] != "custom" else None
+        self._reader = None if self._table is None else RowReader(name, self._table[:0].schema, sys.maxsize)
 
     @property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(str(len(self)).encode())
         for index in np.linspace(0, len(self) - 1, min(256, len(self))).astype(int).tolist():
-            digest.update(json.dumps(self._rows[index], sort_keys=True, default=repr).encode())
+            digest.update(json.dumps(self[index], sort_keys=True, default=repr).encode())
         return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return self._rows[index]
+        if self._reader is None:
+            return self._rows[index]
+        (batch,) = self._table[index : index + 1].to_batches()
+        return self._reader.read(batch, 0, self.locate(index))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowList, (self._rows, self.name)
 
     def locate(self, index: int) -> str:
         return f"{self.name}[{index}]"
