@@ -363,6 +363,29 @@ def test_an_empty_key_is_not_written_by_a_template_that_asks_whether_there_is_on
         assert asks.encode_messages(given).input_ids.tolist() == bare.input_ids.tolist()
 
 
+@pytest.mark.parametrize(
+    ("end", "stops"),
+    [
+        ("<|eot_id|><|im_end|>", "<|eot_id|><|im_end|>"),
+        ("<|eot_id|>\n<|im_end|>\n", "<|eot_id|>\n<|im_end|>"),
+        ("<|begin_of_text|><|eot_id|><|im_end|>", "<|begin_of_text|><|eot_id|><|im_end|>"),
+        ("<|eot_id|> then <|im_end|>", "<|eot_id|>"),
+        ("<|eot_id|>{% if loop.last %}<|im_end|>{% endif %}", "<|eot_id|>"),
+        ("<|eot_id|><|end_header_id|><|im_end|>", "<|eot_id|><|end_header_id|>"),
+    ],
+)
+def test_all_tokens_that_end_every_answer_are_trained_up_to_the_eos_token_or_the_last(
+    tokenizer: PreTrainedTokenizerBase, end: str, stops: str
+) -> None:
+    base = copy.deepcopy(tokenizer)
+    base.eos_token = "<|end_header_id|>"
+    encoded_text = trained(
+        ChatTokenizer(base, FIELDS + "{{ m.content }}" + ENDS.replace("<|im_end|>", end, 1)),
+        *(Message(role, "Q") for role in (Role.USER, Role.ASSISTANT) * 2),
+    )[0]
+    assert encoded_text == f"Q{stops}" * 2
+
+
 SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
 WELL = SAYS + "{% if add_generation_prompt %}assistant says: Well,{% endif %}"
 NEWLINE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"

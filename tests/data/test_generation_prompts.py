@@ -233,3 +233,40 @@ def test_only_a_header_that_may_vary_costs_a_rendering_for_each_answer(
         encoded = encoded_by(chat_tokenizer, rounds * num_rounds)
         assert isinstance(encoded, TokenizedConversation)
         assert len(calls) == 1 + num_for_each * num_rounds
+
+
+QUESTION_WITH_HEADER = (
+    "{% for m in messages %}{% if m.role == 'user' %}QUESTION{% else %}<|im_start|>{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}"
+)
+HEADER_OF_ANSWER = (
+    "{% for m in messages %}{% if m.role == 'user' %}QUESTION{% else %}ANSWER{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "generated"),
+    [
+        (
+            QUESTION_WITH_HEADER.replace("QUESTION", "{{ m.content }}<|im_end|>\nassistant\n"),
+            "<|im_start|>Yo<|im_end|>",
+        ),
+        (QUESTION_WITH_HEADER.replace("QUESTION", "[INST] {{ m.content }} [/INST]"), "<|im_start|>Yo<|im_end|>"),
+        (QUESTION_WITH_HEADER.replace("QUESTION", "{{ m.content }}\nANSWER:"), "<|im_start|>Yo<|im_end|>"),
+        (HEADER_OF_ANSWER.replace("QUESTION", "{{ m.content }}\n").replace("ANSWER", "ASSISTANT: "), "Yo<|im_end|>"),
+        (
+            HEADER_OF_ANSWER.replace("QUESTION", "{{ m.content }}<|im_end|>\n").replace("ANSWER", "<|im_start|>it\n"),
+            "Yo<|im_end|>",
+        ),
+        (HEADER_OF_ANSWER.replace("QUESTION", "{{ m.content }}[/INST]").replace("ANSWER", " "), " Yo<|im_end|>"),
+    ],
+)
+def test_a_template_without_prompts_has_its_header_where_its_questions_or_its_answers_write_it(
+    source: str, generated: str
+) -> None:
+    chat_tokenizer, _ = tokenizer_and_oracle(TOKENS, source)
+    encoded = encoded_by(chat_tokenizer, [user("Who?"), answer("Yo"), user("Why?"), answer("Yo")])
+    assert isinstance(encoded, TokenizedConversation)
+    is_trained = np.isin(encoded.role_ids, [int(role) for role in MODEL_ROLES])
+    assert chat_tokenizer.decode(encoded.input_ids[is_trained]) == generated * 2

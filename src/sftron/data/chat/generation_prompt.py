@@ -102,8 +102,13 @@ class GenerationPrompts:
         header = self._unconditional_header(bool(tools))
         if header and prompt.endswith(header):
             return GenerationPrompt(prompt, len(prompt) - len(header))
-        # What such a template writes before an answer is the header, except that the model generates white space.
-        answered = _before(self._render((*messages, _ANSWER), tools), len(messages))
+        followed = self._render((*messages, _ANSWER), tools)
+        # A question that ends in more than an answer does ends in the header; the model generates all after it.
+        num_closing = self.common_start(prompt, _end(followed))
+        if messages[-1].role is Role.USER and prompt[num_closing:].strip():
+            return GenerationPrompt(prompt, num_closing)
+        # Otherwise what such a template writes before an answer is the header; the model generates its white space.
+        answered = _before(followed, len(messages))
         shared = self.common_start(prompt, answered)
         if answered[shared:].strip():
             return GenerationPrompt(answered, shared)
@@ -139,6 +144,18 @@ class GenerationPrompts:
             return ""
         header = end[self.common_start(end, between) :]
         return header if answered.startswith(prompt) and prompt.endswith(header) else ""
+
+    def end_of_rounds(self) -> str:
+        """Returns what the template writes after every answer, whether a question follows or not; "" if it rejects it.
+
+        The header of the question is not part of it.
+        """
+        try:
+            text = self._render((_USER, _ANSWER, _USER, _ANSWER), ())
+            end, between = _end(text), _before(text, 2)
+        except TemplateError:
+            return ""
+        return end[: self.common_start(end, between)]
 
     def _render(self, messages: Sequence[Message], tools: _Tools, *, add_generation_prompt: bool = False) -> TrackedStr:
         return self.template.render_conversation(probe(messages, tools), add_generation_prompt=add_generation_prompt)

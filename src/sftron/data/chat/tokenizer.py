@@ -215,9 +215,23 @@ class ChatTokenizer:
         # eos_token only at the end of the conversation, after the answer's own stop token.
         first_of_two = self._probed_stop(_QUESTION_AND_ANSWER * 2, known)
         if first_of_two not in known and (stop := self._probed_stop(_QUESTION_AND_ANSWER, ())):
-            known.add(stop)
+            known.add(self._last_of_run(stop))
         of_calls = [self._control.find(template.after_call) for template in self._templates.values()]
         return StopStrings(frozenset(known), frozenset(found[-1][1] for found in of_calls if found))
+
+    def _last_of_run(self, stop: str) -> str:
+        """Returns the last of the control tokens, one after another, with which the template ends every answer.
+
+        Sampling may end with any of them, so all are trained.
+        """
+        written, last, end = self._prompts[self.template].end_of_rounds(), stop, -1
+        for position, content in self._control.find(written):
+            if end < 0 and content != stop:
+                continue
+            if end >= 0 and written[end:position].strip():
+                break
+            last, end = content, position + len(content)
+        return last
 
     def _probed_stop(self, messages: tuple[Message, ...], known: Collection[str]) -> str | None:
         """Returns the stop token of the first answer, or None if there is none or the template rejects the messages."""

@@ -59,9 +59,9 @@ class RowList:
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
         self.name = name
         self._rows = rows
-        form: Any = getattr(rows, "format", None)
-        is_dataset = hasattr(rows, "with_format") and isinstance(form, dict)
-        self._table: Any = rows.with_format("arrow") if is_dataset and form["type"] != "custom" else None
+        dataset: Any = rows
+        is_dataset = hasattr(dataset, "with_format") and dataset.format["type"] != "custom"
+        self._table = dataset.with_format("arrow") if is_dataset else None
         self._reader = None if self._table is None else RowReader(name, self._table[:0].schema, sys.maxsize)
 
     @property
