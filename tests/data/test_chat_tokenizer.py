@@ -386,6 +386,51 @@ def test_all_tokens_that_end_every_answer_are_trained_up_to_the_eos_token_or_the
     assert encoded_text == f"Q{stops}" * 2
 
 
+OLMO_TEMPLATE = FIELDS + (
+    "{{ m.content or '' }}{% if m.functions is defined %} <functions>{{ m.functions }}</functions>{% endif %}"
+    "{% if m.function_calls is defined %}<function_calls>{{ m.function_calls }}</function_calls>{% endif %}" + ENDS
+)
+
+
+@pytest.mark.parametrize("calls", ["water(bed='B2')", "a()\nb()", "water(bed='<|im_end|>')"])
+def test_rows_of_olmo_3_with_calls_as_text_and_results_of_the_environment_are_read(
+    tokenizer: PreTrainedTokenizerBase, calls: str
+) -> None:
+    null = {"functions": None, "function_calls": None}
+    row = [
+        {"role": "system", "content": "You garden.", "functions": "[]", "function_calls": None},
+        {"role": "user", "content": "Water B2", **null},
+        {"role": "assistant", "content": None, "functions": None, "function_calls": calls},
+        {"role": "environment", "content": "done", **null},
+        {"role": "assistant", "content": "I watered it.", **null},
+    ]
+    chat_tokenizer = ChatTokenizer(tokenizer, OLMO_TEMPLATE)
+    encoded = chat_tokenizer.encode_messages(row)
+    by_role = {
+        role: chat_tokenizer.decode(encoded.input_ids[encoded.role_ids == role]) for role in (Role.TOOL_CALL, Role.TOOL)
+    }
+    assert by_role[Role.TOOL_CALL] == f"<function_calls>{calls}</function_calls><|im_end|>"
+    assert by_role[Role.TOOL] == "done<|im_end|>"
+    assert "<|im_start|>environment\n" in chat_tokenizer.decode(encoded.input_ids)
+    if "<|im_end|>" not in calls:
+        bare = [{key: value for key, value in message.items() if value is not None} for message in row]
+        options = {"chat_template": OLMO_TEMPLATE, "return_dict": False}
+        assert encoded.input_ids.tolist() == tokenizer.apply_chat_template(bare, **options)
+    with pytest.raises(DataError, match=r"does not write the tool calls of message 3"):
+        ChatTokenizer(tokenizer, FIELDS + "{{ m.content or '' }}" + ENDS).encode_messages(row)
+
+
+def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat_tokenizer = ChatTokenizer(
+        tokenizer, "{% for m in messages if m.content %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    empty, full = make_conversation([("", "")]), make_conversation([("Q", "A")])
+    for batch in ([empty], [full, empty], [empty, full]):
+        for each, encoded in zip(batch, chat_tokenizer.encode_batch(batch), strict=True):
+            assert isinstance(encoded, DataError) == (each is empty)
+            assert each is full or "the template writes nothing of this conversation" in str(encoded)
+
+
 SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
 WELL = SAYS + "{% if add_generation_prompt %}assistant says: Well,{% endif %}"
 NEWLINE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"

@@ -309,3 +309,24 @@ def test_roles_may_be_numbers_or_names_and_stand_in_either_column():
     for spelled in ([int(role) for role in roles], names, [*names[:3], *(int(role) for role in roles[3:])]):
         for column in ("role_ids", "roles"):
             assert parse_ids(**{column: spelled}).role_ids.tolist() == roles
+
+
+LIST = [{"role": "user", "content": "q"}]
+ADVICE: list[tuple[dict, str]] = [
+    ({"messages": "[]", "tools": "[]"}, "`messages` is a text: write the list itself"),
+    ({"conversations": "[]", "system": "s"}, "`conversations` is a text: write the list itself"),
+    ({"tools": "[]", "system": "s"}, "name columns in `columns`, or convert the rows"),
+    ({"prompt": LIST, "completion": "a"}, "write `completion` as a list, too: [{role: assistant, content: text}]"),
+    ({"prompt": "q", "completion": LIST}, "write `prompt` as a list, too: [{role: user, content: text}]"),
+    ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "`contents` has turns of {role, parts}, as Gemini's"),
+    ({"turns": [{"role": "user", "text": "q"}]}, "name columns in `columns`, or convert the rows"),
+]
+
+
+@pytest.mark.parametrize(("row", "advice"), ADVICE)
+def test_rows_that_no_columns_can_read_get_the_rewriting_that_does(tmp_path: Path, row: dict, advice: str) -> None:
+    with pytest.raises(DataError) as caught:
+        resolve_format(open_source(str(write_jsonl(tmp_path / "a.jsonl", row))))
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: fits no format; ")
+    assert f"; {advice}" in str(caught.value)
+    assert "set `" not in str(caught.value)

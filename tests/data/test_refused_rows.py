@@ -76,6 +76,11 @@ SHAREGPT: list[tuple[Any, str, str]] = [
     (turns(("human", "q"), ("function_call", "[1]")), "bad_tool_calls", "message 2: `value`: call 1"),
     ({"conversations": [*ANSWERED, {**CALLED, "weight": 0}]}, "turns_differ", "message 3: `weight`"),
     ({"conversations": [ANSWERED[0], CALLED, ANSWERED[1]]}, "wrong_role_order", "message 3"),
+    (
+        turns(("human", "q"), ("gpt", "<tool_call>\n{}\n</tool_call>"), ("tool", "t")),
+        "wrong_role_order",
+        "`tool_calls`",
+    ),
 ]
 TOOLS: list[tuple[Any, str, str]] = [
     ('[{"name": "f"', "broken_json", ""),
@@ -96,6 +101,12 @@ CALLS: list[tuple[Any, str, str]] = [
             *("f", {}, {"function": "f"}, {"name": "", "arguments": {}}, CALL | {"name": "f"}, CALL | {"id": 7}),
             *(CALL | {"type": "custom"}, {"name": "f"}, {"name": "f", "arguments": "[1]"}),
         )
+    ),
+    ([{"name": "f", "arguments": '"{}"'}], "bad_tool_calls", "call 1: `arguments` is JSON text of the text"),
+    (
+        [{"function": {"name": "f", "arguments": '"x"'}}],
+        "bad_tool_calls",
+        "call 1: `arguments` is JSON text of the text",
     ),
     ([{"name": "f", "arguments": ""}], "broken_json", "call 1: `arguments`"),
     ([{"name": "f", "arguments": r'{"a": "\ud800"}'}], "lone_surrogate", "call 1: `arguments`"),

@@ -137,6 +137,10 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
 
     Raises TemplateError if the tokenizer finds another number of control tokens, or returns tokens out of order.
     """
+    if not len(tokens.ids):
+        raise TemplateError(
+            "the template writes nothing of this conversation; remove the row, or give another template"
+        )
     if (num_control := int(tokens.is_control.sum())) != layout.num_control:
         raise TemplateError(
             f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {num_control} of "

@@ -9,10 +9,16 @@ from dataclasses import replace
 
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import CONVERSATION, TrackedStr
-from sftron.data.formats.messages import CLOSES_REASONING, OPENS_REASONING, REASONING_FIELDS, reasoning_spans
+from sftron.data.formats.messages import (
+    CALL_FIELDS,
+    CLOSES_REASONING,
+    OPENS_REASONING,
+    REASONING_FIELDS,
+    reasoning_spans,
+)
 from sftron.data.types import Conversation, Role
 
-_KNOWN_KEYS = {*REASONING_FIELDS, "tool_calls", "tool_call_id", "name", "id"}
+_KNOWN_KEYS = {*REASONING_FIELDS, *CALL_FIELDS, "tool_call_id", "name", "id"}
 """Keys of messages that are checked elsewhere or do not affect training."""
 _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 _TAGS = re.compile("</?think>")
@@ -44,7 +50,7 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
             left_out.append(f"{role} content")
         elif _is_cut(content, contents[index]):
             left_out.append(f"{role} content in part")
-        if message.fields.get("tool_calls") and "tool_calls" not in names:
+        if any(message.fields.get(name) and name not in names for name in CALL_FIELDS):
             raise TemplateError(
                 f"the template does not write the tool calls of message {index + 1} ({role}); take one that does "
                 "(tokenizer.chat_template: hermes, or FILE)"

@@ -19,7 +19,7 @@ from transformers.utils import chat_template_utils
 
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
 from sftron.data.chat.tracked_text import CONVERSATION, Origin, OriginSpan, ProvenanceLostError, TrackedStr, track
-from sftron.data.formats.messages import CLOSES_REASONING, REASONING_FIELDS, reasoning_spans
+from sftron.data.formats.messages import CALL_FIELDS, CLOSES_REASONING, REASONING_FIELDS, reasoning_spans
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
@@ -37,7 +37,7 @@ _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getat
 )
 """Adds a message's reasoning under every field name that templates read, as newer versions of transformers do."""
 
-_FIELD_ROLES = {**dict.fromkeys(REASONING_FIELDS, Role.REASONING), "tool_calls": Role.TOOL_CALL}
+_FIELD_ROLES = {**dict.fromkeys(REASONING_FIELDS, Role.REASONING), **dict.fromkeys(CALL_FIELDS, Role.TOOL_CALL)}
 """The roles of the fields of an assistant's message; all others are part of the template's text."""
 
 

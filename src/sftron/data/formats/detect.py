@@ -19,6 +19,8 @@ FORMAT_SAMPLE = 100
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "inputs")
 ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "targets")
 """Common names of the columns with the user's and the assistant's text; an error suggests the first that a row has."""
+_TURN_TEXT = {"role": {"content", "tool_calls"}, "from": {"value"}}
+_PAIR = {"prompt", "completion"}
 _TEXT_FORMATS: Mapping[Format, FormatSpec] = {
     name: spec for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS
 }
@@ -135,7 +137,7 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
     readings: list[tuple[str, dict[str, Any]]] = []
     for column, turns in row.items():
         for format, key in formats:
-            if turns and are_turns([turns], key):
+            if turns and are_turns([turns], key) and _TURN_TEXT[key] & turns[0].keys() and not row.keys() >= _PAIR:
                 (name,), wanted = FORMATS[format].required, FORMATS[format].wanted.partition(", ")[2]
                 readings.append((f"`{names_of([column])}` is {wanted}", {"format": format, "columns": {name: column}}))
     if readings:
@@ -151,7 +153,8 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
         pairs = [tuple(names), tuple(reversed(names))]
     for asked, answered in pairs:
         meaning = f"`{names_of([texts[asked]])}` is the user's text and `{names_of([texts[answered]])}` the answer"
-        readings.append((meaning, {"columns": _renamed_texts(asked, answered, texts)}))
+        if (columns := _renamed_texts(asked, answered, texts)) is not None:
+            readings.append((meaning, {"columns": columns}))
     return readings
 
 
@@ -162,11 +165,21 @@ def _remedy(row: Row) -> str:
     for meaning, keys in suggested_readings(row):
         given = f"{meaning}: set `format: {keys['format']}` and" if "format" in keys else f"if {meaning}, set"
         remedies.append(f"{given} `columns: {yaml.safe_dump(keys['columns'], **in_one_line).strip()}`")
+    for name, value in row.items():
+        if name in ("messages", "conversations") and isinstance(value, str):
+            remedies = [f"`{name}` is a text: write the list itself"]
+        elif value and are_turns([value], "role") and "parts" in value[0]:
+            written = "`messages`, a list of {role: user or assistant, content: text}"
+            remedies = [f"`{names_of([name])}` has turns of {{role, parts}}, as Gemini's: write {written}"]
+    if row.keys() >= _PAIR and {list, str} == {type(row[name]) for name in _PAIR}:
+        other = next(name for name in sorted(_PAIR) if isinstance(row[name], str))
+        role = "assistant" if other == "completion" else "user"
+        remedies = [f"write `{other}` as a list, too: [{{role: {role}, content: text}}]"]
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
 
 
-def _renamed_texts(question: str, answer: str, texts: Mapping[str, str]) -> dict[str, str]:
-    """Returns the `columns` for these texts, given the names of the texts in the data.
+def _renamed_texts(question: str, answer: str, texts: Mapping[str, str]) -> dict[str, str] | None:
+    """Returns the `columns` for these texts, given the names of the texts in the data; None if no format can have them.
 
     For example, rows of instruction, input and response need `columns: {output: response}`.
     """
@@ -179,4 +192,4 @@ def _renamed_texts(question: str, answer: str, texts: Mapping[str, str]) -> dict
             num_renamed = sum(name != found for name, found in pair.items())
             possible.append((question not in pair, num_renamed, columns))
     # A format that has one of the two names, first the question's, is the most likely.
-    return min(possible, key=lambda each: each[:2])[2]
+    return min(possible, key=lambda each: each[:2])[2] if possible else None

@@ -27,8 +27,12 @@ _ROLES = {
     **dict.fromkeys(("system", "developer"), Role.SYSTEM),
     "user": Role.USER,
     "assistant": Role.ASSISTANT,
-    "tool": Role.TOOL,
+    **dict.fromkeys(("tool", "environment"), Role.TOOL),
 }
+_OWN_NAMES = ("developer", "environment")
+"""The roles under whose own names templates get a message; OLMo 3's rows have results of the role environment."""
+CALL_FIELDS = ("tool_calls", "function_calls")
+"""The keys of an assistant's calls: a list of objects, or a text, as in OLMo 3's rows."""
 _SHAREGPT_ROLES = {
     "system": Role.SYSTEM,
     **dict.fromkeys(("human", "user"), Role.USER),
@@ -124,10 +128,12 @@ def check_order(messages: Sequence[Numbered], location: str) -> None:
     for number, message in messages:
         name = f"message {number} ({message.role_name or message.role.name.lower()})"
         if message.role not in wanted:
+            if message.role is Role.TOOL:
+                remedy = "give the assistant's message before it `tool_calls`, as a call in a text is not read as one"
             roles = " or ".join(role.name.lower() for role in wanted)
             raise refusal(location, "wrong_role_order", f"{name} {position}; wanted {roles} there: {remedy}")
         (wanted, remedy), position = _NEXT[message.role], f"follows {name}"
-        if message.fields.get("tool_calls"):
+        if any(message.fields.get(field) for field in CALL_FIELDS):
             (wanted, remedy), position = ((Role.TOOL,), "add the tool's result"), f"{position}, which has tool_calls"
 
 
@@ -151,7 +157,8 @@ def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) 
     messages = list(conversation.messages)
     for number in numbers:
         messages[number] = stripped = _without_reasoning(message := messages[number])
-        if stripped is not message and not stripped.content and not stripped.fields.get("tool_calls"):
+        has_calls = any(stripped.fields.get(field) for field in CALL_FIELDS)
+        if stripped is not message and not stripped.content and not has_calls:
             problem = f"the assistant's message {number + 1} is nothing but reasoning, and data.reasoning is {policy}"
             raise refusal(conversation.location, "nothing_but_reasoning", f"{problem}; keep it, or remove the row")
     return replace(conversation, messages=tuple(messages))
@@ -243,19 +250,19 @@ def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Messag
     A key other than the content counts as absent if its value is null or empty: templates differ in whether an empty
     list of calls, or an empty thought, is written as one.
     """
-    if turn.keys() == {"role", "content"} and isinstance(turn["content"], str) and turn["role"] != "developer":
+    if turn.keys() == {"role", "content"} and isinstance(turn["content"], str) and turn["role"] not in _OWN_NAMES:
         return Message(role, checked_text(turn["content"], "content", location))
     fields = _fields(turn, role, location)
     content, parts = turn.get("content"), ()
     if isinstance(content, list):
         parts = tuple(_part(part, f"{location}: part {n} of `content`") for n, part in enumerate(content, start=1))
         content = "\n".join(parts) if parts else None
-    may_lack_content = fields.get("tool_calls") or any(fields.get(name) for name in REASONING_FIELDS)
+    may_lack_content = any(fields.get(name) for name in (*CALL_FIELDS, *REASONING_FIELDS))
     if content is None and not (role is Role.ASSISTANT and may_lack_content):
         raise _no_text(turn, "content", location)
     if content is not None:
         checked_text(content, "content", location)
-    role_name = "developer" if turn.get("role") == "developer" else ""
+    role_name = turn["role"] if turn.get("role") in _OWN_NAMES else ""
     return Message(role, content, fields, _weight(turn.get("weight"), location), parts, role_name)
 
 
@@ -280,7 +287,7 @@ def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any
         if role is not Role.ASSISTANT:
             problem = f"has tool_calls, and its role is {role.name.lower()}; wanted assistant"
             raise refusal(location, "bad_tool_calls", problem)
-    for name in REASONING_FIELDS:
+    for name in (*REASONING_FIELDS, "function_calls"):
         if name in fields:
             checked_text(fields[name], name, location)
     return fields

@@ -96,6 +96,9 @@ def check_tool_calls(calls: Any, location: str) -> None:
         if isinstance(arguments, str):
             arguments = parse_json(arguments, f"{where}: `arguments`", "a JSON object, {} for none")
             check_json(arguments, "arguments", where)
+            if isinstance(arguments, str):
+                problem = f"`arguments` is JSON text of the text {excerpt(arguments)}, so it was encoded twice"
+                raise refusal(where, "bad_tool_calls", f"{problem}; decode it once")
         is_call = isinstance(name, str) and name != "" and isinstance(arguments, Mapping)
         if is_call and function is not call:
             is_call = call.get("name") is None and call.get("arguments") is None
