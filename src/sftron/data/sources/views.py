@@ -61,7 +61,7 @@ class RowList:
         self._rows = rows
         dataset: Any = rows
         is_dataset = hasattr(dataset, "with_format") and dataset.format["type"] != "custom"
-        self._table = dataset.with_format("arrow") if is_dataset else None
+        self._table: Any = dataset.with_format("arrow") if is_dataset else None
         self._reader = None if self._table is None else RowReader(name, self._table[:0].schema, sys.maxsize)
 
     @property
