@@ -12,8 +12,7 @@ CONSTANTS = {"alpha": 1.702, "limit": 7.0}
 
 def by_definition(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
     gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-    gate, up = (torch.where(x > limit, limit, x) for x in (gate, up))
-    up = torch.where(up < -limit, -limit, up)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate / (1 + torch.exp(-alpha * gate))
 
 
@@ -47,7 +46,7 @@ def test_an_input_at_its_bound_has_the_gradient_of_torch_clamp() -> None:
     ((up + 1) * gate * (1.702 * gate).sigmoid()).sum().backward()
     found, _ = clamped_swiglu_backward(torch.ones(1, 4), gate_up.detach(), **CONSTANTS)
     torch.testing.assert_close(found, gate_up.grad)
-    assert (found == 0).tolist() == [[False, False, False, False, True, True, False, True]]
+    assert (found[0, 4:] == 0).tolist() == [True, True, False, True]
 
 
 def test_two_blocks_on_the_meta_device_need_the_memory_of_all_blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ fp32 and rounded once.
     shape suffixes: T tokens, F intermediate_size, 2F columns of gate and up in turn, B rows of a block
 """
 
+import operator
 from collections.abc import Iterator
 from itertools import islice
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 _VALUES_ON_CPU, _VALUES_ON_GPU = 2**16, 2**26
 """The number of elements of a block, on a CPU for each core: a few fp32 arrays fit into its cache, or into 2 GB."""
+
+_is_inside = operator.lt if torch.__version__ >= "2.14" else operator.le
+"""Compares an input with its bound: torch.clamp has no gradient at the bound from torch 2.14 on (pytorch#195931)."""
 
 
 def clamped_swiglu(gate_up_T2F: Tensor, *, alpha: float, limit: float) -> Tensor:
@@ -30,7 +34,8 @@ def clamped_swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradient of gate_up, and the recomputed product [T, F], bit for bit.
 
-    As in torch.clamp, an input at its bound has a gradient, and one beyond it has none.
+    An input beyond its bound has no gradient. An input at its bound has the gradient of the installed torch's clamp,
+    with which transformers computes.
     """
     grad_gate_up_T2F, output_TF = torch.empty_like(gate_up_T2F), torch.empty_like(grad_TF)
     for grad_BF, gate_up_B2F, grad_gate_up_B2F, output_BF in _blocks(grad_TF, gate_up_T2F, grad_gate_up_T2F, output_TF):
@@ -39,11 +44,10 @@ def clamped_swiglu_backward(
         sigmoid_BF = (gate_BF * alpha).sigmoid_()
         gated_BF = sigmoid_BF * gate_BF
         output_BF.copy_(gated_BF * up_BF)
-        is_inside_BF = gate_up_B2F[:, 1::2].abs() <= limit
-        grad_gate_up_B2F[:, 1::2] = grad_BF * gated_BF * is_inside_BF
+        grad_gate_up_B2F[:, 1::2] = grad_BF * gated_BF * _is_inside(gate_up_B2F[:, 1::2].abs(), limit)
         # f'(x) = s + alpha f(x) (1 - s), with f(x) = x s and s = sigmoid(alpha x)
         slope_BF = sigmoid_BF.addcmul(gated_BF, 1 - sigmoid_BF, value=alpha)
-        grad_gate_up_B2F[:, ::2] = slope_BF.mul_(up_BF).mul_(grad_BF).mul_(gate_up_B2F[:, ::2] <= limit)
+        grad_gate_up_B2F[:, ::2] = slope_BF.mul_(up_BF).mul_(grad_BF).mul_(_is_inside(gate_up_B2F[:, ::2], limit))
     return grad_gate_up_T2F, output_TF
 
 
