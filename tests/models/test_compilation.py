@@ -4,6 +4,8 @@ import copy
 import pickle
 from collections.abc import Iterator
 from itertools import repeat
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from tests.conftest import rest_nightly
+from tests.models.inductor_code import compile_for_cuda, gradients_in_python
 from tests.models.memory import attend
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
@@ -69,6 +72,48 @@ def test_compiled_blocks_with_windows_and_of_hybrids_give_the_same_bits(family: 
         if found.requires_grad:
             assert found.grad is not None
             assert found.grad.equal(expected.grad), name
+
+
+# Sizes for which inductor tiles reductions as it does for real models.
+WIDE: dict[str, Any] = {
+    **TINY,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.02,
+}
+
+# One of each kind of block, of attention and of MLP. Mixtures of experts are refused (train/build_model.py).
+KINDS = ["Llama 3.1", "Qwen 3.5", "LFM2", "Gemma 2", "Gemma 4 E2B", "OLMo 2", "Cohere", "Apertus"]
+KINDS += ["DeepSeek V3 without experts"]
+
+
+@pytest.mark.parametrize("family", rest_nightly(["Llama 3.1", "Qwen 3.5"], ["Llama 3.1"]))
+def test_gradients_in_python_are_those_of_the_engine(family: str) -> None:
+    """With them, graphs for CUDA are traced without a GPU."""
+    model = make_native(make_reference(**FAMILIES[family]))
+    total = model(*_batch(0)).square().sum()
+    parameters = [*model.model.parameters()]
+    expected = torch.autograd.grad([total], parameters, retain_graph=True)
+    found = gradients_in_python([total], parameters)
+    assert all(each.equal(wanted) for each, wanted in zip(found, expected, strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a CUDA build of torch; see make versions-torch")
+@pytest.mark.parametrize("family", KINDS)
+def test_inductor_generates_code_for_cuda_that_compiles_to_machine_code(family: str, tmp_path: Path) -> None:
+    """It calls our operators where there are any, and all weights of the blocks have gradients."""
+    own = {"head_dim": 128} if "head_dim" in FAMILIES[family] else {}
+    code = compile_for_cuda({"model_type": "llama"} | WIDE | FAMILIES[family] | own, "selective", tmp_path)
+    # Before attention and after it, forward and backward; layers of one kind share them.
+    assert len(code.graphs) >= 4
+    assert len(code.graphs) % 2 == 0
+    for operator in ("rotate_heads", "rotate_heads_backward"):
+        assert any(f"torch.ops.sftron.{operator}.default(" in graph for graph in code.graphs), operator
+    assert len(code.kernels) > 5
+    assert min(code.kernels.values()) > 1000
+    assert code.without_gradient == []
 
 
 def test_generation_runs_the_blocks_as_they_are() -> None:
