@@ -7,7 +7,9 @@
 # make long-tests   the tests marked nightly: every family and case of which make test has one of a kind, machine code,
 #                   a browser, real nodes; and 200 examples of each property, of which make test has 25
 # make versions     a fast part of the tests with the lowest versions that pyproject.toml admits, and with the newest.
-#                   torch alone stays that of .venv, because another build of it may be a download of gigabytes
+#                   torch stays the one of .venv
+# make versions-torch  the fast tests with the CUDA build of a newer torch and its triton, and what that build alone
+#                   can show without a GPU: the code that torch.compile makes for one. The first time downloads 4 GB
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
 # make mutants      100 changes of the code in which the laws stand, drawn at random, and which no test of a law finds
 # make docs         the documentation as a site in build/site, with the reference of the Python API
@@ -35,7 +37,7 @@ VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
-.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions mutants bench-gpu clean
+.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions versions-torch mutants bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -73,7 +75,7 @@ lint: install
 test: install lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-nightly: long-tests chaos simulate fuzz versions
+nightly: long-tests chaos simulate fuzz versions versions-torch
 
 long-tests: install
 	$(BIN)/python -m pytest -m "nightly or hypothesis" --hypothesis-profile nightly -n auto --maxprocesses 8 --dist loadfile
@@ -123,6 +125,23 @@ versions-%: install
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/$*/env/lib/python3*/site-packages)/tools.pth
 	@# Warnings of other versions are no faults.
 	build/$*/env/bin/python -m pytest -p no:cacheprovider -W ignore $(VERSION_TESTS)
+
+TORCH := 2.14.1
+TORCH_ENV := build/torch-$(TORCH)
+
+$(TORCH_ENV)/installed: | install
+	rm -rf $(TORCH_ENV) && mkdir -p $(TORCH_ENV)
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(TORCH_ENV)/env
+	grep -vE '^(torch|triton)[=<]' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(BIN)/uv pip install --quiet --python $(TORCH_ENV)/env/bin/python -c $(TORCH_ENV)/constraints.txt torch==$(TORCH)
+	@# All other packages come from .venv, which is searched after the environment itself.
+	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(echo $(TORCH_ENV)/env/lib/python3*/site-packages)/tools.pth
+	@touch $@
+
+versions-torch: $(TORCH_ENV)/installed
+	$(TORCH_ENV)/env/bin/python -m pytest -p no:cacheprovider -n auto --maxprocesses 8 --dist loadfile
+	@# The machine code of the kernels, by the triton of this torch, and that of compiled blocks.
+	$(TORCH_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly tests/kernels tests/models/test_compilation.py
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models
