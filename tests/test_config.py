@@ -341,7 +341,7 @@ def test_a_problem_is_reported_at_the_override_that_makes_it_and_else_at_the_fil
     assert problem.startswith("override --data.datasets.0.streaming=true: tokens.train_epochs: is 1, but")
     without = GOOD.replace("optimizer:\n  learning_rate: 1e-5\n", "")
     problems = problems_of(tmp_path, without, "--optimizer.eps=1e-6")
-    assert problems == ["run.yaml: optimizer.learning_rate: missing; wanted a number above 0"]
+    assert problems == ["run.yaml: optimizer.learning_rate: missing; wanted a number above 0, below 1e15"]
 
 
 # --- The optional section ---
