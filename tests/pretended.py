@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sftron.kernels import cross_entropy, rms_norm, swiglu
 from sftron.kernels import device as devices
+from sftron.kernels.operators import OPS
 from tests.models import conftest as attention
 
 TYPE = "gpu"
@@ -161,7 +162,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _count_waits(_gpu, name, args, kwargs, on_cpu)
     if namespace == "sftron" and on_gpu and _gpu.launches_kernels:
         with _Mode():
-            return torch._library.custom_ops.OPDEFS[f"sftron::{name}"]._init_fn(*args, **kwargs)
+            return OPS[name](*args, **kwargs)
     is_result_on_gpu = _is_of_gpu(target) if target is not None else bool(on_gpu)
     if _is_of_gpu(target):
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -216,9 +217,9 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
     "torch_attn._varlen_attn.default": attention._forward,
     "torch_attn._varlen_attn_backward.default": attention._backward,
     "sftron.normalize.default": rms_norm.normalize,
-    "sftron.normalize_backward.default": lambda *args: rms_norm.normalize_backward(*args[:4], with_output=args[4]),
+    "sftron.normalize_backward.default": rms_norm.normalize_backward,
     "sftron.swiglu.default": swiglu.swiglu,
-    "sftron.swiglu_backward.default": lambda *args: swiglu.swiglu_backward(*args[:2], with_output=args[2]),
+    "sftron.swiglu_backward.default": swiglu.swiglu_backward,
     "sftron.cross_entropy_gradient_.default": cross_entropy.cross_entropy_gradient_,
     "sftron.add_product_.default": lambda *args: cross_entropy.add_product_(*args[:3], is_first=not args[3]),
 }

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 DEVICES = {"torch": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
+ON_DEVICE = [pytest.mark.gpu] if torch.cuda.is_available() else []
+"""The marks of tests that compute on DEVICES: with a GPU, `pytest -m gpu` runs them; elsewhere, any run does."""
 
 
 def rounding_error(dtype: torch.dtype, implementation: str) -> float:

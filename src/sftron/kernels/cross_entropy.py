@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sftron.kernels.device import is_gpu
+from sftron.kernels.operators import operator
 
 ELEMENTS_AT_ONCE = 2**20
 """The size of the two fp32 blocks in the torch version. 8 MB fit into a CPU's cache, unlike a chunk's 800 MB."""
@@ -43,7 +44,7 @@ def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Ten
         loss_weights: fp32 [C].
     """
     if is_gpu(logits_CV):
-        return _cross_entropy_gradient_cuda(logits_CV, labels, loss_weights)
+        return _cross_entropy_gradient(logits_CV, labels, loss_weights)
     measures_3C = loss_weights.new_empty(3, len(loss_weights))
     rows_at_once = max(1, ELEMENTS_AT_ONCE // logits_CV.shape[1])
     starts = range(0, len(logits_CV), rows_at_once)
@@ -79,16 +80,6 @@ def _max_of_rows(x_CV: Tensor) -> tuple[Tensor, Tensor]:
     return top_C1, block_C1 * width + best_CW.max(dim=1, keepdim=True).indices
 
 
-@torch.library.custom_op("sftron::cross_entropy_gradient_", mutates_args=("logits_CV",))
-def _cross_entropy_gradient_cuda(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    return launch_cross_entropy(logits_CV, labels, loss_weights)
-
-
-@_cross_entropy_gradient_cuda.register_fake
-def _(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    return loss_weights.new_empty(3, len(loss_weights))
-
-
 def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_first: bool) -> None:
     """Adds left @ right to the total, or overwrites the total (even NaN) if `is_first`.
 
@@ -102,23 +93,20 @@ def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_firs
     if left_VC.dtype == torch.float32:
         total_VH.addmm_(left_VC, right_CH, beta=beta)
     elif is_gpu(total_VH):
-        _add_product_cuda(total_VH, left_VC, right_CH, beta)
+        _add_product(total_VH, left_VC, right_CH, beta)
     else:
         num_rows = len(total_VH) if total_VH.is_meta else max(1, _PRODUCTS_AT_ONCE // right_CH.shape[1])
         for total, left in zip(total_VH.split(num_rows), left_VC.split(num_rows), strict=True):
             total.copy_(left @ right_CH) if is_first else total.add_(left @ right_CH)
 
 
-@torch.library.custom_op("sftron::add_product_", mutates_args=("total_VH",))
-def _add_product_cuda(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, beta: int) -> None:
-    """Adds the product on a GPU. It is a custom op because torch's fake implementation of addmm with an out_dtype
-    (pytorch#167931) is missing (2.11) or allocates the sum three times (2.13)."""
+def _add_product_on_gpu(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, beta: int) -> None:
     torch.addmm(total_VH, left_VC, right_CH, beta=beta, out_dtype=torch.float32, out=total_VH)
 
 
-@_add_product_cuda.register_fake
-def _(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, beta: int) -> None:
-    pass
+# An operator, because torch's fake implementation of addmm with an out_dtype (pytorch#167931) is missing (2.11) or
+# allocates the sum three times (2.13).
+_add_product = operator("add_product_", _add_product_on_gpu, fake=lambda *_: None, mutates=["total_VH"])
 
 
 if find_spec("triton"):
@@ -197,3 +185,10 @@ if find_spec("triton"):
             num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
         )
         return measures_3C
+
+    _cross_entropy_gradient = operator(
+        "cross_entropy_gradient_",
+        launch_cross_entropy,
+        fake=lambda _, labels, loss_weights: loss_weights.new_empty(3, len(loss_weights)),
+        mutates=["logits_CV"],
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sftron.kernels.device import runs_kernels
+from sftron.kernels.operators import operator
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -48,7 +49,7 @@ def normalize_backward(
     Without `with_output` an empty tensor is returned instead of the output.
     """
     if runs_kernels(x_TH):
-        return _normalize_backward_on_gpu(grad_TH, x_TH, weight_H, rstd_T, with_output)
+        return _normalize_backward_on_gpu(grad_TH, x_TH, weight_H, rstd_T, with_output=with_output)
     rstd_T1, weight32_H = rstd_T[:, None], weight_H.float()
     normed_TH = x_TH.float() * rstd_T1
     output_TH = (normed_TH * weight32_H).to(x_TH.dtype) if with_output else x_TH.new_empty(0)
@@ -73,31 +74,6 @@ class _RMSNorm(torch.autograd.Function):
         x_TH, weight_H, rstd_T = ctx.saved_tensors
         grad_x_TH, grad_weight_H, _ = normalize_backward(grad_TH, x_TH, weight_H, rstd_T, with_output=False)
         return grad_x_TH, grad_weight_H.to(weight_H.dtype), None
-
-
-@torch.library.custom_op("sftron::normalize", mutates_args=(), device_types="cuda")
-def _normalize_on_gpu(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return launch_normalize(x_TH, weight_H, eps)
-
-
-@_normalize_on_gpu.register_fake
-def _(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x_TH.new_empty(x_TH.shape), x_TH.new_empty(len(x_TH), dtype=torch.float32)
-
-
-@torch.library.custom_op("sftron::normalize_backward", mutates_args=(), device_types="cuda")
-def _normalize_backward_on_gpu(
-    grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, with_output: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_normalize_backward(grad_TH, x_TH, weight_H, rstd_T, with_output=with_output)
-
-
-@_normalize_backward_on_gpu.register_fake
-def _(
-    grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, with_output: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_weight_H = weight_H.new_empty(len(weight_H), dtype=torch.float32)
-    return x_TH.new_empty(x_TH.shape), grad_weight_H, x_TH.new_empty(x_TH.shape if with_output else (0,))
 
 
 if find_spec("triton"):
@@ -188,3 +164,18 @@ if find_spec("triton"):
         num_warps = min(16, block_r * block_h // 512)
         sizes = {"H": size, "BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": num_warps}
         return int(triton.cdiv(num_tiles, tiles_per_program)), {"tiles_per_program": tiles_per_program, **sizes}
+
+    _normalize_on_gpu = operator(
+        "normalize",
+        launch_normalize,
+        fake=lambda x_TH, *_: (x_TH.new_empty(x_TH.shape), x_TH.new_empty(len(x_TH), dtype=torch.float32)),
+    )
+    _normalize_backward_on_gpu = operator(
+        "normalize_backward",
+        launch_normalize_backward,
+        fake=lambda _, x_TH, weight_H, rstd_T, *, with_output: (
+            x_TH.new_empty(x_TH.shape),
+            weight_H.new_empty(len(weight_H), dtype=torch.float32),
+            x_TH.new_empty(x_TH.shape if with_output else (0,)),
+        ),
+    )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sftron.kernels.device import runs_kernels
+from sftron.kernels.operators import operator
 
 _VALUES_IN_CACHE = 2**16
 """The number of elements per core; a few fp32 arrays fit into its cache (512 x 1536, both passes: 3.2 ms, not 4.9)."""
@@ -36,7 +37,7 @@ def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
     Without `with_output` an empty tensor is returned instead of the product.
     """
     if runs_kernels(gate_up_T2F):
-        return _swiglu_backward_on_gpu(grad_TF, gate_up_T2F, with_output)
+        return _swiglu_backward_on_gpu(grad_TF, gate_up_T2F, with_output=with_output)
     grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
     output_TF = gate_up_T2F.new_empty(grad_TF.shape if with_output else (0,))
     for rows in _blocks(grad_TF):
@@ -62,26 +63,6 @@ def _blocks(x_TF: Tensor) -> list[slice]:
     num_rows = max(1, _VALUES_IN_CACHE * torch.get_num_threads() // x_TF.shape[1])
     starts = range(0, len(x_TF), num_rows)
     return [slice(start, start + num_rows) for start in (starts[:1] if x_TF.is_meta else starts)]
-
-
-@torch.library.custom_op("sftron::swiglu", mutates_args=(), device_types="cuda")
-def _swiglu_on_gpu(gate_up_T2F: Tensor) -> Tensor:
-    return launch_swiglu(gate_up_T2F)
-
-
-@_swiglu_on_gpu.register_fake
-def _(gate_up_T2F: Tensor) -> Tensor:
-    return gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
-
-
-@torch.library.custom_op("sftron::swiglu_backward", mutates_args=(), device_types="cuda")
-def _swiglu_backward_on_gpu(grad_TF: Tensor, gate_up_T2F: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
-    return launch_swiglu_backward(grad_TF, gate_up_T2F, with_output=with_output)
-
-
-@_swiglu_backward_on_gpu.register_fake
-def _(grad_TF: Tensor, gate_up_T2F: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
-    return gate_up_T2F.new_empty(gate_up_T2F.shape), gate_up_T2F.new_empty(grad_TF.shape if with_output else (0,))
 
 
 if find_spec("triton"):
@@ -143,3 +124,15 @@ if find_spec("triton"):
         """Returns the launch grid and the launch parameters that define each program's share."""
         num_tokens, size = x_TF.shape
         return (num_tokens, int(triton.cdiv(size, _BLOCK))), {"F": size, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}
+
+    _swiglu_on_gpu = operator(
+        "swiglu", launch_swiglu, fake=lambda x_T2F: x_T2F.new_empty(len(x_T2F), x_T2F.shape[1] // 2)
+    )
+    _swiglu_backward_on_gpu = operator(
+        "swiglu_backward",
+        launch_swiglu_backward,
+        fake=lambda grad_TF, gate_up_T2F, *, with_output: (
+            gate_up_T2F.new_empty(gate_up_T2F.shape),
+            gate_up_T2F.new_empty(grad_TF.shape if with_output else (0,)),
+        ),
+    )
