@@ -9,17 +9,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import cross_entropy
-from sftron.kernels.cross_entropy import (
-    MAX_BLOCK,
-    NUM_WARPS,
-    add_product_,
-    cross_entropy_gradient_,
-    empty_logits,
-    launch_cross_entropy,
-)
+from sftron.kernels.cross_entropy import add_product_, cross_entropy_gradient_, empty_logits, launch_cross_entropy
 from tests.conftest import rest_nightly
 from tests.kernels.conftest import DEVICES
-from tests.kernels.machine_code import Kernel, compile_for_sm90
+from tests.kernels.machine_code import compile_for, launches, meta
 
 DEVICE = DEVICES["triton"]
 Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -166,14 +159,12 @@ def test_products_add_up_in_fp32_and_the_first_overwrites_whatever_was_there(
 
 @pytest.mark.nightly
 def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_memory() -> None:
-    name = "sftron.kernels.cross_entropy:cross_entropy_gradient_kernel"
-    types = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "weights_ptr": "*fp32:16", "measures_ptr": "*fp32:16"}
-    types |= {"num_rows": "i32", "row_stride": "i32:16", "vocab_size": "i32"}
-    fp32 = types | {"logits_ptr": "*fp32:16", "vocab_size": "i32:16"}
-    codes = compile_for_sm90(
+    rows = meta(1536, dtype=torch.int64), meta(1536, dtype=torch.float32)
+    codes = compile_for(
+        90,
         # A vocabulary of any size; and the fp32 logits of an fp32 model.
-        Kernel(name, types, {"BLOCK": MAX_BLOCK}, num_warps=NUM_WARPS),
-        Kernel(name, fp32, {"BLOCK": MAX_BLOCK // 2}, num_warps=NUM_WARPS),
+        *launches(launch_cross_entropy, meta(1536, 32064)[:, :32002], *rows),
+        *launches(launch_cross_entropy, meta(1536, 128256, dtype=torch.float32), *rows),
     )
     for code in codes:
         assert code.global_loads[128] == 2 * 4  # both passes

@@ -4,7 +4,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from tests.kernels.machine_code import Kernel, compile_for_sm90
+from tests.kernels.machine_code import Kernel, compile_for
 
 # They compile for seconds, as the tests do that use the reader.
 pytestmark = pytest.mark.nightly
@@ -28,7 +28,8 @@ COPY, CENTER = (f"tests.kernels.test_machine_code:{name}_kernel" for name in ("c
 
 
 def test_accesses_are_as_wide_as_alignment_allows() -> None:
-    aligned, unaligned = compile_for_sm90(
+    aligned, unaligned = compile_for(
+        90,
         Kernel(COPY, {"x_ptr": "*bf16:16", "y_ptr": "*bf16:16"}, {"BLOCK": 1024}),
         Kernel(COPY, {"x_ptr": "*bf16", "y_ptr": "*bf16:16"}, {"BLOCK": 1024}),
     )
@@ -42,7 +43,7 @@ def test_accesses_are_as_wide_as_alignment_allows() -> None:
 def test_local_memory_is_seen() -> None:
     """A thread has 255 registers: a warp that holds 2048 fp32 values needs 64 of them each, for 16384 values 512."""
     few, many = (Kernel(CENTER, {"x_ptr": "*fp32:16", "y_ptr": "*fp32:16"}, {"BLOCK": n}, 1) for n in (2048, 16384))
-    few, many = compile_for_sm90(few, many)
+    few, many = compile_for(90, few, many)
     assert (few.local_bytes, few.spills) == (0, [])
     assert many.local_bytes > 0
     assert many.spills

@@ -1,7 +1,5 @@
 """The norm and SwiGLU against fp64: the torch twins, Triton's kernels interpreted, and their machine code."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from sftron.kernels import rms_norm as norm
 from sftron.kernels import swiglu as gate
 from tests.conftest import rest_nightly
 from tests.kernels.conftest import DEVICES, rounding_error
-from tests.kernels.machine_code import Kernel, compile_for_sm90
+from tests.kernels.machine_code import Kernel, compile_for, launches, meta
 
 EPS = 1e-5
 OPERATIONS = ["norm", "swiglu"]
@@ -164,30 +162,18 @@ def test_values_beyond_2_to_the_31_are_reached() -> None:
 
 def kernels(operation: str, size: int) -> list[Kernel]:
     """The kernels of forward and backward, as they are launched on 16,384 rows of bf16."""
-    module: Any = norm if operation == "norm" else gate
-    _, sizes = module.launch_sizes(torch.empty(16384, size, device="meta"))
-    num_warps, _ = sizes.pop("num_warps"), sizes.pop("tiles_per_program", None)
-    data, fp32 = "*bf16:16", "*fp32:16"
+    x, weight, rstd = meta(16384, size), meta(size, dtype=torch.float32), meta(16384, dtype=torch.float32)
     if operation == "norm":
-        arrays = {"x_ptr": data, "weight_ptr": fp32, "rstd_ptr": fp32, "num_tokens": "i32", "tiles_per_program": "i32"}
-        forward = arrays | {"y_ptr": data, "eps": "fp32"}
-        backward = arrays | {"grad_ptr": data, "grad_x_ptr": data, "output_ptr": data, "grad_weight_ptr": fp32}
-        names = ("normalize_kernel", "normalize_backward_kernel")
-    else:
-        forward = dict.fromkeys(("gate_up_ptr", "output_ptr"), data)
-        backward = forward | dict.fromkeys(("grad_ptr", "grad_gate_up_ptr"), data)
-        names = ("swiglu_kernel", "swiglu_backward_kernel")
-    prefix = module.__name__
-    return [
-        Kernel(f"{prefix}:{names[0]}", forward, sizes, num_warps),
-        Kernel(f"{prefix}:{names[1]}", backward, sizes | {"WITH_OUTPUT": True}, num_warps),
-    ]
+        backward = launches(norm.launch_normalize_backward, x, x, weight, rstd, with_output=True)
+        return launches(norm.launch_normalize, x, weight, EPS) + backward
+    gate_up = meta(16384, 2 * size)
+    return launches(gate.launch_swiglu, gate_up) + launches(gate.launch_swiglu_backward, x, gate_up, with_output=True)
 
 
 @pytest.mark.nightly
 def test_machine_code_accesses_16_bytes_at_once_rounds_to_nearest_and_spills_nothing() -> None:
-    norms = compile_for_sm90(*kernels("norm", 576), *kernels("norm", 8192))
-    gates = compile_for_sm90(*kernels("swiglu", 1536), *kernels("swiglu", 14336))
+    norms = compile_for(90, *kernels("norm", 576), *kernels("norm", 8192))
+    gates = compile_for(90, *kernels("swiglu", 1536), *kernels("swiglu", 14336))
     for code in (*norms, *gates):
         assert "cvt.rn.bf16x2.f32" in code.ptx
         assert (code.local_bytes, code.spills) == (0, [])

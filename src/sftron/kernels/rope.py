@@ -240,16 +240,19 @@ if find_spec("triton"):
         token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
         is_token = token < num_tokens
         mask = is_token & (column < HALF)
+        x_ptrs, y_ptrs = x_ptr + (token * x_t + head * x_h), y_ptr + (token * y_t + head * y_h)
         # The first ROTATED columns are rotated pairs, the others any two dimensions that stay as they are.
         if INTERLEAVED:
-            first, second = 2 * column, 2 * column + 1
-        elif ROTATED == HALF:
-            first, second = column, column + HALF
+            # Loaded side by side: two loads of every second number would have 16 bits for each access.
+            both = tl.arange(0, 2 * COLUMNS)[None, :]
+            mask_of_both = is_token & (both < 2 * HALF)
+            x1, x2 = tl.split(tl.reshape(tl.load(x_ptrs + both * x_d, mask=mask_of_both), [ROWS, COLUMNS, 2]))
         else:
-            first = tl.where(column < ROTATED, column, column + ROTATED)
-            second = tl.where(column < ROTATED, column + ROTATED, column + HALF)
-        x_ptrs, y_ptrs = x_ptr + (token * x_t + head * x_h), y_ptr + (token * y_t + head * y_h)
-        x1, x2 = tl.load(x_ptrs + first * x_d, mask=mask), tl.load(x_ptrs + second * x_d, mask=mask)
+            first, second = column, column + HALF
+            if ROTATED != HALF:
+                first = tl.where(column < ROTATED, column, column + ROTATED)
+                second = tl.where(column < ROTATED, column + ROTATED, column + HALF)
+            x1, x2 = tl.load(x_ptrs + first * x_d, mask=mask), tl.load(x_ptrs + second * x_d, mask=mask)
         if position_ptr is not None:
             position = tl.load(position_ptr + token, mask=is_token, other=0).to(tl.int64)
             in_table = mask & (position >= 0) & (position < num_positions) & (column < ROTATED)
@@ -263,5 +266,8 @@ if find_spec("triton"):
                 x1, x2 = y1, y2
             else:
                 x1, x2 = tl.where(column < ROTATED, y1, x1), tl.where(column < ROTATED, y2, x2)
-        tl.store(y_ptrs + first, x1, mask=mask)
-        tl.store(y_ptrs + second, x2, mask=mask)
+        if INTERLEAVED:
+            tl.store(y_ptrs + both, tl.reshape(tl.join(x1, x2), [ROWS, 2 * COLUMNS]), mask=mask_of_both)
+        else:
+            tl.store(y_ptrs + first, x1, mask=mask)
+            tl.store(y_ptrs + second, x2, mask=mask)
