@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sftron.kernels import cross_entropy
 from sftron.models import loss as loss_module
 from sftron.models.head import Head
-from sftron.models.loss import LOSSES, LossSum, resolve_loss
+from sftron.models.loss import LOSSES, LossSum, resolve_loss, rows_per_chunk
 from tests.models.memory import LiveMemory
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -130,7 +130,7 @@ def test_a_bias_and_a_soft_cap_of_the_head_have_the_fp64_gradients(
     with_bias: bool, softcap: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, and saturated: some logits are at 4 times the cap."""
-    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_: 5)
+    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_, **__: 5)
     hidden, weight, rows, *rest = case(ROWS["all"], dtype)
     bias = torch.randn(V, device=DEVICE).to(dtype).float()
     leaves = [hidden, weight, *([bias] if with_bias else [])]
@@ -185,7 +185,7 @@ def test_how_rows_are_cut_into_chunks_changes_nothing(
     rows_per_chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """23 rows: less than a chunk, one exactly, one row more, many, each alone. Hidden states are only read."""
-    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_: rows_per_chunk)
+    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_, **__: rows_per_chunk)
     hidden, head, *rest = case(list(range(1, T)), dtype)
     before = hidden.clone()
     total, (losses, _, _) = weighted_loss_sum(hidden.requires_grad_(), head.requires_grad_(), *rest)
@@ -284,9 +284,43 @@ def test_memory_at_full_size_is_the_head_s_gradient_and_1_gb(
     assert 0.5e9 < besides_gradient <= 1e9
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "needs_head", "num_rows"),
+    [
+        (262144, 2560, True, 2048),  # Gemma 4 E4B
+        (262144, 5376, True, 4096),
+        (262144, 2560, False, 640),  # no gradient to read and write
+        (128256, 2048, True, 1536),
+        (128256, 4096, True, 3200),
+        (49152, 576, True, 3968),
+    ],
+)
+def test_a_chunk_is_larger_where_the_head_s_gradient_is(
+    vocab_size: int, hidden_size: int, needs_head: bool, num_rows: int
+) -> None:
+    """As each chunk reads and writes it. The logits are at most 0.4 of the gradient, or 400 MB."""
+    weight = torch.empty(vocab_size, hidden_size, dtype=BF16, device="meta")
+    assert rows_per_chunk(weight, needs_head=needs_head) == num_rows
+    assert num_rows * vocab_size * 2 <= max(400e6, 0.4 * weight.numel() * 4 * needs_head)
+
+
+def test_only_a_trained_head_makes_the_chunks_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with a frozen head, and evaluation, need no more memory."""
+    chunks = []
+    monkeypatch.setattr(loss_module, "empty_logits", lambda n, *_, **__: chunks.append(n) or torch.empty(n, 262144))
+    with FakeTensorMode():
+        hidden, rows = torch.empty(4096, 2560, requires_grad=True), torch.arange(4096)
+        for is_trained in (True, False):
+            head = torch.empty(262144, 2560, requires_grad=is_trained)
+            weighted_loss_sum(hidden, head, rows, rows, torch.ones(4096))
+        with torch.no_grad():
+            weighted_loss_sum(hidden, head.requires_grad_(), rows, rows, torch.ones(4096))
+    assert chunks == [1024, 256, 256]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fake_tensors_take_the_memory_that_real_ones_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_: 128)
+    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_, **__: 128)
     with FakeTensorMode():
         fake = live_bytes(300, 1000, 32, dtype)
     assert fake == live_bytes(300, 1000, 32, dtype) > 1000 * 32 * 4 + 128 * 1000 * dtype.itemsize

@@ -42,10 +42,16 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """The measures (fp32 [3, R], or [1, R] with the losses only) and the gradients of the hidden states and of the weight
 and bias of the head (fp32)."""
 
-MAX_ROWS_PER_CHUNK, MAX_LOGITS_BYTES = 4096, 400 * 10**6
-"""The limits of a chunk of logits: in bf16, 1,536 rows for a vocabulary of 128,256. With the head in bf16 (525 MB) and
-the labeled rows (67 MB), this takes 0.99 GB at T = R = 16384 and H = 2048; the budget is 1 GB. Large chunks are better
-because each one reads and writes the entire gradient of the head."""
+MAX_ROWS_PER_CHUNK, MAX_LOGITS_BYTES, MAX_PART_OF_GRADIENT = 4096, 400 * 10**6, 0.4
+"""The limits of a chunk of logits: 400 MB, or 0.4 of the head's fp32 gradient if that is more.
+
+In bf16, the first is 1,536 rows for a vocabulary of 128,256. With the head in bf16 (525 MB) and the labeled rows
+(67 MB), this takes 0.99 GB at T = R = 16384 and H = 2048; the budget is 1 GB.
+
+Each chunk reads and writes the entire gradient of the head, which for C rows takes 4/3 x (FLOP/s / bytes per second)
+/ C of the time of its three products, for any H and V: on an H100 (200 FLOPs per byte) 0.42 with 640 rows and 0.13 with
+2,048. With a vocabulary of 262,144, 400 MB hold 640 rows. The second limit is 2,048 rows at H = 2560 and takes 1.07 GB,
+beside a head whose fp32 weight, bf16 copy and gradient take 6.7 GB."""
 
 
 def weighted_loss_sum(
@@ -70,7 +76,7 @@ def weighted_loss_sum(
     with torch.no_grad():
         hidden_RH, head = hidden_TH[label_positions], head.to(hidden_TH.dtype)
         measures_3R = loss_weights.new_empty(3, len(loss_weights))
-        for _ in _logit_gradients(hidden_RH, head, labels, loss_weights, measures_3R):
+        for _ in _logit_gradients(hidden_RH, head, labels, loss_weights, measures_3R, needs_head=False):
             pass
         return (measures_3R[0] * loss_weights).sum(), RowMeasures(*measures_3R.unbind())
 
@@ -124,7 +130,7 @@ def _native_gradients(
     grad_head_VH = make(weight_VH.shape, dtype=torch.float32, device=weight_VH.device) if needs_head else None
     grad_bias_V = None if head.bias is None else torch.zeros_like(head.bias, dtype=torch.float32)
     is_first = True
-    for hidden_CH, grad_CV in _logit_gradients(hidden_RH, head, labels, loss_weights, measures_3R):
+    for hidden_CH, grad_CV in _logit_gradients(hidden_RH, head, labels, loss_weights, measures_3R, needs_head):
         if grad_head_VH is not None:
             add_product_(grad_head_VH, grad_CV.T, hidden_CH, is_first=is_first)
         if grad_bias_V is not None:
@@ -135,11 +141,11 @@ def _native_gradients(
 
 
 def _logit_gradients(
-    hidden_RH: Tensor, head: Head, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor
+    hidden_RH: Tensor, head: Head, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor, needs_head: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields chunks of hidden states and gradients of their logits, valid until the next chunk; fills measures_3R."""
     weight_VH, bias_V, softcap = head
-    num_rows = min(rows_per_chunk(len(weight_VH), weight_VH.element_size()), max(1, len(hidden_RH)))
+    num_rows = min(rows_per_chunk(weight_VH, needs_head=needs_head), max(1, len(hidden_RH)))
     buffer_CV = empty_logits(num_rows, len(weight_VH), like=hidden_RH)
     for start in range(0, len(hidden_RH), num_rows):
         chunk = slice(start, start + num_rows)
@@ -154,9 +160,11 @@ def _logit_gradients(
         yield hidden_CH, logits_CV
 
 
-def rows_per_chunk(vocab_size: int, element_size: int) -> int:
+def rows_per_chunk(weight_VH: Tensor, *, needs_head: bool) -> int:
     """Returns the number of rows per chunk, a multiple of 128, which is the tile size of a matrix product."""
-    fitting = MAX_LOGITS_BYTES // (vocab_size * element_size)
+    gradient_bytes = 4 * weight_VH.numel() if needs_head else 0
+    most_bytes = max(MAX_LOGITS_BYTES, int(MAX_PART_OF_GRADIENT * gradient_bytes))
+    fitting = most_bytes // (len(weight_VH) * weight_VH.element_size())
     return min(MAX_ROWS_PER_CHUNK, max(128, fitting // 128 * 128))
 
 
