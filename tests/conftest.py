@@ -57,6 +57,12 @@ def pytest_configure() -> None:
     _HANDLERS.update((number, signal.getsignal(number)) for number in STOP_SIGNALS)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """On a GPU, warnings of compilers, drivers and NCCL are shown and end no test."""
+    if item.get_closest_marker("gpu"):
+        item.add_marker(pytest.mark.filterwarnings("default"), append=False)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Returns half as many workers again as there are cores, as a third of the tests' time is waiting for processes."""
     return (os.cpu_count() or 1) * 3 // 2

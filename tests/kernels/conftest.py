@@ -6,8 +6,14 @@ import pytest
 import torch
 
 DEVICES = {"torch": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
-ON_DEVICE = [pytest.mark.gpu] if torch.cuda.is_available() else []
-"""The marks of tests that compute on DEVICES: with a GPU, `pytest -m gpu` runs them; elsewhere, any run does."""
+NIGHTLY = [] if torch.cuda.is_available() else [pytest.mark.nightly]
+"""The marks of cases that take seconds interpreted."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With a GPU, `pytest -m gpu tests/kernels` runs all tests here but those that compile for other GPUs."""
+    if torch.cuda.is_available() and not item.get_closest_marker("nightly"):
+        item.add_marker(pytest.mark.gpu)
 
 
 def rounding_error(dtype: torch.dtype, implementation: str) -> float:

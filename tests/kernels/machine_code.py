@@ -139,7 +139,15 @@ def compile_for(architecture: int, *kernels: Kernel, with_sass: bool = True) -> 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     wanted = json.dumps([asdict(kernel) for kernel in kernels])
-    command = [sys.executable, str(Path(__file__)), str(architecture), "sass" if with_sass else ""]
+    # Users do not see this warning of Triton 3.9 either (kernels/__init__.py).
+    command = [
+        sys.executable,
+        "-W",
+        "error:TRITON_DEFAULT_FP_FUSION",
+        str(Path(__file__)),
+        str(architecture),
+        "sass" if with_sass else "",
+    ]
     done = subprocess.run(command, input=wanted, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [MachineCode(**code) for code in json.loads(done.stdout.splitlines()[-1])]

@@ -5,7 +5,9 @@ import torch
 
 from sftron.kernels import clamped_swiglu as module
 from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
-from sftron.train.measured_memory import LiveMemory
+from tests.kernels.conftest import DEVICES
+
+DEVICE = DEVICES["triton"]
 
 CONSTANTS = {"alpha": 1.702, "limit": 7.0}
 
@@ -21,10 +23,11 @@ def by_definition(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch
 def test_product_and_gradient_are_those_of_the_definition_in_fp64(
     constants: dict[str, float], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_VALUES_ON_CPU", 100)  # several blocks of rows, and a last one that is not whole
+    for name in ("_VALUES_ON_CPU", "_VALUES_ON_GPU"):
+        monkeypatch.setattr(module, name, 100)  # several blocks of rows, and a last one that is not whole
     torch.manual_seed(0)
     limit = constants["limit"]
-    gate_up, grad = (torch.randn(37, 48) * limit).to(dtype), torch.randn(37, 24).to(dtype)
+    gate_up, grad = (torch.randn(37, 48) * limit).to(DEVICE, dtype), torch.randn(37, 24).to(DEVICE, dtype)
     exact = gate_up.double().requires_grad_()
     expected = by_definition(exact, **constants)
     expected.backward(grad.double())
@@ -41,16 +44,18 @@ def test_product_and_gradient_are_those_of_the_definition_in_fp64(
 
 
 def test_an_input_at_its_bound_has_the_gradient_of_torch_clamp() -> None:
-    gate_up = torch.tensor([[7.0, 7.0, 7.0, -7.0, 7.5, 7.5, -9.0, -7.5]], requires_grad=True)
+    gate_up = torch.tensor([[7.0, 7.0, 7.0, -7.0, 7.5, 7.5, -9.0, -7.5]], device=DEVICE).requires_grad_()
     gate, up = gate_up[:, ::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
     ((up + 1) * gate * (1.702 * gate).sigmoid()).sum().backward()
-    found, _ = clamped_swiglu_backward(torch.ones(1, 4), gate_up.detach(), **CONSTANTS)
+    found, _ = clamped_swiglu_backward(torch.ones(1, 4, device=DEVICE), gate_up.detach(), **CONSTANTS)
     torch.testing.assert_close(found, gate_up.grad)
     assert (found[0, 4:] == 0).tolist() == [True, True, False, True]
 
 
 def test_two_blocks_on_the_meta_device_need_the_memory_of_all_blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions of memory would take minutes with all of them."""
+    from sftron.train.measured_memory import LiveMemory
+
     monkeypatch.setattr(module, "_VALUES_ON_GPU", 100)
     peaks = {}
     for device, on_cpu in (("cpu", 100 // torch.get_num_threads()), ("meta", 1)):

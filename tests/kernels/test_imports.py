@@ -1,12 +1,17 @@
-"""Kernels and models are imported with torch alone: without Triton too, where the torch twins compute."""
+"""Kernels and models are imported with torch alone, and without Triton the torch twins compute; and warnings."""
 
+import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
-from tests.conftest import ROOT
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
 
 CODE = """
-import sys
+import os, sys
 sys.modules["triton"] = None
 import torch
 from sftron.kernels import cross_entropy, rms_norm, rope, swiglu
@@ -22,13 +27,24 @@ hidden = model(ids, ids, torch.tensor([0, 5]).int(), 5)
 weighted_loss_sum(hidden, model.head, ids, ids, torch.ones(5))[0].backward()
 assert all(parameter.grad is not None for parameter in model.parameters())
 assert not any(hasattr(module, "triton") for module in (cross_entropy, rms_norm, rope, swiglu))
+assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"
 print(*sys.modules)
 """
 
 
 def test_models_and_kernels_compute_where_there_is_no_triton() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=ROOT / "src")
+    """And a setting of Triton by the user stays."""
+    environment = os.environ | {"TRITON_DEFAULT_FP_FUSION": "0"}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SOURCES, env=environment)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert "torch" in loaded
     assert not {"transformers", "datasets", "safetensors", "pydantic", "tokenizers"} & loaded
+
+
+@pytest.mark.gpu  # it needs none itself
+def test_a_warning_ends_no_test_of_a_gpu() -> None:
+    """Compilers, drivers and NCCL have warnings of their own."""
+    action, *_ = warnings.filters[0]
+    assert action == "default"

@@ -8,15 +8,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import rms_norm as norm
 from sftron.kernels import swiglu as gate
-from tests.conftest import rest_nightly
-from tests.kernels.conftest import DEVICES, rounding_error
+from tests.kernels.conftest import DEVICES, NIGHTLY, rounding_error
 from tests.kernels.machine_code import Kernel, compile_for, launches, meta
 
 EPS = 1e-5
 OPERATIONS = ["norm", "swiglu"]
 # Short rows share a tile of the norm; 37 and 2500 are no powers of two, nor rows of 37 whole 16-byte accesses. Of
 # SwiGLU less than a block of columns, more than one, and on a CPU more than one block of rows.
-SHAPES = [(0, 64), (3, 2500), (50, 37), (70, 1024)]
+SHAPES = [(0, 64), (3, 2500), (50, 37)]
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -61,8 +60,7 @@ def exact(operation: str, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("implementation", DEVICES)
-# Of the interpreted kernel, 70 x 1024 values take seconds.
-@pytest.mark.parametrize("shape", rest_nightly(SHAPES, SHAPES[:3]))
+@pytest.mark.parametrize("shape", [*SHAPES, pytest.param((70, 1024), marks=NIGHTLY)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.usefixtures("poisoned_memory")

@@ -11,9 +11,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from sftron.kernels import cross_entropy, rms_norm, rope, swiglu
 from sftron.kernels.operators import OPS
-from tests.kernels.conftest import DEVICES, ON_DEVICE
+from tests.kernels.conftest import DEVICES
 
-pytestmark = ON_DEVICE
 DEVICE = DEVICES["triton"]
 T, H, V = 6, 16, 24
 BF16 = torch.bfloat16
