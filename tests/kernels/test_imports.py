@@ -7,6 +7,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.kernels import conftest
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -48,3 +51,11 @@ def test_a_warning_ends_no_test_of_a_gpu() -> None:
     """Compilers, drivers and NCCL have warnings of their own."""
     action, *_ = warnings.filters[0]
     assert action == "default"
+
+
+def test_with_a_gpu_the_tests_of_kernels_are_tests_of_the_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    conftest.pytest_itemcollected(request.node)
+    assert request.node.get_closest_marker("gpu") is not None
