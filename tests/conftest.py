@@ -3,16 +3,23 @@
 import importlib
 import os
 import signal
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from tests.marked_gpu import wants_gpus
+
+if "PYTEST_XDIST_WORKER" not in os.environ and not wants_gpus(sys.argv[1:]):
+    # The tests expect the bits of a CPU and start more ranks than there are GPUs. Set before torch looks for GPUs;
+    # workers and subprocesses inherit it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
