@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sftron.data.types import WHOLE_ROW, ContextRank
 from sftron.errors import show
-from sftron.kernels.device import collective_backends, default_device, gpu_functions, is_gpu
+from sftron.kernels.device import collective_backends, default_device, gpu_functions, is_gpu, num_gpus
 
 T = TypeVar("T")
 
@@ -33,6 +34,11 @@ _LATER_THAN_LOADER_S = 5.0
 _TIME_TO_GIVE_UP_S = 1.0
 """The time that other ranks get to notice that a rank is missing."""
 _STORE_PATIENCE_S = 5.0
+_NO_CONNECTION = (
+    "The ranks could not connect to each other. If the host's name stands for an address that the other nodes do not "
+    "reach, such as 127.0.1.1, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the "
+    "nodes (`ip address` lists them) on each node"
+)
 _NO_ANSWER = "Another rank has died, or has not answered within parallelism.timeout_seconds"
 
 
@@ -293,7 +299,8 @@ def start_ranks(
         plans: Whether a process without torchrun may stand for the first of several ranks, to predict what they do.
 
     Raises:
-        ValueError: If dp_replicate x dp_shard x context is not the number of ranks.
+        ValueError: On all ranks: dp_replicate x dp_shard x context is not the number of ranks, or a node has fewer GPUs
+            than ranks.
     """
     world_size, local_rank = _number_of("WORLD_SIZE", 1), _number_of("LOCAL_RANK", 0)
     for name in ("RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
@@ -307,16 +314,19 @@ def start_ranks(
             f"which cannot be {world_size}, the number of ranks that were started. Give numbers whose product is that, "
             f"leave dp_shard on auto, or start {dimensions.size} ranks (torchrun --nproc_per_node={dimensions.size})"
         )
-    device = default_device()
-    if is_gpu(device):
-        device = torch.device(device.type, local_rank)
-        gpu_functions(device).set_device(device)
     if world_size == 1:
+        device = _take_device(local_rank)
         return Ranks(device=device, dp_world_size=dimensions.size // context, dimensions=dimensions)
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack
     timeout = timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S)
-    dist.init_process_group(collective_backends(device), timeout=timeout)
+    try:
+        dist.init_process_group(collective_backends(default_device()), timeout=timeout)
+    except RuntimeError as error:
+        error.add_note(_NO_CONNECTION)
+        raise
     rank = dist.get_rank()
+    everyone = Ranks(device=torch.device("cpu"), rank=rank, world_size=world_size)
+    device = everyone.all_or_raise(lambda: _take_device(local_rank))
     return Ranks(
         device=device,
         rank=rank,
@@ -339,6 +349,28 @@ def _number_of(name: str, default: int) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 10) or (name == "WORLD_SIZE" and int(value) == 0):
         raise ValueError(f"{name} is {value[:60]!r} in the environment, and torchrun sets a number: unset {name}")
     return int(value)
+
+
+def _take_device(local_rank: int) -> torch.device:
+    """Returns the device of the rank with this number in its node, and makes it the current one.
+
+    Raises ValueError if the node has fewer GPUs than ranks.
+    """
+    device = default_device()
+    if not is_gpu(device):
+        return device
+    num_ranks, num_seen = _number_of("LOCAL_WORLD_SIZE", local_rank + 1), num_gpus()
+    # torchrun lets all ranks of a node see the same GPUs; srun --gpus-per-task=1 lets each see its own, as number 0.
+    has_own = num_seen == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if num_ranks > num_seen and not has_own:
+        raise ValueError(
+            f"ranks that were started on {socket.gethostname()}: {num_ranks}, GPUs that they see there: {num_seen}; "
+            f"start at most {num_seen} (torchrun --nproc_per_node={num_seen}), make more GPUs visible "
+            '(CUDA_VISIBLE_DEVICES), or train on the CPU (CUDA_VISIBLE_DEVICES="")'
+        )
+    device = torch.device(device.type, 0 if has_own else local_rank)
+    gpu_functions(device).set_device(device)
+    return device
 
 
 def _open_store() -> dist.Store:
