@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from sftron.checkpoint import hf_weights
 from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_config
@@ -21,6 +22,7 @@ from sftron.models.sharding import shard_model, whole
 from sftron.train.ranks import end_ranks, start_ranks
 from tests.conftest import LazyModule
 from tests.models.reference import QWEN_3_5, make_reference
+from tests.pretended import pretended_gpu
 from tests.train.ranks import launch
 
 functional = LazyModule("bitsandbytes.functional")
@@ -47,6 +49,41 @@ def test_values_are_those_of_bitsandbytes_to_the_bit(dtype: torch.dtype, monkeyp
         # The rows of a rank, whichever they are.
         assert from_stored(stored[11:17], wanted).equal(values[11:17])
     assert 0.05 < (from_stored(stored, dtype) - weight_OI).norm() / weight_OI.norm() < 0.15
+
+
+def test_weights_between_two_values_have_the_codes_of_bitsandbytes() -> None:
+    table = functional.get_4bit_type("nf4", device="cpu")
+    between = (table[:-1] + table[1:]) / 2
+    near = torch.cat([between, between.nextafter(torch.tensor(1.0)), between.nextafter(torch.tensor(-1.0))])
+    scales = torch.tensor([1.0, 3.7, 1e-30, 1e-39, 1e30]).repeat_interleave(2)
+    weight_OI = torch.zeros(10, 64)
+    weight_OI[:, :45], weight_OI[:, 45] = near * scales[:, None], scales * torch.tensor([1.0, -1.0]).repeat(5)
+    codes, state = functional.quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
+    stored = to_stored(weight_OI, NF4)
+    assert stored[:, :32].equal(codes.view(10, 32))
+    assert stored[:, 32:].contiguous().view(torch.float32).flatten().equal(state.absmax)
+
+
+def test_a_matrix_is_quantized_on_the_device_that_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_reference(**SIZES).save_pretrained(tmp_path)
+    projections = model_projections(read_config(tmp_path))
+    names = match_targets("all-linear", projections)
+    adapters = AdapterStart(spec=LoraSpec(ranks=dict.fromkeys(names, 2), alphas=dict.fromkeys(names, 4.0)))
+    options: dict[str, Any] = {"adapters": adapters, "frozen_dtype": NF4}
+    on_cpu = [each.detach() for each in load_model(tmp_path, **options).parameters()]
+    devices: list[str] = []
+
+    def noted(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        devices.append(weight.device.type)
+        return to_stored(weight, dtype)
+
+    monkeypatch.setattr(hf_weights, "to_stored", noted)
+    with pretended_gpu() as gpu:
+        model = load_model(tmp_path, device=gpu.device, **options)
+        on_gpu = [each.detach().cpu() for each in model.parameters()]
+    assert devices == ["gpu"] * sum(each.dtype == NF4 for each in on_gpu)
+    assert len(devices) == 8
+    assert all(ours.equal(theirs) for ours, theirs in zip(on_gpu, on_cpu, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -265,8 +265,10 @@ def load_model(
             if num_stored:
                 whole, last = shapes[name][0], first + num_stored
                 weight = read_fused(name, whole, stored, source.read_range, first, last, spelling)
-                # The rows of NF4 are always whole.
-                rows[:num_stored] = to_stored(weight, NF4) if rows.dtype == NF4 else weight[(slice(None), *columns)]
+                if rows.dtype == NF4:  # its rows are always whole
+                    rows[:num_stored] = to_stored(weight.to(rows.device), NF4)
+                else:
+                    rows[:num_stored] = weight[(slice(None), *columns)]
             if name in _PER_TOKEN:
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:

@@ -75,12 +75,16 @@ def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.d
 
 
 def to_stored(weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns rows of a frozen matrix as they are stored in `dtype`."""
+    """Returns rows of a frozen matrix as they are stored in `dtype`, computed on the device of the weight.
+
+    The codes are the same on any device. bitsandbytes' own operation for GPUs rounds otherwise than the one for CPUs.
+    """
     if dtype != NF4:
         return weight_OI.to(dtype)
-    import_bitsandbytes("frozen_dtype: nf4")
+    table: Tensor = import_bitsandbytes("frozen_dtype: nf4").functional.get_4bit_type("nf4", device="cpu")
+    bounds = ((table[:-1] + table[1:]) / 2).to(weight_OI.device)
     num_rows = max(1, _ROWS_BYTES // (4 * weight_OI.shape[1]))
-    return torch.cat([_quantize(rows) for rows in weight_OI.float().split(num_rows)])
+    return torch.cat([_quantize(rows, bounds) for rows in weight_OI.split(num_rows)])
 
 
 def from_stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,8 +111,12 @@ def as_computed(name: str, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     return from_stored(to_stored(weight, NF4), torch.float32)
 
 
-def _quantize(rows_OI: Tensor) -> Tensor:
-    codes, scales = torch.ops.bitsandbytes.quantize_4bit(rows_OI.contiguous(), _BLOCK, "nf4", torch.uint8)
+def _quantize(rows_OI: Tensor, bounds: Tensor) -> Tensor:
+    blocks = rows_OI.float().unflatten(1, (-1, _BLOCK))
+    scales = blocks.abs().amax(dim=-1)
     if not scales.isfinite().all():
         raise ValueError("frozen_dtype: nf4 cannot store weights that are not finite; use another copy of the model")
-    return torch.cat([codes.view(len(rows_OI), -1), scales.view(len(rows_OI), -1).view(torch.uint8)], dim=1)
+    # bitsandbytes' expression for CPUs, of operations that IEEE 754 rounds alike everywhere.
+    shares = (blocks * (1.0 / scales.clamp(min=1e-38))[..., None]).clamp(-1, 1).flatten(1)
+    codes = torch.bucketize(shares, bounds, out_int32=True).to(torch.uint8)
+    return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=1)
