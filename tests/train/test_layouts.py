@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sftron.config import ConfigError, load_config
+from sftron.models import exact_sums
 from sftron.models.exact_sums import ExactSums, exact_norm
 from sftron.models.sharding import mesh_of_one_rank
+from sftron.train.measured_memory import LiveMemory
+from sftron.train.ranks import end_ranks, start_ranks
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
 from tests.models.reference import EXPERTS
@@ -112,6 +116,48 @@ def test_fifty_steps_have_the_same_bits_on_eight_layouts_and_through_them(tmp_pa
     found = digests_of(Runs(tmp_path, name), LAYOUTS, 50)
     print(name, found)
     assert len(set(found.values())) == 1, found
+
+
+def sum_in_slices(slice_size: int, path: Path) -> None:
+    """The gradients of two steps of two packs a rank, reduced in slices, and their norm."""
+    exact_sums._SLICE = slice_size
+    started, generator = start_ranks(), torch.Generator().manual_seed(int(os.environ["RANK"]))
+    reduction, found = exact_sums._ExactReduceScatter(None), list[torch.Tensor]()
+    for size in (1, 37, 101):
+        for is_last in (False, True):
+            reduction.is_last, output = is_last, torch.empty(size)
+            packs = torch.randn(size * started.world_size, generator=generator)
+            reduction(output, packs, torch.distributed.group.WORLD, None)
+        gradient = torch.nn.Parameter(output)
+        gradient.grad = output
+        found += [output, exact_norm([gradient])]
+    assert all(each.isfinite().all() and each.any() for each in found)
+    path.with_suffix(f".{started.rank}").write_bytes(b"".join(each.numpy().tobytes() for each in found))
+    end_ranks()
+
+
+def test_sums_in_slices_have_the_same_bits(tmp_path: Path) -> None:
+    for slice_size in (2**26, 16):
+        ended = ranks.launch(2, sum_in_slices, slice_size, tmp_path / f"{slice_size}", folder=tmp_path)
+        assert [each.exit_code for each in ended] == [0, 0], ended[0].err[-2000:]
+    for rank in (0, 1):
+        whole, sliced = ((tmp_path / f"{size}.{rank}").read_bytes() for size in (2**26, 16))
+        assert whole == sliced
+        assert len(whole) == 4 * (1 + 37 + 101 + 3)
+
+
+def test_sums_need_little_memory_beside_their_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sums, "_SLICE", 2**10, raising=False)
+    gradients = torch.randn(2**16)
+    reduction = exact_sums._ExactReduceScatter(None)
+    with LiveMemory() as memory:
+        reduction.sum_in_place(gradients)
+    assert memory.peak < 8 * 2**16 + 64 * 2**10
+    parameter = torch.nn.Parameter(gradients)
+    parameter.grad = gradients
+    with LiveMemory() as memory:
+        exact_norm([parameter])
+    assert memory.peak < 4 * 2**16 + 64 * 2**10  # of the largest one's absolute values
 
 
 def test_without_it_the_bits_depend_on_the_layout(tmp_path: Path) -> None:

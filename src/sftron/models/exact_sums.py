@@ -8,7 +8,7 @@ from the same weights and in the same shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ _LARGEST = 2.0**5
 """The bound of a pack's gradients and loss. Their multiples are below 2^53, so float64 holds them, and those of a
 thousand packs are below 2^63."""
 _BITS_OF_SQUARES = 62
+_SLICE = 2**26
+"""The number of values that are rounded at a time, which takes 2 GB; the gradients of a whole group would take five
+times their own memory."""
 
 
 class ExactSums:
@@ -69,17 +72,29 @@ class _Sum:
     def __init__(self) -> None:
         self.integers, self.is_exact = torch.tensor(0), torch.tensor(True)
 
-    def add(self, values: Tensor, reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Adds a tensor, or what `reduce` makes of its integers."""
-        is_within = values.abs() < _LARGEST
-        scaled = values.double().mul_(_SCALE).round_().where(is_within, 0.0)
-        integers = reduce(scaled.long())
-        self.integers = self.integers.to(integers.device) + integers
-        self.is_exact = self.is_exact.to(values.device) & is_within.all()
+    def add(self, values: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Adds a tensor; or, of the tensors that the ranks of `group` give, this rank's chunk of their sum."""
+        num_chunks = 1 if group is None else group.size()
+        chunks = values.reshape(num_chunks, -1)  # one for each rank
+        length = max(1, _SLICE // num_chunks)
+        shape = values.shape if group is None else chunks.shape[1:]
+        if self.integers.shape != shape or self.integers.device != values.device:  # the first tensor
+            self.integers = torch.zeros(shape, dtype=torch.int64, device=values.device)
+            self.is_exact = self.is_exact.to(values.device)
+        for part, total in zip(chunks.split(length, 1), self.integers.view(-1).split(length), strict=True):
+            is_within = part.abs() < _LARGEST
+            integers = part.double().mul_(_SCALE).round_().where(is_within, 0.0).long()
+            self.is_exact &= is_within.all()
+            if group is not None:
+                own = torch.empty_like(total)
+                dist.reduce_scatter_tensor(own, integers.flatten(), group=group)
+                integers = own
+            total += integers.flatten()
 
-    def value(self) -> Tensor:
-        """float32, rounded once; NaN if a value of this rank was not below 32."""
-        return self.integers.double().div_(_SCALE).float().where(self.is_exact, torch.nan)
+    def write_to(self, output: Tensor) -> None:
+        """Writes the sum as float32, rounded once; NaN if a value of this rank was not below 32."""
+        for part, total in zip(output.view(-1).split(_SLICE), self.integers.view(-1).split(_SLICE), strict=True):
+            part.copy_(total.double().div_(_SCALE).float().where(self.is_exact, torch.nan))
 
 
 class _ExactReduceScatter:
@@ -96,24 +111,19 @@ class _ExactReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        def reduce(integers: Tensor) -> Tensor:
-            own = torch.empty(output_tensor.shape, dtype=torch.int64, device=integers.device)
-            dist.reduce_scatter_tensor(own, integers, group=group)
-            return own
-
-        self._add(input_tensor, output_tensor, reduce)
+        self._add(input_tensor, output_tensor, group)
 
     def sum_in_place(self, gradients: Tensor) -> None:
         self._add(gradients, gradients)
 
-    def _add(self, values: Tensor, output: Tensor, reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        self.sum.add(values, reduce)
+    def _add(self, values: Tensor, output: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        self.sum.add(values, group)
         if self.is_last:
             if self._copies is not None:
                 dist.all_reduce(self.sum.integers, group=self._copies)
             is_first = self._copies is None or self._copies.rank() == 0
             # FSDP2 adds the outputs of the copies afterwards, as floats: one has the sum, and the others have zeros.
-            output.copy_(self.sum.value()) if is_first else output.zero_()
+            self.sum.write_to(output) if is_first else output.zero_()
             self.was_exact, self.sum = self.sum.is_exact, _Sum()
         else:
             output.zero_()
@@ -140,7 +150,8 @@ def exact_norm(parameters: Sequence[nn.Parameter], num_copies: int = 1) -> Tenso
     scale = 2.0 ** (_BITS_OF_SQUARES - num_elements.bit_length())
     total = torch.zeros((), dtype=torch.int64, device=largest.device)
     for each in own:
-        total += (each / largest).double().square().mul(scale).round().long().sum()
+        for part in each.reshape(-1).split(_SLICE):
+            total += (part / largest).double().square().mul(scale).round().long().sum()
     if is_sharded:
         dist.all_reduce(total)
     return (total.double() / (scale * num_copies)).sqrt().float() * largest
