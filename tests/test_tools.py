@@ -1,6 +1,8 @@
 """What all commands have in common: how they report that something is wrong."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,32 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys: pytest.CaptureFixture
         exit_with(interrupted)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "stopped\n"
+
+
+ABORTS_AT_SHUTDOWN = """
+import atexit, os, sys
+from sftron.errors import exit_with
+
+class Aborts:
+    def __del__(self, abort=os.abort):
+        abort()
+
+sys.modules["aborts"] = Aborts()
+atexit.register(lambda: print("handlers ran"))
+exit_with(lambda: print("done") or 3)
+"""
+
+
+def test_a_rank_ends_with_its_status_whatever_python_would_do_at_shutdown() -> None:
+    """As gloo's threads, which may drop the tensor of a finished collective then."""
+    command = [sys.executable, "-c", ABORTS_AT_SHUTDOWN]
+    statuses = {}
+    for num_ranks in ("1", "2"):
+        environment = os.environ | {"WORLD_SIZE": num_ranks, "PYTHONPATH": str(ROOT / "src")}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        statuses[num_ranks] = ended.returncode
+        assert ended.stdout == "done\nhandlers ran\n"
+    assert statuses == {"1": -signal.SIGABRT, "2": 3}
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
@@ -172,6 +173,8 @@ def print_any_text() -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit status that `main` returns, or with 1 and a traceback if `main` fails.
 
+    A rank of several ends at once, without Python's own shutdown.
+
     An OSError, such as a full disk, is one line, because a traceback says nothing about the machine.
     """
     print_any_text()
@@ -195,4 +198,11 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # One of several ranks. While Python shuts down, a thread of gloo may drop the tensor of a finished collective,
+        # which aborts the process. So only the handlers of the shutdown run.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)

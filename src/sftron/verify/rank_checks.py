@@ -39,6 +39,7 @@ import os, sys
 from sftron.train.signals import die_with_torchrun
 die_with_torchrun()
 from sftron.config import load_config
+from sftron.errors import exit_with
 from sftron.train.ranks import end_ranks
 from sftron.train.trainer import Trainer
 trainer = Trainer(load_config(sys.argv[1], []))
@@ -53,7 +54,7 @@ if trainer.config.lora is not None:
     from sftron.train.build_model import adapter_tensors
     save_file(adapter_tensors(trainer.model), f"{sys.argv[1]}-{os.environ['RANK']}.safetensors")
 end_ranks()
-sys.exit(status)
+exit_with(lambda: status)
 """
 
 
