@@ -101,7 +101,8 @@ class PretendedGpu:
         self.launches: Counter[str] = Counter()
         """The number of launches of each Triton kernel."""
         self.pinned: dict[int, Any] = {}
-        """The storages of pinned memory by address; they are kept, so that no address is used again."""
+        """The storages of pinned memory by address, which are kept, so that no address is used again; of registered
+        memory, its size."""
 
     def reset(self) -> None:
         self.waits.clear()
@@ -245,6 +246,23 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
+class _Runtime:
+    """Stands for the CUDA runtime, as far as it pins memory."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert _gpu is not None
+        assert size > 0
+        _gpu.pinned[address] = size
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:  # noqa: N802
+        if _gpu is not None:
+            del _gpu.pinned[address]
+        return 0
+
+
 class _Functions(SimpleNamespace):
     """Stands for the module torch.cuda."""
 
@@ -260,6 +278,8 @@ def _functions() -> _Functions:
         _is_in_bad_fork=lambda: False,
         current_device=lambda: 0,
         set_device=lambda _: None,
+        cudart=_Runtime,
+        check_error=lambda status: None,
         device_count=lambda: int(_gpu is not None),
         get_device_name=lambda *_: "Pretended GPU",
         get_device_capability=lambda *_: _gpu.capability if _gpu else (0, 0),

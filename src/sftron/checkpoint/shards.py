@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,11 +24,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftron.checkpoint.atomic import write_file
-from sftron.kernels.device import default_device, gpu_functions, is_gpu
+from sftron.kernels.device import default_device, gpu_functions, is_gpu, pinned_bytes
 from sftron.models.sharding import local_shard
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The types of weights."""
+_ALIGNMENT = 64
+"""The bytes at whose multiples tensors begin in a buffer."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | {"U8": torch.uint8}).items()}
 
 
@@ -75,29 +78,31 @@ class HostCopy:
     """Host memory for a copy of this rank's shards, allocated on the first copy and reused afterwards.
 
     It has the size of the rank's trained weights and optimizer state, 12 bytes per parameter, or about 6 with moments
-    in 8 bits. For tensors on a GPU the memory is pinned, so that copies run at the speed of the bus.
+    in 8 bits: one buffer for each kind of file. For tensors on a GPU the buffers are pinned, so that copies run at the
+    speed of the bus.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def take(self, shards: StoredShards) -> StoredShards:
         """Returns copies of the shards in host memory; they are valid until the next call."""
-        copied = {
-            kind: {name: replace(shard, tensor=self._copy((kind, name), shard.tensor)) for name, shard in named.items()}
-            for kind, named in shards.items()
-        }
+        copied = {kind: self._copy(kind, named) for kind, named in shards.items()}
         device = default_device()
         if is_gpu(device):
             gpu_functions(device).current_stream().synchronize()
         return copied
 
-    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu(tensor))
-            self._buffers[key] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
+    def _copy(self, kind: str, named: Mapping[str, Shard]) -> dict[str, Shard]:
+        bounds = [0, *accumulate(-(-shard.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in named.values())]
+        if kind not in self._buffers or len(self._buffers[kind]) != bounds[-1]:
+            on_gpu = any(shard.tensor.numel() and is_gpu(shard.tensor) for shard in named.values())
+            self._buffers[kind] = pinned_bytes(bounds[-1]) if on_gpu else torch.empty(bounds[-1], dtype=torch.uint8)
+        copied = {}
+        for (name, shard), start in zip(named.items(), bounds[:-1], strict=True):
+            own = self._buffers[kind][start : start + shard.tensor.nbytes].view(shard.tensor.dtype)
+            copied[name] = replace(shard, tensor=own.view(shard.tensor.shape).copy_(shard.tensor, non_blocking=True))
+        return copied
 
 
 def write_shards(path: Path, named: Mapping[str, Shard]) -> dict[str, Any]:

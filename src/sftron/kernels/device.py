@@ -4,6 +4,7 @@ All other modules ask here instead of comparing a device's type with "cuda", so 
 computes on the CPU and refuses what CUDA refuses (tests/pretended.py).
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -46,6 +47,19 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of a GPU, such as (9, 0)."""
     major, minor = gpu_functions(device).get_device_capability(device)
     return major, minor
+
+
+def pinned_bytes(size: int) -> Tensor:
+    """Returns uint8 [size] in page-locked memory of the host, until the tensor is freed.
+
+    torch's own allocator for such memory rounds sizes up to powers of two, which may take twice the memory.
+    """
+    made = torch.empty(size, dtype=torch.uint8)
+    functions = gpu_functions(default_device())
+    runtime, address = functions.cudart(), made.data_ptr()
+    functions.check_error(int(runtime.cudaHostRegister(address, size, 0)))
+    weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, address)
+    return made
 
 
 def device_name(device: torch.device) -> str:
