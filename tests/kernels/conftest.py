@@ -26,10 +26,10 @@ def rounding_error(dtype: torch.dtype, implementation: str) -> float:
 
 
 @pytest.fixture
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.empty gives NaN, so that a value which a kernel leaves out shows."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)

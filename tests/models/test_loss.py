@@ -241,9 +241,10 @@ def test_a_second_backward_is_refused_instead_of_being_wrong() -> None:
 
 
 @pytest.fixture
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that is allocated without being written holds NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)

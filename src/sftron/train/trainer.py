@@ -82,6 +82,8 @@ class Trainer:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+            # It finds reads of new memory in tests, and writes each activation and gradient once more.
+            torch.utils.deterministic.fill_uninitialized_memory = False
         if config.general.deterministic == "layout":
             if 1 < self.ranks.world_size == parallelism.dp_replicate:
                 raise ValueError(
