@@ -95,6 +95,7 @@ def test_what_is_not_known_or_not_finite_is_left_out_of_the_line_or_null_in_the_
     assert "loss    none" in none.as_line(None)
     assert none.as_line(None).endswith("| SKIPPED: no token to train on")
     assert "nan" in nan.as_line(None)
+    assert "reserved" not in none.as_line(None)  # on a CPU
     assert "TFLOP/s |" in replace(step, mfu=None, hfu=None, peak_tflops=None).as_line(20)
     epochs = {name: {"epoch": epoch} for name, epoch in (("a", 0.25), ("b", 3.125))}
     assert "| epoch 0.25 to 3.12 |" in replace(step, epoch=None, datasets=epochs).as_line(20)
@@ -133,6 +134,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
             sum_squared_lengths_spread=0.25,
             data_seconds=0.5,
             peak_memory_bytes=10**15,
+            peak_reserved_bytes=2 * 10**15,
             packs=[],
         ),
         StepResult(1.0, 1.0, None, token_losses=losses),
@@ -169,6 +171,8 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
         int(length) ** 2 for pack in packs[:2] for length in np.diff(pack.conversation_bounds)
     )
     assert metrics.peak_memory_gb == 1e6
+    assert metrics.peak_reserved_gb == 2e6
+    assert "| memory 1000000.0 GB, 2000000.0 reserved |" in metrics.as_line(None)
     assert metrics.epoch == 2.0
     assert len(metrics.dropped) == 2
     assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]

@@ -4,6 +4,7 @@ All other modules ask here instead of comparing a device's type with "cuda", so 
 computes on the CPU and refuses what CUDA refuses (tests/pretended.py).
 """
 
+import os
 import weakref
 from typing import Any
 
@@ -47,6 +48,16 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of a GPU, such as (9, 0)."""
     major, minor = gpu_functions(device).get_device_capability(device)
     return major, minor
+
+
+def expand_segments() -> None:
+    """Lets torch's allocator grow its segments of GPU memory, unless the user has set one of its variables.
+
+    The sizes of some tensors change from step to step. With segments of a fixed size, the holes that they leave are
+    reserved in addition. The variables themselves are of no use here: torch reads them when it is imported.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def pinned_bytes(size: int) -> Tensor:

@@ -137,6 +137,7 @@ class StepMetrics:
     checkpoint_seconds: float
     evaluation_seconds: float
     peak_memory_gb: float
+    peak_reserved_gb: float | None
     tflops: float
     mfu: float | None
     hfu: float | None
@@ -161,6 +162,7 @@ class StepMetrics:
         is_one_gpu = self.tokens_per_second_per_gpu == self.tokens_per_second
         per_gpu = "" if is_one_gpu else f" ({self.tokens_per_second_per_gpu:,.0f} a GPU)"
         mfu = "" if self.mfu is None else f", mfu {self.mfu:.1%}"
+        reserved, memory = self.peak_reserved_gb, f"memory {self.peak_memory_gb:.1f} GB"
         epochs = [self.epoch] if self.epoch is not None else [count["epoch"] for count in self.datasets.values()]
         highest = f" to {max(epochs):.2f}" if len(epochs) > 1 else ""
         roles = ", ".join(f"{name} {role['loss']:.4f}" for name, role in self.roles.items())
@@ -174,6 +176,7 @@ class StepMetrics:
             f"{self._speed}{per_gpu}, {self.tflops:.3g} TFLOP/s{mfu}",
             f"epoch {min(epochs):.2f}{highest}",
             f"data wait {self.data_seconds:.2f} s",
+            *([] if reserved is None else [f"{memory}, {reserved:.1f} reserved"]),
             *self._dropped,
             *([f"by role: {roles}"] if len(self.roles) > 1 else []),
             *self._experts,

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sftron.data.types import WHOLE_ROW, ContextRank
 from sftron.errors import show
-from sftron.kernels.device import collective_backends, default_device, gpu_functions, is_gpu, num_gpus
+from sftron.kernels.device import collective_backends, default_device, expand_segments, gpu_functions, is_gpu, num_gpus
 
 T = TypeVar("T")
 
@@ -369,6 +369,7 @@ def _take_device(local_rank: int) -> torch.device:
             '(CUDA_VISIBLE_DEVICES), or train on the CPU (CUDA_VISIBLE_DEVICES="")'
         )
     device = torch.device(device.type, 0 if has_own else local_rank)
+    expand_segments()
     gpu_functions(device).set_device(device)
     return device
 

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class StepBatches:
     """The longest time that any rank waited for its batches."""
     peak_memory_bytes: int
     """The peak memory of any rank before this step."""
+    peak_reserved_bytes: int | None
+    """The peak of what torch's allocator has reserved on any GPU before this step; None on CPUs."""
     packs: list[PackDigest]
     """The digests of the packs of all ranks."""
 
@@ -75,6 +77,7 @@ def next_step_batches(
             "flops": [flops.model, flops.hardware],
             "data_seconds": data_seconds,
             "peak_memory_bytes": peak_memory_bytes(ranks.device),
+            "peak_reserved_bytes": peak_reserved_bytes(ranks.device),
             "packs": [pack_digest(batch.pack) for batch in own],
         }
     )
@@ -102,6 +105,7 @@ def next_step_batches(
         sum_squared_lengths_spread=max(squares) * len(squares) / sum(squares) - 1 if any(squares) else 0.0,
         data_seconds=max(facts["data_seconds"] for facts in everyone),
         peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
+        peak_reserved_bytes=_largest(facts["peak_reserved_bytes"] for facts in everyone),
         packs=[PackDigest(*digest) for facts in reports for digest in facts["packs"]],
     )
 
@@ -112,6 +116,15 @@ def peak_memory_bytes(device: torch.device) -> int:
         return gpu_functions(device).max_memory_allocated(device)
     # Linux gives kibibytes, macOS bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Returns the most GPU memory that torch's allocator has reserved so far, freed tensors and gaps included."""
+    return gpu_functions(device).max_memory_reserved(device) if is_gpu(device) else None
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((each for each in values if each is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +238,7 @@ def measure_step(
     counts, losses = batches.counts, result.token_losses
     made, so_far = counts.total, progress.total
     tokens_per_second, trained_tokens_per_second = made.tokens / step_seconds, made.trained_tokens / step_seconds
+    reserved_bytes = _largest([batches.peak_reserved_bytes, peak_reserved_bytes(ranks.device)])
     tflops, hardware_tflops = (flops / step_seconds / 1e12 for flops in (batches.flops.model, batches.flops.hardware))
     return StepMetrics(
         step=progress.step,
@@ -256,6 +270,7 @@ def measure_step(
         checkpoint_seconds=checkpoint_seconds,
         evaluation_seconds=evaluation_seconds,
         peak_memory_gb=max(batches.peak_memory_bytes, peak_memory_bytes(ranks.device)) / 1e9,
+        peak_reserved_gb=None if reserved_bytes is None else reserved_bytes / 1e9,
         tflops=tflops,
         mfu=tflops / peak_tflops if peak_tflops else None,
         hfu=hardware_tflops / peak_tflops if peak_tflops else None,
