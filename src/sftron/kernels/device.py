@@ -50,6 +50,11 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return major, minor
 
 
+def computes_bfloat16(device: torch.device) -> bool:
+    """Returns whether a device has products of bfloat16, which CPUs and older GPUs emulate."""
+    return is_gpu(device) and compute_capability(device) >= (8, 0)
+
+
 def expand_segments() -> None:
     """Lets torch's allocator grow its segments of GPU memory, unless the user has set one of its variables.
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import shutil
 import socket
+import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from sftron.config import Config, dump_config
 from sftron.data.sources import find_files
+from sftron.kernels.device import compute_capability, computes_bfloat16, device_name, is_gpu
 from sftron.models.quantization import import_bitsandbytes
 from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
 from sftron.train.build_model import base_digest, build_model
@@ -41,6 +47,7 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
 
 def open_run(config: Config, ranks: Ranks) -> Setup:
     """Does the work of `build_run` on one rank, after `download`."""
+    require_device(config, ranks)
     data = build_data(config, ranks)
     model = build_model(config, ranks, data)
     preflight(config, data, model)
@@ -83,6 +90,44 @@ def require_alike(setup: Setup) -> None:
 
 
 # --- Checks before the weights are read ---
+
+
+def require_device(config: Config, ranks: Ranks) -> None:
+    """Requires that this rank's device and torch can compute what is configured. Raises ValueError."""
+    is_sharded = ranks.mesh is not None or ranks.dimensions.size > 1
+    if config.model.frozen_dtype == "nf4" and is_sharded and torch.__version__ < (2, 12):
+        raise ValueError(
+            f"model.frozen_dtype: nf4 over {ranks.dimensions.size} ranks needs torch 2.12, and {torch.__version__} is "
+            "installed, whose FSDP2 casts the bytes of NF4 to bfloat16; install torch>=2.12, or set frozen_dtype to "
+            "bfloat16"
+        )
+    if not is_gpu(ranks.device):
+        return
+    name = device_name(ranks.device)
+    if config.model.compute_dtype == "bfloat16" and not computes_bfloat16(ranks.device):
+        capability = ".".join(map(str, compute_capability(ranks.device)))
+        raise ValueError(
+            f"model.compute_dtype: bfloat16 needs a GPU of compute capability 8.0, and {name} has {capability}, which "
+            "only emulates it; set compute_dtype to float32 (float16 is not implemented)"
+        )
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        require_compiler(name)
+
+
+def require_compiler(device: str) -> None:
+    """Requires what Triton needs to make its kernels callable, when they are first used. Raises ValueError."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ValueError(
+            f"the kernels for {device} need a C compiler when they are first used (Triton), and neither gcc nor clang "
+            "is in PATH; install one (apt-get install gcc), or name it in the environment variable CC"
+        )
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton looks on Debian
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    if not header.exists():
+        raise ValueError(
+            f"the kernels for {device} need Python's headers when they are first used (Triton), and there is no "
+            f"{header}; install them (apt-get install python3-dev)"
+        )
 
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:

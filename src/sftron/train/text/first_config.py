@@ -19,7 +19,7 @@ from sftron.config.data_schema import Data
 from sftron.data.formats.detect import suggested_readings
 from sftron.data.types import DataError
 from sftron.errors import show
-from sftron.kernels.device import is_gpu
+from sftron.kernels.device import computes_bfloat16, is_gpu
 from sftron.models.architecture import LlamaConfig
 from sftron.report.counts import LengthCount
 from sftron.train import build_data
@@ -70,7 +70,7 @@ def write_first_config(data: str, model: str, out: Path) -> None:
         "tokens": {"sequence_length": _UNMEASURED, "train_epochs": _EPOCHS},
         "optimizer": {"learning_rate": 1e-5},
     }
-    if ranks.device.type == "cpu":
+    if not computes_bfloat16(ranks.device):
         tree["model"]["compute_dtype"] = "float32"
     positions = _look_at_model(tree, ranks)
     sample, num_rows, meaning = _look_at_rows(tree)
