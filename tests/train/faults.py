@@ -19,7 +19,7 @@ from tests.train.ranks import train
 class Fault:
     """what: a signal to `to`, or something else; at: in which call. rank, step: where; 0 is before the first step."""
 
-    what: Literal["SIGTERM", "SIGUSR1", "SIGKILL", "sleep", "raise", "nan"]
+    what: Literal["SIGTERM", "SIGUSR1", "SIGKILL", "sleep", "raise", "nan", "no memory"]
     at: Literal["step", "save", "load", "answers", "export", "worker", "data"] = "step"
     rank: int = 1
     step: int = 3
@@ -44,6 +44,8 @@ def _prepare(fault: Fault, came: Path) -> None:
             time.sleep(600)
         elif fault.what == "raise":
             raise RuntimeError("out of luck")
+        elif fault.what == "no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         else:
             number = signal.Signals[fault.what]
             if fault.to == "group":

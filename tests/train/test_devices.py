@@ -1,4 +1,4 @@
-"""Which device each rank takes, and what a rank without one says."""
+"""Which device each rank takes, what a device has to have, and what a run says that has too little memory."""
 
 import os
 from pathlib import Path
@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from sftron.train import ranks
-from sftron.train.ranks import start_ranks
+from sftron.checkpoint.shards import HostCopy, Shard
+from sftron.config import Config
+from sftron.train import build_run, loop, measured_memory, ranks
+from sftron.train.build_run import require_device
+from sftron.train.measured_memory import OutOfMemory, measure_step_memory
+from sftron.train.ranks import Dimensions, Ranks, start_ranks
+from sftron.train.trainer import Trainer
 from tests.marked_gpu import wants_gpus
 from tests.pretended import pretended_gpu
 from tests.train.ranks import launch
+from tests.train.runs import make_config, make_model_folder, metrics, result
 
 
 @pytest.mark.parametrize(
@@ -102,3 +108,167 @@ def test_a_connection_that_cannot_be_made_names_the_variable_of_the_network_inte
         assert each.exit_code == 1
         assert "RuntimeError" in each.err
         assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface" in each.err
+
+
+# --- What a device has to have ---
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, model_folder: Path) -> Config:
+    return make_config(tmp_path, model_folder, tokens__train_steps=2, tokens__batch_accumulation_per_replica=1)
+
+
+def test_nf4_on_several_ranks_needs_torch_2_12(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    nf4 = config.model_copy(update={"model": config.model.model_copy(update={"frozen_dtype": "nf4"})})
+    one, two = (Ranks(device=torch.device("cpu"), dimensions=Dimensions(shard=number)) for number in (1, 2))
+    for version in ("2.11.0+cu128", "2.12.0"):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        require_device(nf4, one)
+        require_device(config, two)
+        if version == "2.12.0":
+            require_device(nf4, two)
+        else:
+            with pytest.raises(
+                ValueError, match=r"nf4 over 2 ranks needs torch 2\.12, and 2\.11\.0\+cu128 is installed"
+            ):
+                require_device(nf4, two)
+
+
+def test_bfloat16_on_a_gpu_that_emulates_it_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    with pretended_gpu() as gpu:
+        gpu.capability = (7, 5)
+        refused = make_config(tmp_path, model_folder, model__compute_dtype="bfloat16")
+        with pytest.raises(
+            ValueError, match=r"needs a GPU of compute capability 8\.0, and Pretended GPU has 7\.5, .*32"
+        ):
+            Trainer(refused)
+        Trainer(make_config(tmp_path, model_folder, model__compute_dtype="float32"))
+
+
+@pytest.mark.parametrize("lacks", ["neither gcc nor clang is in PATH", "there is no .*/Python.h"])
+def test_a_run_on_a_gpu_needs_what_triton_needs_to_compile(
+    lacks: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("CC", raising=False)
+    commands, headers = tmp_path / "commands", tmp_path / "headers"
+    commands.mkdir()
+    headers.mkdir()
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setattr(build_run.sysconfig, "get_paths", lambda _: {"include": str(headers)})
+    if "gcc" in lacks:
+        (headers / "Python.h").touch()
+    else:
+        (commands / "gcc").touch(mode=0o755)
+    with pretended_gpu(), pytest.raises(ValueError, match=lacks):
+        Trainer(config)
+    (headers / "Python.h").touch()
+    (commands / "clang").touch(mode=0o755)
+    with pretended_gpu():
+        Trainer(config)
+
+
+# --- Memory ---
+
+
+def _run_out_of_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_step_that_does_not_fit_says_what_to_change_first(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"model__activation_checkpointing": "selective", "tokens__micro_batch_size": 2}
+    monkeypatch.setattr(loop, "train_step", _run_out_of_memory)
+    with pretended_gpu():
+        trainer = Trainer(make_config(tmp_path, model_folder, **options))
+        trainer.build()
+        with pytest.raises(OutOfMemory) as raised:
+            trainer.train()
+    message, length = str(raised.value), trainer.config.tokens.sequence_length
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert message.startswith(
+        f"step 1 on packs of {2 * length:,} tokens does not fit on Pretended GPU: at most 2.0 GB were allocated and "
+        "3.0 GB reserved, of 80.0 GB. Change, in this order: (1) model.activation_checkpointing: full (now selective); "
+        "(2) a lower tokens.micro_batch_size (now 2) with more tokens.batch_accumulation_per_replica"
+    )
+    assert f"(5) a lower tokens.sequence_length (now {length})" in message
+    assert result(trainer)["status"] == "failed"
+    assert result(trainer)["error"] == f"OutOfMemory: {message}"
+
+
+def test_a_dry_run_that_does_not_fit_says_so_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_memory, "loss_of", _run_out_of_memory)
+    with pytest.raises(
+        OutOfMemory, match=r"a training step on packs of .* \(1\) model\.activation_checkpointing: selective"
+    ):
+        measure_step_memory(Trainer(config).setup)
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_gpu_memory_can_grow_unless_the_user_has_set_the_allocator(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    start_ranks()
+    assert made == []  # on the CPU
+    with pretended_gpu():
+        start_ranks()
+    assert made == ([] if variable else ["expandable_segments:True"])
+
+
+def test_a_step_on_a_gpu_states_the_reserved_memory_too(config: Config) -> None:
+    with pretended_gpu():
+        trainer = Trainer(config)
+        trainer.run()
+    assert [(line["peak_memory_gb"], line["peak_reserved_gb"]) for line in metrics(trainer.directory.folder)] == [
+        (2, 3)
+    ] * 2
+
+
+def test_a_deterministic_run_does_not_fill_new_memory(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        Trainer(make_config(tmp_path, model_folder, general__deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_copy_for_a_save_in_the_background_is_one_pinned_buffer_a_kind() -> None:
+    with pretended_gpu() as gpu:
+        tensors = {
+            "a": torch.arange(5.0, device=gpu.device),
+            "b": torch.zeros((), device=gpu.device),
+            "c": torch.arange(7, dtype=torch.uint8, device=gpu.device),
+            "d": torch.arange(12.0, device=gpu.device).to(torch.bfloat16).view(3, 4).T,
+            "e": torch.zeros(0, 3, device=gpu.device),
+        }
+        shards = {name: Shard(each, (0,) * each.ndim, tuple(each.shape)) for name, each in tensors.items()}
+        copy = HostCopy()
+        for _ in range(2):
+            gpu.reset()
+            taken = copy.take({"model": shards, "optimizer": {"a": shards["a"]}})
+            assert not gpu.waits
+            assert sorted(gpu.pinned.values()) == [64, 4 * 64]
+        assert copy.take({"empty": {"e": shards["e"]}})["empty"]["e"].tensor.shape == (0, 3)
+        for name, each in tensors.items():
+            assert taken["model"][name].tensor.equal(each.cpu())
+        assert taken["optimizer"]["a"].tensor.tolist() == [0, 1, 2, 3, 4]
+        smaller = copy.take({"model": {"a": shards["a"]}})
+        del taken
+        assert sorted(gpu.pinned.values()) == [64, 64]
+        assert smaller["model"]["a"].tensor.tolist() == [0, 1, 2, 3, 4]

@@ -56,6 +56,10 @@ FAILURES = {
     "a rank stalled at its data": (Fault("sleep", "data"), r'ranks in "the data of step 4": 1'),
     "a rank stalled in a save": (Fault("sleep", "save", rank=0), r'ranks in "saving step 3": 0'),
     "a rank killed while it loads": (Fault("SIGKILL", "load", step=0), r'ranks in "loading": 1'),
+    "a rank without memory": (
+        Fault("no memory"),
+        r"rank 1: OutOfMemory: step 3 on packs of .* Change, in this order: ",
+    ),
     "a rank that fails": (Fault("raise"), r"rank 1: RuntimeError: out of luck"),
     "a killed worker": (
         Fault("SIGKILL", "worker"),
@@ -70,6 +74,7 @@ FAST_FAILURES = [
     "the main rank killed",
     "a rank stalled in a save",
     "a rank that fails",
+    "a rank without memory",
     "a hung worker",
 ]
 """Each way to fail once, in different phases; the others are nightly."""

@@ -16,6 +16,7 @@ from sftron.models.loss import loss_function
 from sftron.train.flops import step_flops
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs
+from sftron.train.measured_memory import out_of_memory_explained
 from sftron.train.objective import TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.progress import Progress
@@ -102,21 +103,22 @@ class Steps:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
         self._ranks.at(f"step {progress.step + 1}")
         wall, processor = time.perf_counter(), time.process_time()
-        result = train_step(
-            self._model,
-            self._optimizer,
-            fetched.batches,
-            TokenLoss(
-                loss_function=loss_function(self._setup.model.loss),
-                num_datasets=len(progress.datasets),
-                with_untrained=interval is not None and progress.step % interval == 0,
-            ),
-            max_grad_norm=self._config.optimizer.max_grad_norm,
-            denominator=fetched.counts.weight_sum,
-            router_aux_loss_coef=self._setup.model.router_aux_loss_coef,
-            sum_over_ranks=self._ranks.sum,
-            sums=self._sums,
-        )
+        with out_of_memory_explained(self._setup, f"step {progress.step + 1}"):
+            result = train_step(
+                self._model,
+                self._optimizer,
+                fetched.batches,
+                TokenLoss(
+                    loss_function=loss_function(self._setup.model.loss),
+                    num_datasets=len(progress.datasets),
+                    with_untrained=interval is not None and progress.step % interval == 0,
+                ),
+                max_grad_norm=self._config.optimizer.max_grad_norm,
+                denominator=fetched.counts.weight_sum,
+                router_aux_loss_coef=self._setup.model.router_aux_loss_coef,
+                sum_over_ranks=self._ranks.sum,
+                sums=self._sums,
+            )
         if is_first and self._ranks.world_size == 1 and self._ranks.device.type == "cpu":
             description.warn_of_busy_cores(time.perf_counter() - wall, time.process_time() - processor)
         return result
