@@ -4,9 +4,11 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from sftron.checkpoint.hf_weights import load_model
@@ -16,7 +18,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import is_correction
-from sftron.models.sharding import local_shard, shard_model, whole, whole_head
+from sftron.models.sharding import gathered_blocks, local_shard, shard_model, whole, whole_head
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions, Ranks, end_ranks, start_ranks
 from sftron.train.step import StepResult, train_step
@@ -73,15 +75,19 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
             block.compile(backend="aot_eager")
     # A large eps: where a gradient is all but zero, its sign and with it Adam's update would be rounding's.
     optimizer = make_adamw(model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1)
-    measured: dict[str, Any] = {"losses": [], "norms": [], "answers": []}
+    measured: dict[str, Any] = {"losses": [], "norms": [], "answers": [], "gathers": []}
+    gather = _fsdp_param_group.foreach_all_gather
     gradients: dict[str, torch.Tensor] = {}
     optimizer.register_step_pre_hook(
         lambda *_: gradients.update({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
     )
     for step in range(NUM_STEPS):
         if step < 2:
-            with whole_head(model):
-                measured["answers"].append(greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids)
+            # The second one with all blocks gathered throughout.
+            with whole_head(model), gathered_blocks(model, lambda num_bytes, step=step: step == 1 and num_bytes > 0):
+                with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=gather) as counted:
+                    measured["answers"].append(greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids)
+                measured["gathers"].append(counted.call_count)
             # Or a checkpoint would be made of whole weights, and their update be missed by whoever reads them next.
             weights = {name: each for name, each in model.named_parameters() if not is_correction(name)}
             assert num_ranks == 1 or all(isinstance(each, DTensor) for each in weights.values())

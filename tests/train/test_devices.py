@@ -1,6 +1,8 @@
 """Which device each rank takes, what a device has to have, and what a run says that has too little memory."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,15 +10,15 @@ import torch
 
 from sftron.checkpoint.shards import HostCopy, Shard
 from sftron.config import Config
-from sftron.train import build_run, loop, measured_memory, ranks
+from sftron.train import build_run, evaluation, loop, measured_memory, ranks
 from sftron.train.build_run import require_device
 from sftron.train.measured_memory import OutOfMemory, measure_step_memory
 from sftron.train.ranks import Dimensions, Ranks, start_ranks
 from sftron.train.trainer import Trainer
 from tests.marked_gpu import wants_gpus
-from tests.pretended import pretended_gpu
+from tests.pretended import MEMORY, pretended_gpu
 from tests.train.ranks import launch
-from tests.train.runs import make_config, make_model_folder, metrics, result
+from tests.train.runs import chat_line, make_config, make_model_folder, metrics, result
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,26 @@ def test_a_dry_run_that_does_not_fit_says_so_too(config: Config, monkeypatch: py
         OutOfMemory, match=r"a training step on packs of .* \(1\) model\.activation_checkpointing: selective"
     ):
         measure_step_memory(Trainer(config).setup)
+
+
+def test_answers_keep_the_blocks_gathered_if_they_take_half_of_the_free_memory_at_most(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    @contextmanager
+    def gathered_blocks(_: object, fits: Callable[[int], bool]) -> Iterator[None]:
+        half = (MEMORY + 2 * 10**9) // 2  # of 80 GB that are free, and 2 of the reserved 3 GB that are not allocated
+        asked.extend([fits(half), fits(half + 1)])
+        yield
+
+    monkeypatch.setattr(evaluation, "gathered_blocks", gathered_blocks)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(chat_line("What is 3?") + "\n", encoding="utf-8")
+    options = {"evaluation__prompts": str(prompts), "evaluation__max_new_tokens": 2, "tokens__train_steps": 1}
+    with pretended_gpu():
+        Trainer(make_config(tmp_path, model_folder, **options)).run()
+    assert asked == [True, False] * 2
 
 
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -13,6 +13,7 @@ from tests.models.reference import FAMILIES, TINY
 from tests.train.ranks import launch
 from tests.train.sharded_steps import ODD, Case, save_steps, take_steps
 
+NUM_LAYERS = TINY["num_hidden_layers"]
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Of torch's own compiler, as in test_compilation.py.
@@ -33,6 +34,9 @@ def compare(num_ranks: int, cases: Sequence[Case], tmp_path: Path) -> list[list[
         # Clipping has something to do, and so it matters that all ranks know the whole norm.
         assert min(expected["norms"]) > 0.5
         for each in measured:
+            # Of an answer of 6 tokens, whose blocks are gathered for each token, or once.
+            gathers = [6 * NUM_LAYERS, NUM_LAYERS] if num_ranks > case.dp_replicate else [0, 0]
+            assert each[number]["gathers"] == gathers, case.name
             _require_equal(each[number], expected, case)
     return measured
 

@@ -55,6 +55,18 @@ def computes_bfloat16(device: torch.device) -> bool:
     return is_gpu(device) and compute_capability(device) >= (8, 0)
 
 
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes that this process can still allocate on the GPU; on a CPU, its share of the host's memory."""
+    if is_gpu(device):
+        functions = gpu_functions(device)
+        unused = functions.memory_reserved(device) - functions.memory_allocated(device)
+        return functions.mem_get_info(device)[0] + unused
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:  # macOS
+        return 0
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def expand_segments() -> None:
     """Lets torch's allocator grow its segments of GPU memory, unless the user has set one of its variables.
 

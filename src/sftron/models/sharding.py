@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -70,6 +70,32 @@ def whole_head(model: LlamaForSFT) -> Iterator[None]:
     finally:
         for module in _sharded_modules(model):
             module.reshard()
+
+
+@contextmanager
+def gathered_blocks(model: LlamaForSFT, fits: Callable[[int], bool]) -> Iterator[None]:
+    """Gathers each block once instead of in each forward pass, if `fits` of the bytes of all of them, which has to be
+    the same on all ranks. One token of an answer would otherwise gather as much as a step.
+
+    They are resharded at exit, because weights that stay gathered would not receive the next update.
+    """
+    blocks = [module for module in _sharded_modules(model) if module is not model]
+    gathered = (
+        each.numel() * (model.compute_dtype if each.dtype.is_floating_point else each.dtype).itemsize
+        for block in model.model.layers
+        for each in block.parameters()
+    )
+    if not blocks or not fits(sum(gathered)):
+        yield
+        return
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+            block.reshard()
 
 
 def sum_over_copies(model: nn.Module, wanted: bool) -> None:

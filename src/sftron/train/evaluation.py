@@ -16,10 +16,10 @@ from sftron.config import Config
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import Role
-from sftron.kernels.device import is_gpu
+from sftron.kernels.device import free_memory, is_gpu
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
-from sftron.models.sharding import whole_head
+from sftron.models.sharding import gathered_blocks, whole_head
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
@@ -290,7 +290,8 @@ class Evaluator:
         try:
             with whole_head(model):
                 sets = {each.name: measure_set(model, each, **options) for each in data.evaluation_sets}
-                answers = [self._answer(model, question) for question in data.questions]
+                with gathered_blocks(model, self._fits):
+                    answers = [self._answer(model, question) for question in data.questions]
         except StopRequestedError:
             return None
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
@@ -307,6 +308,10 @@ class Evaluator:
     def _raise_if_stopped(self) -> None:
         if self._should_stop():
             raise StopRequestedError
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Returns whether every rank has twice as much free memory; a collective."""
+        return not self._setup.ranks.any(2 * num_bytes > free_memory(self._setup.ranks.device))
 
     def _answer(self, model: LlamaForSFT, question: Question) -> Answer:
         """Generates the model's greedy answer, computed in the dtype of the parameters."""
