@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -19,6 +18,7 @@ from sftron.__main__ import main
 from sftron.config import load_config
 from sftron.data.sources import open_source
 from sftron.report.counts import LengthCount
+from sftron.train.memory import with_reserve
 from sftron.train.text import first_config
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, write_rows
@@ -141,19 +141,16 @@ def test_the_lengths_are_those_of_apply_chat_template(home: Path, capfd: pytest.
 def test_adapters_are_suggested_where_only_they_fit(
     home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    peaks: dict[str, Any] = {}
+    needed: dict[str, float] = {}
 
-    def describe(setup: Any) -> Any:
-        own, predictions = real(setup)
-        peaks.update({name: each.peak for name, each in predictions.items()})
-        return own, predictions
+    def ways(setup: Any) -> Any:
+        found = real(setup)
+        needed.update({name: with_reserve(each.peak, on_gpu=False) for name, each in found.items()})
+        return found
 
-    def total(device: torch.device) -> int:
-        return int(first_config.RESERVE_OF["cpu"] * (peaks["full"] + peaks["LoRA"]) / 2)
-
-    real = first_config.describe_memory
-    monkeypatch.setattr(first_config, "describe_memory", describe)
-    monkeypatch.setattr(first_config, "total_memory", total)
+    real = first_config._memory_of_ways
+    monkeypatch.setattr(first_config, "_memory_of_ways", ways)
+    monkeypatch.setattr(first_config, "total_memory", lambda device: int((needed["full"] + needed["LoRA"]) / 2))
     assert main(["init", str(write("chats.jsonl")), "models/wide"]) == 0
     text = Path("sft.yaml").read_text(encoding="utf-8")
     assert load_config("sft.yaml").lora is None

@@ -5,18 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from sftron.__main__ import main
-from sftron.checkpoint.adapter import model_projections
 from sftron.config import Config, load_config
-from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import LlamaConfig
-from sftron.train.memory import RESERVE_OF, make_unloaded, predict
+from sftron.train.memory import with_reserve
 from sftron.train.run import frozen_dtype
 from sftron.train.text.first_config import RECIPES, recipe_of
 from tests.conftest import ASSETS, ROOT, rest_nightly
 from tests.models.reference import FAMILIES, FIRST_OF_TYPE
+from tests.train.gpu_memory import predict_on_gpu
 from tests.train.runs import make_model_folder, write_rows
 
 PUBLISHED = json.loads((ASSETS / "published_configs.json").read_text(encoding="utf-8"))["implemented"]
@@ -29,24 +27,18 @@ BY_NAME = {f"{recipe.name}-{way}.yaml": recipe for recipe in RECIPES for way in 
 
 def memory_of(config: Config, num_gpus: int) -> float:
     """Returns the predicted memory of each GPU in GB, with its reserve, at the published sizes."""
-    architecture = LlamaConfig.from_hf(PUBLISHED[config.model.path])
-    spec = None
-    if config.lora is not None:
-        names = model_projections(architecture)
-        rank, alpha = config.lora.rank or 16, config.lora.alpha or 32.0
-        spec = LoraSpec(ranks=dict.fromkeys(names, rank), alphas=dict.fromkeys(names, alpha))
-    frozen = frozen_dtype(config) if spec else torch.float32
-    mode = config.model.activation_checkpointing
-    step = predict(
-        make_unloaded(architecture, spec, frozen, torch.bfloat16, mode),
+    step = predict_on_gpu(
+        LlamaConfig.from_hf(PUBLISHED[config.model.path]),
+        rank=None if config.lora is None else config.lora.rank or 16,
+        frozen=frozen_dtype(config),
+        mode=config.model.activation_checkpointing,
         num_tokens=config.tokens.sequence_length * config.tokens.micro_batch_size,
-        longest_document=config.tokens.sequence_length,
+        length=config.tokens.sequence_length,
         optimizer_state=config.optimizer.state,
         accumulates=config.tokens.batch_accumulation_per_replica > 1,
-        num_shards=num_gpus,
-        on_gpu=True,
+        num_gpus=num_gpus,
     )
-    return step.peak * RESERVE_OF["cuda"] / 1e9
+    return with_reserve(step.peak, on_gpu=True) / 1e9
 
 
 def test_every_recipe_has_a_file_for_each_way_and_the_rates_that_init_takes() -> None:

@@ -14,6 +14,7 @@ from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.overlap import overlaps
+from sftron.kernels.device import is_gpu
 from sftron.models.architecture import DROPOUTS
 from sftron.models.mxfp4 import quant_method
 from sftron.report.audit import Audit
@@ -23,15 +24,8 @@ from sftron.train.build_data import num_workers
 from sftron.train.evaluation import watched_metric
 from sftron.train.logs import console
 from sftron.train.measured_memory import MeasuredPeak, total_memory
-from sftron.train.memory import (
-    GROWTH_OF_TENSORS,
-    MEMORY_PARTS,
-    RESERVE_OF,
-    StepMemory,
-    fewest_sharing_ranks,
-    predictions_of,
-)
-from sftron.train.run import Change, Setup
+from sftron.train.memory import StepMemory, predict_run, with_reserve
+from sftron.train.run import Change, Setup, frozen_dtype
 from sftron.train.run_directory import RunDirectory
 from sftron.train.sample import Sample
 from sftron.visible_text import visible_text
@@ -41,6 +35,9 @@ _WIDEST, _SHOWN_TOKENS, _SHOWN_LINES = 120, 400, 120
 _BUSY = 1.5
 """A first step that takes so many times its processor time has waited for cores."""
 _HIGHEST_RATE = 1e-2
+_MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
+GROWTH_OF_TENSORS = 1.13
+"""The growth of a process on a CPU for each byte of tensors; the C library keeps freed memory (SmolLM2)."""
 
 
 def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
@@ -260,50 +257,37 @@ def _describe_evaluation_sets(setup: Setup) -> None:
             )
 
 
-def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
-    """Prints the predicted memory of a training step for three ways to train, and returns it as predictions_of does."""
-    memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
-    own, predictions = predictions_of(setup)
+def describe_memory(setup: Setup) -> StepMemory:
+    """Prints and returns the predicted memory of a training step of the run."""
+    device, adapters = setup.ranks.device, setup.model.adapters
+    found = predict_run(setup, None if adapters is None else adapters.start.spec, frozen_dtype(setup.config))
+    needed, memory = with_reserve(found.peak, on_gpu=is_gpu(device)), total_memory(device)
+    parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in _MEMORY_PARTS)
     console.write(
-        f"memory     predicted for steps of packs of {setup.data.dataset.token_budget:,} tokens; a step fits if "
-        f"{reserve:g} times as much is below the {memory / 1e9:.1f} GB of {setup.ranks.device}"
+        f"memory     predicted for a step of {setup.data.dataset.token_budget:,} tokens with the attention backend "
+        f"{setup.model.attention}: {found.peak / 1e9:.2f} GB; {parts}"
     )
-    for name, found in predictions.items():
-        if isinstance(found, str):
-            console.write(f"             {name:<16} {found}")
-            continue
-        parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
-        fits = "fits" if found.peak * reserve <= memory else "does not fit"
-        console.write(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
-    found = predictions[own]
-    if not isinstance(found, str) and found.peak * reserve > memory:
-        sharing = fewest_sharing_ranks(setup, own, memory / reserve)
-        fits = "fits with no parallelism.context"
-        if sharing is not None:
-            fits = "fits with parallelism.context: {} on {} ranks".format(*sharing)
-        console.write(f"             {own:<16} {fits}, where ranks share packs and a copy of the model")
-    return own, predictions
+    fits = "fits" if needed <= memory else 'does not fit (see "Out of memory" in docs/troubleshooting.md)'
+    console.write(f"           {fits}: {needed / 1e9:.2f} GB with a reserve, of the {memory / 1e9:.2f} GB of {device}")
+    return found
 
 
 def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run; None if
-    one process stands for several ranks."""
-    own, predictions = describe_memory(setup)
+    """Prints the predicted memory of a training step and `measured`; None if one process stands for several ranks."""
+    predicted = describe_memory(setup)
     if measured is None:
         start = f"torchrun --nproc_per_node={setup.ranks.dimensions.size} -m sftron train --config FILE --dry-run"
         console.write(
             f"dry run    all checks but those of weights passed; nothing was written. {start} measures a step"
         )
         return
-    predicted = predictions[own]
-    assert not isinstance(predicted, str)
     for what, found, expected in (
         ("tensors", measured.tensors, float(predicted.peak)),
         ("growth of the process", measured.resident, GROWTH_OF_TENSORS * predicted.peak),
     ):
         if found is not None:
             share = f"{found / expected:.0%} of the {expected / 1e9:.2f} GB predicted"
-            console.write(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB, {share}")
+            console.write(f"           measured: {what} {found / 1e9:.2f} GB, {share}")
     console.write("dry run    all checks passed; nothing was trained or written")
 
 

@@ -7,12 +7,14 @@ import re
 import shlex
 import unicodedata
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.model_folder import check_files, read_config, read_json
 from sftron.config import Config, load_config
 from sftron.config.data_schema import Data
@@ -20,14 +22,17 @@ from sftron.data.formats.detect import suggested_readings
 from sftron.data.types import DataError
 from sftron.errors import show
 from sftron.kernels.device import computes_bfloat16, is_gpu
+from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import LlamaConfig
+from sftron.models.quantization import NF4
 from sftron.report.counts import LengthCount
 from sftron.train import build_data
+from sftron.train.build_model import ALPHA_OF_RANK, DEFAULT_RANK
 from sftron.train.build_run import download, open_run
 from sftron.train.exports.parts import hub_id
 from sftron.train.logs import console
 from sftron.train.measured_memory import total_memory
-from sftron.train.memory import RESERVE_OF, StepMemory
+from sftron.train.memory import StepMemory, predict_run, with_reserve
 from sftron.train.ranks import Ranks, start_ranks
 from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import Setup
@@ -79,8 +84,8 @@ def write_first_config(data: str, model: str, out: Path) -> None:
     tree["evaluation"] = {"share": float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}")}
     setup = open_run(Config.model_validate(tree), ranks)
     describe_setup(setup)
-    _, predictions = describe_memory(setup)
-    out.write_text(_render(setup, sample, predictions, tree, meaning, out), encoding="utf-8")
+    describe_memory(setup)
+    out.write_text(_render(setup, sample, tree, meaning, out), encoding="utf-8")
     load_config(out)
     length = setup.config.tokens.sequence_length
     quantiles = f"half have up to {lengths.quantile(0.5):,} tokens, the longest {max(lengths):,}"
@@ -184,7 +189,6 @@ def _sizes(lengths: LengthCount, num_rows: int, positions: int, model: str, *, o
 def _render(
     setup: Setup,
     sample: Sample,
-    predictions: Mapping[str, StepMemory | str],
     tree: Mapping[str, Any],
     meaning: str,
     out: Path,
@@ -192,8 +196,8 @@ def _render(
     """Returns the text of the configuration: the template, with what was found and chosen."""
     config, device, lengths = setup.config, setup.ranks.device, sample.audit.lengths
     preparation = setup.data.preparation
-    found = {name: each for name, each in predictions.items() if isinstance(each, StepMemory)}
-    peaks = {name: each.peak * RESERVE_OF[device.type] for name, each in found.items()}
+    found = _memory_of_ways(setup)
+    peaks = {name: with_reserve(each.peak, on_gpu=is_gpu(device)) for name, each in found.items()}
     fitting = [name for name, peak in peaks.items() if peak <= total_memory(device)]
     num_parameters = found["full"].weights / 4  # float32
     recipe = recipe_of(setup.model.architecture)
@@ -227,6 +231,19 @@ def _render(
         learning_rate=_shown(learning_rate),
         lora_rate=_shown(lora_rate),
     )
+
+
+def _memory_of_ways(setup: Setup) -> dict[str, StepMemory]:
+    """Returns the memory of a step of the run, which trains all weights, and with the adapters that the file offers; on
+    matrices in NF4 too, if they can be stored so."""
+    dtype, names = setup.model.compute_dtype, model_projections(setup.model.architecture)
+    spec = LoraSpec(
+        ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, float(ALPHA_OF_RANK * DEFAULT_RANK))
+    )
+    found = {"full": predict_run(setup, None, dtype), "LoRA": predict_run(setup, spec, dtype)}
+    with suppress(ValueError):
+        found["QLoRA (nf4)"] = predict_run(setup, spec, NF4)
+    return found
 
 
 def _shown(rate: float) -> str:
