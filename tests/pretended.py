@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sftron.kernels import cross_entropy, rms_norm, swiglu
 from sftron.kernels import device as devices
 from sftron.kernels.operators import OPS
-from sftron.kernels.operators import OPS
 from tests.models import conftest as attention
 
 TYPE = "gpu"
