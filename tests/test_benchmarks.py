@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import tests.train.ranks  # noqa: F401  # its server forks processes that have imported torch
-from tests.conftest import ASSETS
+from tests.conftest import ASSETS, ROOT
 from tools import bench_context, bench_kernels, bench_step, bench_ways
 
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
@@ -39,6 +41,12 @@ def test_a_wrong_kernel_is_not_timed(value: float) -> None:
     else:
         with pytest.raises(bench_kernels.WrongResultError, match="a case: sftron: output 0 differs"):
             bench_kernels.measure(case, 2, torch.device("cpu"))
+
+
+def test_the_benchmarks_need_no_package_but_torch_triton_and_transformers() -> None:
+    absent = ["pydantic", "datasets", "torchdata", "bitsandbytes", "peft", "pytest", "hypothesis"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import tools.bench_step, tools.bench_kernels"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 @OF_PEFT

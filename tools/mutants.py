@@ -46,7 +46,8 @@ SOURCES = (
     *("data/labels.py", "data/packing.py", "data/prepare.py", "data/lanes/*.py", "data/chat/*.py"),
     *("models/loss.py", "models/attention*.py", "models/delta*.py", "models/*rout*.py", "models/experts*.py"),
     *("models/adapters.py", "models/context*.py", "models/linear.py", "models/llama.py"),
-    *("train/step.py", "train/progress.py", "train/resume.py", "train/saving.py", "checkpoint/*.py"),
+    *("train/step.py", "train/progress.py", "train/run.py", "train/resume.py", "train/saving.py"),
+    "checkpoint/*.py",
 )
 """The files of src/sftron in which the laws stand."""
 

@@ -10,9 +10,9 @@ import torch
 
 from sftron.checkpoint.shards import HostCopy, Shard
 from sftron.config import Config
-from sftron.train import build_run, evaluation, loop, measured_memory, ranks
+from sftron.train import build_run, dry_run, evaluation, loop, ranks
 from sftron.train.build_run import require_device
-from sftron.train.measured_memory import OutOfMemory, measure_step_memory
+from sftron.train.dry_run import OutOfMemory, measure_step_memory
 from sftron.train.ranks import Dimensions, Ranks, start_ranks
 from sftron.train.trainer import Trainer
 from tests.marked_gpu import wants_gpus
@@ -205,7 +205,7 @@ def test_a_step_that_does_not_fit_says_what_to_change_first(
 
 
 def test_a_dry_run_that_does_not_fit_says_so_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_memory, "loss_of", _run_out_of_memory)
+    monkeypatch.setattr(dry_run, "loss_of", _run_out_of_memory)
     with pytest.raises(
         OutOfMemory, match=r"a training step on packs of .* \(1\) model\.activation_checkpointing: selective"
     ):

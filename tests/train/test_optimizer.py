@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
-from sftron.train.progress import DataSetCount, Progress, schedule_progress
+from sftron.train.progress import DataSetCount, Progress
+from sftron.train.run import schedule_progress
 
 
 def factor(schedule: str, decay: float, **options: float) -> float:

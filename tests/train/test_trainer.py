@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from sftron.commands.train import run as main
 from sftron.data.types import Batch
 from sftron.train import loop, objective, step
-from sftron.train.progress import RunLength
+from sftron.train.run import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
 from tests.conftest import children_of

@@ -13,10 +13,10 @@ from sftron.data.types import Batch
 from sftron.models.exact_sums import ExactSums
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
+from sftron.train.dry_run import out_of_memory_explained
 from sftron.train.flops import step_flops
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs
-from sftron.train.measured_memory import out_of_memory_explained
 from sftron.train.objective import TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.progress import Progress

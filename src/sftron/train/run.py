@@ -28,7 +28,8 @@ from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.quantization import NF4
 from sftron.train.exports.parts import ExportParts
 from sftron.train.flops import Peak, TrainedMatrices
-from sftron.train.progress import RunLength
+from sftron.train.optimizer import learning_rate_factor
+from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
 from sftron.train.sample import RunProjection, Sample
 
@@ -325,3 +326,87 @@ def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
         "general.seed": str(dataset.seed),
         **({"planned packing": "best-fit decreasing"} if dataset.is_best_fit else {}),
     }
+
+
+# --- The length ---
+
+
+def schedule_progress(
+    progress: Progress, *, warmup_steps: float, train_steps: int | None, num_rows: int | None, step_rows: int
+) -> tuple[float, float]:
+    """Returns the progress of the warm-up and of the decay after it, for the next step; each ends at 1.
+
+    The warm-up of W steps is at (n + 1) / (W + 1) in step n, counted from 0, so the first rate is above zero and step W
+    has the peak. The run is measured in steps if their number is configured, and otherwise in rows, because the number
+    of steps in an epoch is known only at its end. A warm-up that is a share of the run is measured in the same unit,
+    so it is a function of the position alone, and a resume goes on with it.
+
+    Args:
+        warmup_steps: The length of the warm-up in steps if it is an int, and as a share of the run if it is a float.
+        num_rows: The number of rows in all epochs together.
+        step_rows: The number of rows that the next step consumes.
+    """
+    total = num_rows if train_steps is None else train_steps
+    assert total is not None
+    done, size = (progress.rows, step_rows) if train_steps is None else (progress.step, 1)
+    if isinstance(warmup_steps, float):
+        end = warmup_steps * total
+        warm_up = (done + size) / (end + size)
+    else:
+        end = progress.rows_at_peak if train_steps is None else warmup_steps
+        warm_up = (progress.step + 1) / (warmup_steps + 1)
+    return warm_up, (done - end) / max(1, total - end)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """The length of a run, in steps or epochs, and the values that depend on it."""
+
+    config: Config
+    num_rows: int | None
+    """The number of rows in an epoch of the current data version; None if it is unknown, and the length is in steps."""
+
+    def rows_of_run(self, progress: Progress) -> int | None:
+        """Returns the number of rows in the whole run; None if its length is given in steps."""
+        num_epochs = self.config.tokens.train_epochs
+        if self.num_rows is None or num_epochs is None:
+            return None
+        return progress.before.rows + self.num_rows * (num_epochs - progress.first_epoch)
+
+    def is_done(self, progress: Progress) -> bool:
+        if (train_steps := self.config.tokens.train_steps) is not None:
+            return progress.step >= train_steps
+        rows = self.rows_of_run(progress)
+        return rows is not None and progress.rows >= rows
+
+    def share_done(self, progress: Progress) -> float:
+        if (train_steps := self.config.tokens.train_steps) is not None:
+            return progress.step / train_steps
+        return progress.rows / (self.rows_of_run(progress) or 1)
+
+    def require_more_data(self, progress: Progress, num_empty: int, num_lanes: int) -> None:
+        """Raises RuntimeError if `num_empty` packs in a row had no conversation, so that every lane is exhausted, but
+        not all rows have been counted."""
+        if num_empty >= num_lanes and not self.is_done(progress):
+            raise RuntimeError(
+                f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: {num_empty} packs in a "
+                "row had no conversation. Were the data files changed while the run read them?"
+            )
+
+    def learning_rate(self, progress: Progress, step_rows: int) -> float:
+        """Returns the learning rate of the next step, which consumes `step_rows` rows."""
+        options = self.config.optimizer
+        warm_up, decay = schedule_progress(
+            progress,
+            warmup_steps=options.warmup_steps,
+            train_steps=self.config.tokens.train_steps,
+            num_rows=self.rows_of_run(progress),
+            step_rows=step_rows,
+        )
+        return options.learning_rate * learning_rate_factor(
+            options.schedule,
+            warm_up=warm_up,
+            decay=decay,
+            min_ratio=options.min_learning_rate_ratio,
+            decay_share=options.decay_share,
+        )

@@ -22,12 +22,12 @@ from sftron.train.build_data import make_loader
 from sftron.train.build_model import load_run_model, make_optimizer
 from sftron.train.build_run import build_run, require_one_folder
 from sftron.train.divergence import divergence
+from sftron.train.dry_run import measure_step_memory
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports.hub import require_hub
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs, make_loggers, require_loggers
 from sftron.train.loop import Steps
-from sftron.train.measured_memory import measure_step_memory
 from sftron.train.outputs import RunExports
 from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
