@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-import tests.train.ranks  # noqa: F401  # its server forks processes that have imported torch
+from sftron.train.measured_memory import LiveMemory
 from tests.conftest import ASSETS, ROOT
-from tools import bench_context, bench_kernels, bench_step, bench_ways
+from tools import bench_kernels, bench_step, bench_ways
 
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
     from tools import bench_data
@@ -41,6 +44,50 @@ def test_a_wrong_kernel_is_not_timed(value: float) -> None:
     else:
         with pytest.raises(bench_kernels.WrongResultError, match="a case: sftron: output 0 differs"):
             bench_kernels.measure(case, 2, torch.device("cpu"))
+
+
+def test_what_does_not_fit_the_device_is_named_and_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, path = torch.ones(8), tmp_path / "report.json"
+    written: list[str] = []
+
+    def too_large() -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has 24 GiB.")
+
+    def case(title: str, reference: bench_kernels.Run = lambda: [exact], **ways: bench_kernels.Run) -> Any:
+        every: dict[str, bench_kernels.Run] = {"ours": lambda: [exact], **ways}
+        return bench_kernels.Case(title=title, unit="GB/s", work=1, reference=reference, ways=every)
+
+    def cases(*_: object) -> Iterator[bench_kernels.Case]:
+        yield case("first", theirs=too_large)
+        written.append(path.read_text(encoding="utf-8"))
+        yield case("second", too_large)
+        too_large()
+
+    monkeypatch.setattr(bench_kernels, "CASES", {"rope": cases, "norm": lambda *_: iter([case("last")])})
+    assert bench_kernels.main(["--device=cpu", "--quick", "--cases", "rope", "norm", f"--json={path}"]) == 1
+    assert [each["title"] for each in json.loads(written[0])] == ["first"]
+    found = {each["title"]: (list(each["ways"]), each["left out"]) for each in json.loads(path.read_text())}
+    assert found == {
+        "first": (["ours"], ["theirs, CUDA out of memory"]),
+        "second": ([], ["the case, CUDA out of memory"]),
+        "The inputs of rope": ([], ["the case, CUDA out of memory"]),
+        "last": (["ours"], []),
+    }
+
+
+def test_the_reference_of_the_loss_needs_no_logits_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = replace(bench_kernels.QUICK, num_tokens=512, hidden=(8,))
+    case = next(bench_kernels.loss_cases(sizes, torch.device("cpu")))
+    expected, peaks = case.ways["F.cross_entropy on full logits"](), list[int]()
+    for rows_at_once in (8, 512):
+        monkeypatch.setattr(bench_kernels, "_ROWS_AT_ONCE", rows_at_once)
+        with LiveMemory() as memory:
+            found = case.reference()
+        bench_kernels.check("the reference", found, expected)
+        peaks.append(memory.peak)
+    assert peaks[0] < peaks[1] / 2
 
 
 def test_the_benchmarks_need_no_package_but_torch_triton_and_transformers() -> None:
@@ -72,30 +119,6 @@ def test_a_way_to_train_that_computes_something_else_is_not_timed(
     monkeypatch.setattr(bench_ways, "lay_out", leaking)
     assert bench_step.main(["--quick"]) == 1
     assert "sftron, minibatch does not compute what transformers, padded does" in capsys.readouterr().err
-
-
-def test_a_conversation_on_two_ranks_is_timed_beside_the_same_on_one(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    assert bench_context.main(["--device=cpu", "--turns=1", "--rounds=2", f"--json={path}"]) == 0
-    alone, shared = json.loads(path.read_text(encoding="utf-8"))
-    assert (alone["ranks"], shared["ranks"]) == (1, 2)
-    assert all(0 < each["best s a step"] <= each["median s a step"] for each in (alone, shared))
-    sent = [each["MB sent by a rank in a step"] for each in (alone, shared)]
-    assert sent == [alone["MB by formula"], shared["MB by formula"]] == [0, pytest.approx(0.049152)]
-    assert alone["loss differs"] == 0 <= shared["loss differs"] < 1e-6
-    assert alone["peak GB of the busiest rank"] > 0
-
-
-def test_ranks_that_compute_something_else_together_are_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = {"ranks": 1, "loss": 6.5, "norm": 1.0}
-    bench_context.require_same([dict(alone), alone | {"ranks": 2, "norm": 1.000001}], torch.float32)
-    for name in ("loss", "norm"):
-        wrong = alone | {"ranks": 2, name: alone[name] * 1.001}
-        with pytest.raises(bench_context.WrongResultError, match=f"the {name} is .* on 2 ranks and .* on 1"):
-            bench_context.require_same([dict(alone), wrong], torch.float32)
-    if torch.cuda.device_count() < 2:
-        assert bench_context.main([]) == 0
-        assert "skipped, because torch finds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

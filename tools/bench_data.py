@@ -144,7 +144,8 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     try:
         records = list(benchmark(options))
-        write_report(table(records), records, json_file=options.json)
+        show(table(records))
+        write_report("", records, json_file=options.json)
     except (ValueError, OSError) as error:
         return refuse(error, "bench_data")
     totals: dict[tuple[str, str], set[int]] = {}

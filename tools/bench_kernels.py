@@ -3,8 +3,9 @@
     python tools/bench_kernels.py --out docs/benchmarks/kernels-gpu.md
     python tools/bench_kernels.py --device cpu --quick      shows that it runs; these times mean nothing
 
-Every result is checked before it is timed. Liger's kernels are timed where liger_kernel is installed. The exit status
-is 0 if everything was measured, 1 if a result is wrong, and 2 if the arguments cannot be used. Needs torch, triton and
+Every result is checked before it is timed, and each case is written as it ends. What does not fit the device is named,
+and the next is tried. Liger's kernels are timed where liger_kernel is installed. The exit status is 0 if every case was
+measured, 1 if a result is wrong or a case does not fit, and 2 if the arguments cannot be used. Needs torch, triton and
 transformers.
 
 Shape suffixes: T tokens, N query heads, K key-value heads, D head size, W = (N + 2K) * D, H hidden size,
@@ -12,7 +13,6 @@ F intermediate size, V vocabulary, R labeled rows.
 """
 
 import importlib.util
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,9 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sftron.commands.arguments import positive
-from sftron.errors import exit_with, refuse
+from sftron.errors import exit_with, refuse, show
 from sftron.kernels import rms_norm, swiglu
+from sftron.kernels.device import device_name
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.table import RopeSpec, build_rope_table
 from sftron.models.attention import BACKENDS, Attend, attend_documents, reason_against
@@ -48,6 +49,9 @@ FLUSH_BYTES, SLEEP_CYCLES = 2**28, 10**7
 """Before each timed call, four times the size of the largest L2 cache is read. The GPU then sleeps for 5 ms, while the
 host launches the call."""
 
+
+_ROWS_AT_ONCE = 1024
+"""The rows of the chunks in which the reference of the loss is computed."""
 
 Run = Callable[[], Sequence[Tensor]]
 
@@ -193,10 +197,23 @@ def _loss_case(hidden_TH: Tensor, head_VH: Tensor, share: float) -> Case:
 
         liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
         ways["Liger"] = lambda: _with_gradients(lambda x, w: liger(w, x, all_labels), inputs, one)
+
+    def exact() -> list[Tensor]:
+        """In chunks: all logits in fp32 and their gradient take 27 GB."""
+        hidden, head = (x.detach().float().requires_grad_() for x in inputs)
+        loss = torch.zeros((), device=device)
+        for chunk, labels in zip(hidden.split(_ROWS_AT_ONCE), all_labels.split(_ROWS_AT_ONCE), strict=True):
+            part = F.cross_entropy(chunk @ head.T, labels, reduction="sum")
+            part.backward()
+            loss += part.detach()
+        assert hidden.grad is not None
+        assert head.grad is not None
+        return [loss, hidden.grad, head.grad]
+
     return Case(
         title=f"Loss and its gradients, {share:.0%} labeled: T={num_tokens}, V={vocabulary}, H={hidden_size}, bf16",
         unit="TFLOP/s", work=6 * hidden_size * vocabulary * len(rows),
-        reference=lambda: _with_gradients(full_logits, [x.detach().float().requires_grad_() for x in inputs], one),
+        reference=exact,
         ways=ways,
     )  # fmt: skip
 
@@ -267,15 +284,23 @@ CASES = {"rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Checks the result of each way, then times them in turn. Returns milliseconds and rates by way."""
-    reference = case.reference()
+    """Checks the result of each way, then times them in turn. Returns milliseconds and rates by way.
+
+    A way that does not fit the device is left out. Raises torch.OutOfMemoryError if the reference does not.
+    """
+    reference, ways, left_out = case.reference(), dict[str, Run](), list(case.left_out)
     for name, run in case.ways.items():
-        check(f"{case.title}: {name}", run(), reference)
+        try:
+            check(f"{case.title}: {name}", run(), reference)
+        except torch.OutOfMemoryError as error:
+            left_out.append(f"{name}, {_first_line(error)}")
+        else:
+            ways[name] = run
     del reference
     flush = torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.int32, device=device)
-    times: dict[str, list[float]] = {name: [] for name in case.ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        for name, run in case.ways.items():
+        for name, run in ways.items():
             times[name].append(milliseconds(run, flush))
     scale = 1e6 if case.unit == "GB/s" else 1e9
     measured = {
@@ -286,7 +311,11 @@ def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
         }
         for name, each in times.items()
     }
-    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": case.left_out}
+    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": left_out}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition(". ")[0]
 
 
 def check(name: str, found: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
@@ -315,17 +344,29 @@ def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
     return started.elapsed_time(ended)
 
 
-def report(cases: Sequence[dict[str, Any]], device: torch.device, command: Sequence[str]) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    parts = [report_head(command, name, "torch", "triton", "transformers", "liger_kernel", "flash_attn")]
-    for case in cases:
-        rows = [
-            [name, f"{way['ms']:.4g}", "{:.4g} to {:.4g}".format(*way["quartiles"]), f"{way['rate']:.4g}"]
-            for name, way in case["ways"].items()
-        ]
-        table = markdown_table(["", "ms", "quartiles", case["unit"]], rows)
-        parts += [f"## {case['title']}", table, *(f"Left out: {each}." for each in case["left out"])]
-    return "\n\n".join(parts) + "\n"
+def section(case: dict[str, Any]) -> str:
+    """Returns the part of the report about one case."""
+    rows = [
+        [name, f"{way['ms']:.4g}", "{:.4g} to {:.4g}".format(*way["quartiles"]), f"{way['rate']:.4g}"]
+        for name, way in case["ways"].items()
+    ]
+    table = [markdown_table(["", "ms", "quartiles", case["unit"]], rows)] if rows else []
+    return "\n\n".join(["", f"## {case['title']}", *table, *(f"Left out: {each}." for each in case["left out"])])
+
+
+def measured_cases(names: Sequence[str], sizes: Sizes, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yields the numbers of each case as it ends; one that does not fit the device has no ways."""
+    for name in names:
+        cases = CASES[name](sizes, device)
+        while True:
+            title = f"The inputs of {name}"
+            try:
+                if (case := next(cases, None)) is None:
+                    break
+                title = case.title
+                yield measure(case, rounds, device)
+            except torch.OutOfMemoryError as error:
+                yield {"title": title, "unit": "", "ways": {}, "left out": [f"the case, {_first_line(error)}"]}
 
 
 def main(arguments: list[str]) -> int:
@@ -345,14 +386,20 @@ def main(arguments: list[str]) -> int:
     device = torch.device(options.device)
     sizes, rounds = (QUICK, 2) if options.quick else (Sizes(), max(2, options.rounds))
     torch.manual_seed(0)
+    command, cases = ["python", "tools/bench_kernels.py", *arguments], list[dict[str, Any]]()
+    packages = ("torch", "triton", "transformers", "liger_kernel", "flash_attn")
+    text = report_head(command, device_name(device), *packages)
+    show(text)
     try:
-        cases = [measure(case, rounds, device) for name in options.cases for case in CASES[name](sizes, device)]
-        command = ["python", "tools/bench_kernels.py", *arguments]
-        write_report(report(cases, device, command), cases, out=options.out, json_file=options.json)
+        for case in measured_cases(options.cases, sizes, rounds, device):
+            cases.append(case)
+            text += section(case)
+            show(section(case))
+            write_report(text + "\n", cases, out=options.out, json_file=options.json)
     except (WrongResultError, OSError) as error:
         refused = refuse(error, "bench_kernels")
         return 1 if isinstance(error, WrongResultError) else refused
-    return 0
+    return 0 if all(case["ways"] for case in cases) else 1
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sftron.errors import show
-
 
 class WrongResultError(Exception):
     """Something that is to be timed computes another result than its reference, by more than rounding."""
@@ -38,8 +36,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num
 
 
 def write_report(text: str, numbers: Any, *, out: Path | None = None, json_file: Path | None = None) -> None:
-    """Prints the text, and writes it and the numbers to the files that are wanted. Raises OSError."""
-    show(text)
+    """Writes the text and the numbers to the files that are wanted. Raises OSError."""
     for path, content in ((out, text), (json_file, json.dumps(numbers, indent=1) + "\n")):
         if path:
             path.write_text(content, encoding="utf-8")

@@ -256,7 +256,9 @@ def main(arguments: list[str]) -> int:
             show(str(peak_memory_gb(options.memory_of, options)))
             return 0
         results = benchmark(options)
-        write_report(report(results, options), results, out=options.out, json_file=options.json)
+        text = report(results, options)
+        show(text)
+        write_report(text, results, out=options.out, json_file=options.json)
     except (WrongResultError, ValueError, OSError) as error:
         refused = refuse(error, "bench_step")
         return 1 if isinstance(error, WrongResultError) else refused
