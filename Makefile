@@ -14,16 +14,14 @@
 # make mutants      100 changes of the code in which the laws stand, drawn at random, and which no test of a law finds
 # make docs         the documentation as a site in build/site, with the reference of the Python API
 # make install      .venv with everything both need
-# make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
-#                   but a PYTHON with torch, triton and transformers; where there are several GPUs, also steps whose
-#                   ranks share a conversation
+# make bench-gpu    tools/gpu.py: everything that needs a GPU, in stages, in under ten minutes; the same command again
+#                   goes on. Needs no installation of sftron, but a PYTHON with torch, triton and transformers
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
-OUT ?= docs/benchmarks
 
 # Images of Python set it, and then each process of a test compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -144,10 +142,7 @@ versions-torch: $(TORCH_ENV)/installed
 	$(TORCH_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly tests/kernels tests/models/test_compilation.py
 
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models
-	$(PYTHON) tools/bench_kernels.py --out $(OUT)/kernels-$(shell date +%F).md
-	$(PYTHON) tools/bench_step.py --gpu --memory --out $(OUT)/step-$(shell date +%F).md
-	$(PYTHON) tools/bench_context.py --out $(OUT)/context-$(shell date +%F).md
+	$(PYTHON) tools/gpu.py --budget 540
 
 clean:
 	rm -rf $(VENV) runs models build *.egg-info

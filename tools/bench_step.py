@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import torch
+from torch import Tensor
 
 from sftron.commands.arguments import positive
-from sftron.data.types import IGNORE_INDEX, LabeledConversation
+from sftron.data.types import IGNORE_INDEX
 from sftron.errors import exit_with, refuse, show
 from sftron.models.architecture import LlamaConfig
 from sftron.train.flops import find_peak, model_flops
@@ -61,19 +62,30 @@ SHAPES = {
 # --- Measuring ---
 
 
-def require_same_losses(ways: Sequence[Way], rows: list[LabeledConversation]) -> None:
-    """Raises WrongResultError if the token losses of two ways differ by more than rounding."""
-    reference = ways[0].token_losses(rows).cpu()
-    for way in ways[1:]:
+def token_losses(ways: Sequence[Way], options: argparse.Namespace, expected: Tensor | None = None) -> Tensor:
+    """Returns the token losses of the first way, or `expected`.
+
+    Raises WrongResultError if the losses of a way differ from them by more than rounding.
+    """
+    rows = options.rows[: options.per_step]
+    for way in ways:
         losses = way.token_losses(rows).cpu()
-        if losses.shape != reference.shape:
-            raise WrongResultError(f"{way.name} trains {len(losses)} of these tokens, not {len(reference)}")
-        share = ((losses - reference).square().mean().sqrt() / reference.std()).item()
+        expected = losses if expected is None else expected
+        if losses.shape != expected.shape:
+            raise WrongResultError(f"{way.name} trains {len(losses)} of these tokens, not {len(expected)}")
+        share = ((losses - expected).square().mean().sqrt() / expected.std()).item()
         if not share < LARGEST_DIFFERENCE:
             raise WrongResultError(
-                f"{way.name} does not compute what {ways[0].name} does: the token losses differ by {share:.2f} of "
-                f"their spread, and rounding gives less than {LARGEST_DIFFERENCE}; nothing was timed"
+                f"{way.name} does not compute what {first_way(options)} does: the token losses differ by {share:.2f} "
+                f"of their spread, and rounding gives less than {LARGEST_DIFFERENCE}; nothing was timed"
             )
+    assert expected is not None
+    return expected
+
+
+def first_way(options: argparse.Namespace) -> str:
+    """Returns the name of the way with whose losses those of the others are compared."""
+    return (options.ways or list(ways_of(options)))[0]
 
 
 def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -83,6 +95,8 @@ def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, di
     for way in ways:
         for _ in range(2 if options.gpu else 1):  # creates the optimizer state and compiles
             way.step(next(streams[way.name]))
+    if options.gpu:
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(options.rounds):
         for way in ways:
             synchronize(options.device)
@@ -91,7 +105,11 @@ def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, di
             way.step(batch)
             synchronize(options.device)
             steps[way.name].append((time.perf_counter() - started, batch))
-    return {way.name: summary(way, steps[way.name], options) for way in ways}
+    found = {way.name: summary(way, steps[way.name], options) for way in ways}
+    if options.gpu:  # there, one way at a time
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        found = {name: {**each, "peak GB": peak} for name, each in found.items()}
+    return found
 
 
 def summary(way: Way, steps: Sequence[tuple[float, StepBatch]], options: argparse.Namespace) -> dict[str, Any]:
@@ -116,21 +134,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
-    """Returns the memory of the largest step of a way beyond that of the imports, in GB of 1e9 bytes.
+    """Returns the resident memory of the largest step of a way beyond that of the imports, in GB of 1e9 bytes.
 
     The peak is reset before the steps, because it also counts what was needed to make the model.
     """
     before = memory_status("VmRSS")
     way = ways_of(options)[name]()
     batches = list(itertools.islice(way.batches(itertools.cycle(options.rows)), options.rounds))
-    if options.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     for batch in (batches[0], max(batches, key=lambda batch: batch.num_positions)):
         way.step(batch)
-    if options.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
     return (memory_status("VmHWM") - before) / 1e9
 
 
@@ -143,24 +156,34 @@ def measured_alone(name: str, words: Sequence[str]) -> float:
     return float(ended.stdout.splitlines()[-1])
 
 
+def measure(
+    names: Sequence[str], options: argparse.Namespace, expected: Tensor | None
+) -> tuple[dict[str, dict[str, Any]], Tensor]:
+    """Times some ways by turns. Returns their numbers, and the token losses for the next."""
+    make = ways_of(options)
+    ways = [make[name]() for name in names]
+    expected = token_losses(ways, options, expected)
+    found = take_turns(ways, options)
+    del ways
+    gc.collect()
+    torch.compiler.reset()
+    return found, expected
+
+
 def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     make = ways_of(options)
     names = options.ways or list(make)
     if unknown := [name for name in names if name not in make]:
         raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(make)}")
-    memory = {name: {"peak GB": measured_alone(name, options.words)} for name in names} if options.memory else {}
+    alone = options.memory and not options.gpu
+    memory = {name: {"peak GB": measured_alone(name, options.words)} for name in names} if alone else {}
     # The weights, gradients and AdamW states of all ways do not always fit in GPU memory together.
     groups = [[name] for name in names] if options.gpu else [names]
     found: dict[str, dict[str, Any]] = {}
+    expected = None
     for group in groups:
-        ways = [make[name]() for name in group]
-        first = [] if group[0] == names[0] else [make[names[0]]()]
-        require_same_losses([*first, *ways], options.rows[: options.per_step])
-        del first
-        found |= take_turns(ways, options)
-        del ways
-        gc.collect()
-        torch.compiler.reset()
+        measured, expected = measure(group, options, expected)
+        found |= measured
     for other in (each for each in (PEFT, FULL) if each in found):
         for each in found.values():
             each[f"/ {other}"] = each["tokens/s"] / found[other]["tokens/s"]
@@ -198,7 +221,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=positive, default=4, help="steps of each way (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the products (default: %(default)s)")
     add("--checkpointing", choices=("none", "selective", "full"), default="none", help="of sftron's model")
-    add("--memory", action="store_true", help="also measure the peak memory of each way, in a process of its own")
+    add("--memory", action="store_true", help="also the peak memory of each way, on a CPU in a process of its own")
     add("--quick", action="store_true", help="a tiny shape and two rounds, to see that everything runs")
     add("--out", type=Path, metavar="FILE", help="also write the report there")
     add("--json", type=Path, metavar="FILE", help="also write every number there")

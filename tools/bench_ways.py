@@ -33,7 +33,18 @@ POOL_SIZE = 256
 RANK, ALPHA = 16, 32
 PEFT, FULL = "peft, flattened", "sftron, minibatch"
 """The ways that the others are compared with."""
-LIGER = "transformers, padded, compiled, Liger"
+LIGER, FA2_LIGER = "transformers, padded, compiled, Liger", "transformers, flattened, FA2, Liger"
+FA2, PEFT_FA2 = "transformers, flattened, FA2", "peft, flattened, FA2"
+FLASH_ATTENTION = next((name for name in ("flash_attn", "kernels") if find_spec(name)), "flash_attn")
+"""Where transformers has flash-attention 2 from: the package, or else the Hub's kernel, which `kernels` downloads."""
+NEEDS = {
+    PEFT: ("peft",),
+    LIGER: ("liger_kernel",),
+    FA2: (FLASH_ATTENTION,),
+    PEFT_FA2: ("peft", FLASH_ATTENTION),
+    FA2_LIGER: ("liger_kernel", FLASH_ATTENTION),
+}
+"""The modules that ways need besides transformers. Without flash-attention, flattened rows take a T x T mask."""
 
 
 def rows_of_file(path: Path, tokenizer_folder: Path) -> list[LabeledConversation]:
@@ -78,16 +89,16 @@ class Way:
     trained: TrainedMatrices
 
 
-def make_reference_model(options: argparse.Namespace) -> Any:
+def make_reference_model(options: argparse.Namespace, attention: str = "sdpa") -> Any:
     """Returns transformers' LlamaForCausalLM with fp32 weights: those of a folder, or random ones."""
     import transformers
 
     with torch.device(options.device):
         if options.model:
             load = transformers.LlamaForCausalLM.from_pretrained
-            return load(options.model, dtype=torch.float32, attn_implementation="sdpa").train()
+            return load(options.model, dtype=torch.float32, attn_implementation=attention).train()
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(**options.hf_config, attn_implementation="sdpa")
+        config = transformers.AutoConfig.for_model(**options.hf_config, attn_implementation=attention)
         return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
@@ -158,9 +169,9 @@ def transformers_way(
     lora: bool = False,
     compiled: bool = False,
     liger: bool = False,
+    attention: str = "sdpa",
 ) -> Way:
-
-    model = make_reference_model(options)
+    model = make_reference_model(options, attention)
     if lora:
         import peft
 
@@ -258,5 +269,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, Callable[[], Way]]:
         ways["transformers, padded, compiled"] = partial(transformers_way, flat=False, compiled=True)
         ways["sftron, pool, compiled"] = partial(native_way, pooled=True, compiled=True)
         ways[LIGER] = partial(transformers_way, flat=False, compiled=True, liger=True)
-    missing = {name for name, package in ((PEFT, "peft"), (LIGER, "liger_kernel")) if find_spec(package) is None}
+        with_fa2 = partial(transformers_way, flat=True, attention="flash_attention_2")
+        ways |= {FA2: with_fa2, FA2_LIGER: partial(with_fa2, liger=True), PEFT_FA2: partial(with_fa2, lora=True)}
+    missing = {name for name, modules in NEEDS.items() if any(find_spec(module) is None for module in modules)}
     return {name: partial(make, name, options) for name, make in ways.items() if name not in missing}
