@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
@@ -227,26 +226,48 @@ def test_the_kernel_of_grouped_products_gets_what_the_loop_gets(
     ("capability", "dtype", "size", "expected"),
     [
         ((7, 5), torch.bfloat16, 8, False),
-        ((8, 0), torch.bfloat16, 8, True),
+        ((8, 0), torch.bfloat16, 8, False),
+        ((8, 9), torch.bfloat16, 8, False),
         ((9, 0), torch.bfloat16, 8, True),
         ((9, 0), torch.float32, 8, False),
         ((9, 0), torch.bfloat16, 12, False),
+        ((10, 0), torch.bfloat16, 8, True),
+        ((10, 3), torch.bfloat16, 8, True),
+        ((12, 0), torch.bfloat16, 8, False),
     ],
 )
-def test_grouped_products_have_a_kernel_from_ampere_on_for_bf16_rows_of_whole_16_bytes(
+def test_grouped_products_have_a_kernel_on_hopper_and_datacenter_blackwell_alone(
     capability: tuple[int, int], dtype: torch.dtype, size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    with FakeTensorMode():
-        rows, weight = (torch.empty(*shape, device="cuda", dtype=dtype) for shape in ((3, 8), (2, size, 8)))
+    """For bf16 rows of whole 16 bytes; elsewhere torch has a loop, and checks allow for its rounding."""
+    monkeypatch.setattr(native_experts, "is_gpu", lambda _: True)
+    monkeypatch.setattr(native_experts, "compute_capability", lambda _: capability)
+    rows, weight = (torch.empty(*shape, dtype=dtype) for shape in ((3, 8), (2, size, 8)))
+    experts = Experts(8, 2, size, initializer_range=0.1)
     assert native_experts.has_kernel(rows, weight) is expected
+    assert native_experts.rounds_with_neighbors(experts, dtype) is not expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_without_a_kernel_the_host_reads_the_rows_of_experts_once(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))
+    _, _, router, experts = make_pair(family)
+    x = torch.randn(50, HIDDEN, requires_grad=True)
+    experts(x, *router(x)).sum().backward()
+    assert all(each.grad is not None for each in experts.parameters())
+    assert reads == [NUM_EXPERTS]
 
 
 def test_slots_are_sorted_by_expert_and_in_order() -> None:
-    order, ends = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    order, ranges = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
     #   slots       0  1    2  3    4  5
     assert order.tolist() == [1, 2, 0, 4, 3, 5]
-    assert ends.tolist() == [2, 2, 4, 6, 6]
+    assert ranges.ends_E.tolist() == [2, 2, 4, 6, 6]
+    assert [(each.start, each.stop) for each in ranges.slices] == [(0, 2), (2, 2), (2, 4), (4, 6), (6, 6)]
     # Of as many slots as a long document has: sums in another order would be other bits.
     experts = torch.randint(0, 4, (10_000, 2), generator=torch.Generator().manual_seed(0))
     order, _ = sort_by_expert(experts, 4)

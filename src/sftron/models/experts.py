@@ -11,7 +11,8 @@ again from these: the gathered rows, the gated products, and nothing that needs 
 the gated product, not the output, so the outputs need not be kept for the gradient of the scores.
 
 How many other tokens select its experts changes no bit of a token's results where there is a kernel (law 7), and no
-more than their rounding elsewhere: see `grouped_linear`.
+more than their rounding elsewhere: see `grouped_linear`. Without a kernel, the host reads the numbers of rows once in
+each forward pass of a layer (law 11).
 
     shape suffixes: T tokens, H hidden_size, E experts, K experts per token, S = T * K slots, F intermediate size of an
     expert, I input size, O output size
@@ -20,7 +21,9 @@ more than their rounding elsewhere: see `grouped_linear`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +42,19 @@ class Gating(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """(gradient, gate_up) -> gradient of gate_up, and the product"""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The adjacent rows of each expert."""
+
+    ends_E: Tensor
+    """The end of each range, int32."""
+
+    @cached_property
+    def slices(self) -> list[slice]:
+        """The ranges, read once, for which the host waits for the device."""
+        return [slice(*each) for each in pairwise([0, *self.ends_E.tolist()])]
 
 
 class Experts(nn.Module):
@@ -107,18 +123,18 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x_TH: Tensor, scores_TK: Tensor, experts_TK: Tensor, gate_up_EOH: Tensor, down_EHF: Tensor,
         gate_up_bias_EO: Tensor | None, down_bias_EH: Tensor | None, gating: Gating,
     ) -> Tensor:  # fmt: skip
-        order_S, ends_E = sort_by_expert(experts_TK, len(gate_up_EOH))
+        order_S, ranges = sort_by_expert(experts_TK, len(gate_up_EOH))
         num_selected = experts_TK.shape[1]
         expert_S = None if down_bias_EH is None else experts_TK.flatten()[order_S]
-        gate_up_S2F = grouped_linear(x_TH.index_select(0, order_S // num_selected), gate_up_EOH, ends_E)
+        gate_up_S2F = grouped_linear(x_TH.index_select(0, order_S // num_selected), gate_up_EOH, ranges)
         if gate_up_bias_EO is not None:
             gate_up_S2F += gate_up_bias_EO.to(x_TH.dtype)[expert_S]
         weighted_SF = _scale_(gating.forward(gate_up_S2F), scores_TK, order_S)
         ctx.save_for_backward(
-            x_TH, scores_TK, order_S, ends_E, expert_S, gate_up_S2F, gate_up_EOH, down_EHF, down_bias_EH
+            x_TH, scores_TK, order_S, expert_S, gate_up_S2F, gate_up_EOH, down_EHF, down_bias_EH
         )
-        ctx.gating = gating
-        output_SH = grouped_linear(weighted_SF, down_EHF, ends_E)
+        ctx.gating, ctx.ranges = gating, ranges
+        output_SH = grouped_linear(weighted_SF, down_EHF, ranges)
         if down_bias_EH is not None:
             output_SH += _scale_(down_bias_EH.to(x_TH.dtype)[expert_S], scores_TK, order_S)
         return _sum_of_slots(output_SH, order_S, num_selected)
@@ -126,12 +142,12 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_TH, scores_TK, order_S, ends_E, expert_S, gate_up_S2F, *weights = ctx.saved_tensors
+        x_TH, scores_TK, order_S, expert_S, gate_up_S2F, *weights = ctx.saved_tensors
         gate_up_EOH, down_EHF, down_bias_EH = weights
-        num_selected = scores_TK.shape[1]
+        num_selected, ranges = scores_TK.shape[1], ctx.ranges
         token_S = order_S // num_selected
         grad_SH = grad_TH.index_select(0, token_S)
-        grad_weighted_SF = grouped_linear(grad_SH, down_EHF.transpose(1, 2), ends_E)
+        grad_weighted_SF = grouped_linear(grad_SH, down_EHF.transpose(1, 2), ranges)
         grad_product_SF = _scale_(grad_weighted_SF.clone(), scores_TK, order_S)
         grad_gate_up_S2F, product_SF = ctx.gating.backward(grad_product_SF, gate_up_S2F)
         del grad_product_SF
@@ -147,34 +163,34 @@ class _Experts(torch.autograd.Function):
         # The gradient of a bias is a product with ones, in columns of whole 16 bytes for the kernel.
         ones_S8 = grad_SH.new_ones(len(grad_SH), 8)
         if ctx.needs_input_grad[4]:
-            grad_down = _weight_gradient(grad_SH, _scale_(product_SF, scores_TK, order_S), ends_E, down_EHF)
+            grad_down = _weight_gradient(grad_SH, _scale_(product_SF, scores_TK, order_S), ranges, down_EHF)
         if down_bias_EH is not None and ctx.needs_input_grad[6]:
             scores_S8 = _scale_(ones_S8.clone(), scores_TK, order_S)
-            grad_down_bias = grouped_gradient(grad_SH, scores_S8, ends_E, down_bias_EH.dtype)[..., 0]
+            grad_down_bias = grouped_gradient(grad_SH, scores_S8, ranges, down_bias_EH.dtype)[..., 0]
         del grad_SH, product_SF
         if ctx.needs_input_grad[3]:
-            grad_gate_up = _weight_gradient(grad_gate_up_S2F, x_TH.index_select(0, token_S), ends_E, gate_up_EOH)
+            grad_gate_up = _weight_gradient(grad_gate_up_S2F, x_TH.index_select(0, token_S), ranges, gate_up_EOH)
         if down_bias_EH is not None and ctx.needs_input_grad[5]:
-            grad_gate_up_bias = grouped_gradient(grad_gate_up_S2F, ones_S8, ends_E, down_bias_EH.dtype)[..., 0]
+            grad_gate_up_bias = grouped_gradient(grad_gate_up_S2F, ones_S8, ranges, down_bias_EH.dtype)[..., 0]
         grad_x_TH = None
         if ctx.needs_input_grad[0]:
-            grad_x_SH = grouped_linear(grad_gate_up_S2F, gate_up_EOH.transpose(1, 2), ends_E)
+            grad_x_SH = grouped_linear(grad_gate_up_S2F, gate_up_EOH.transpose(1, 2), ranges)
             grad_x_TH = _sum_of_slots(grad_x_SH, order_S, num_selected)
         return grad_x_TH, grad_scores, None, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias, None
 
 
-def _weight_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+def _weight_gradient(grad_SO: Tensor, x_SI: Tensor, ranges: Ranges, weight_EOI: Tensor) -> Tensor:
     """Returns the gradient of the weight, with the same order of its dimensions in memory."""
     if weight_EOI.is_contiguous():
-        return grouped_gradient(grad_SO, x_SI, ends_E, weight_EOI.dtype)
-    return grouped_gradient(x_SI, grad_SO, ends_E, weight_EOI.dtype).transpose(1, 2)
+        return grouped_gradient(grad_SO, x_SI, ranges, weight_EOI.dtype)
+    return grouped_gradient(x_SI, grad_SO, ranges, weight_EOI.dtype).transpose(1, 2)
 
 
-def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Returns the slots in the order of their experts, int64 [S], and the end of each expert's range, int32 [E]."""
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Ranges]:
+    """Returns the slots in the order of their experts, int64 [S], and the range of each expert."""
     sorted_S, order_S = experts_TK.flatten().sort(stable=True)
     each_E = torch.arange(num_experts, device=sorted_S.device)
-    return order_S, torch.searchsorted(sorted_S, each_E, right=True, out_int32=True)
+    return order_S, Ranges(torch.searchsorted(sorted_S, each_E, right=True, out_int32=True))
 
 
 def _scale_(x_SF: Tensor, scores_TK: Tensor, order_S: Tensor) -> Tensor:
@@ -191,43 +207,44 @@ def _sum_of_slots(x_SH: Tensor, order_S: Tensor, num_selected: int) -> Tensor:
 
 # --- Grouped products ---
 
+_MAJORS_WITH_KERNEL = (9, 10)
+"""The major compute capabilities for which torch 2.11 to 2.13 build their kernel; all others get a loop (pytorch issue
+186620, closed as not planned)."""
 
-def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+
+def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ranges: Ranges) -> Tensor:
     """Returns x @ W_e^T for the rows of each expert e, [S, O] in the type of x.
 
-    On a GPU in bf16 it is one kernel, which computes a row the same way wherever it is. Elsewhere it is a loop over
-    experts, in which a product may round a row differently if another document gives the expert more rows.
+    Where `has_kernel` is true it is one kernel, which computes a row the same way wherever it is. Elsewhere it is a loop
+    over experts, in which a product may round a row differently if another document gives the expert more rows.
     """
     if has_kernel(x_SI, weight_EOI):
-        return F.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).transpose(1, 2), offs=ends_E)
+        return F.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).transpose(1, 2), offs=ranges.ends_E)
     output_SO = x_SI.new_empty(len(x_SI), weight_EOI.shape[1])
     if output_SO.is_meta:
         return output_SO
-    start = 0
-    for weight_OI, end in zip(weight_EOI, ends_E.tolist(), strict=True):
-        if start < end:
-            torch.mm(x_SI[start:end], weight_OI.to(x_SI.dtype).T, out=output_SO[start:end])
-        start = end
+    for weight_OI, rows in zip(weight_EOI, ranges.slices, strict=True):
+        if rows.start < rows.stop:
+            torch.mm(x_SI[rows], weight_OI.to(x_SI.dtype).T, out=output_SO[rows])
     return output_SO
 
 
-def grouped_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+def grouped_gradient(grad_SO: Tensor, x_SI: Tensor, ranges: Ranges, dtype: torch.dtype) -> Tensor:
     """Returns grad^T @ x over the rows of each expert, [E, O, I] in `dtype`; zero for an expert without rows."""
     if has_kernel(grad_SO, x_SI):
+        ends_E = ranges.ends_E
         gradient_EOI = F.grouped_mm(grad_SO.T, x_SI, offs=ends_E)
         has_rows_E = ends_E.diff(prepend=ends_E.new_zeros(1)) > 0
         # The kernel need not write the products of an expert without rows.
         return torch.where(has_rows_E[:, None, None], gradient_EOI, 0).to(dtype)
-    gradient_EOI = x_SI.new_empty(len(ends_E), grad_SO.shape[1], x_SI.shape[1], dtype=dtype)
+    gradient_EOI = x_SI.new_empty(len(ranges.ends_E), grad_SO.shape[1], x_SI.shape[1], dtype=dtype)
     if gradient_EOI.is_meta:
         return gradient_EOI
-    start = 0
-    for gradient_OI, end in zip(gradient_EOI, ends_E.tolist(), strict=True):
+    for gradient_OI, rows in zip(gradient_EOI, ranges.slices, strict=True):
         if dtype == x_SI.dtype:
-            torch.mm(grad_SO[start:end].T, x_SI[start:end], out=gradient_OI)
+            torch.mm(grad_SO[rows].T, x_SI[rows], out=gradient_OI)
         else:
-            gradient_OI.copy_(grad_SO[start:end].T @ x_SI[start:end])
-        start = end
+            gradient_OI.copy_(grad_SO[rows].T @ x_SI[rows])
     return gradient_EOI
 
 
@@ -240,12 +257,12 @@ def rounds_with_neighbors(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Returns whether torch's grouped product has a kernel: on a GPU of compute capability 8.0, with bf16 rows, all of
-    whole 16 bytes."""
+    """Returns whether torch's grouped product has a kernel: on a GPU of compute capability 9.x or 10.x, with bf16 rows,
+    all of whole 16 bytes. On other GPUs torch loops over the experts too, and reads the ranges in each product."""
     rows = tensors[0]
     return (
         is_gpu(rows)
         and rows.dtype == torch.bfloat16
         and all(size % 8 == 0 for each in tensors for size in each.shape[1:])
-        and compute_capability(rows.device) >= (8, 0)
+        and compute_capability(rows.device)[0] in _MAJORS_WITH_KERNEL
     )
