@@ -66,7 +66,8 @@ class Chunks:
 
     def __init__(self, cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> None:
         self.chunk_size, self.device = chunk_size, device
-        starts, lengths = cu_seqlens[:-1].cpu().long(), cu_seqlens.diff().cpu().long()
+        cu_seqlens = cu_seqlens.cpu().long()
+        starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
         self._num_tokens = int(lengths.sum())
         num_chunks = (lengths + chunk_size - 1) // chunk_size
         order = num_chunks.argsort(descending=True, stable=True)
@@ -100,7 +101,11 @@ class Chunks:
         into = torch.where((tokens_MC >= 0)[:, None], into, -1).flatten()
         out = ((slots_T // size)[:, None] * num_heads + heads) * size + (slots_T % size)[:, None]
         (holes,) = torch.nonzero(into < 0, as_tuple=True)
-        return into.clamp_min(0).to(self.device), out.flatten().to(self.device), holes.to(self.device)
+        return self._moved(into.clamp_min(0)), self._moved(out.flatten()), self._moved(holes)
+
+    def _moved(self, rows: Tensor) -> Tensor:
+        """Returns the rows on the device, without waiting for it."""
+        return rows.pin_memory().to(self.device, non_blocking=True) if is_gpu(self.device) else rows
 
     def _into_chunks(self, x: Tensor) -> Tensor:
         """Returns [T, heads, ...] as [M, heads, C, ...] with zeros in the padding."""
@@ -135,8 +140,10 @@ class Chunks:
         q_MKCD, k_MKCD = (self._into_chunks(x) for x in _normalized(q_TKD, k_TKD))
         v_MNCE, g_MNC, beta_MNC = (self._into_chunks(wide(x)) for x in (v_TNE, g_TN, beta_TN))
         num_served = v_TNE.shape[1] // q_TKD.shape[1]
-        sums_MNC = g_MNC.cumsum(-1)
-        is_later = torch.ones(self.chunk_size, self.chunk_size, dtype=torch.bool, device=self.device).triu(1)
+        # The sums up to each token, by a product, because CUDA has no deterministic cumsum.
+        until_CC = g_MNC.new_ones(self.chunk_size, self.chunk_size).triu()
+        sums_MNC = torch.bmm(g_MNC, until_CC.expand(len(g_MNC), -1, -1))
+        is_later = until_CC.mT == 0
         decay_MNCC = (sums_MNC[..., None] - sums_MNC[..., None, :]).masked_fill(is_later, -torch.inf).exp()
         scores_MNCC = _for_values(q_MKCD @ k_MKCD.mT, num_served) * decay_MNCC
         system_MNCC = _for_values(k_MKCD @ k_MKCD.mT, num_served) * decay_MNCC * beta_MNC[..., None]
