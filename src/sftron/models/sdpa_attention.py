@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sftron.kernels.device import is_gpu
 from sftron.models.attention_kernels import PLAIN, Scores, outside_of_graphs
 from sftron.models.blockwise_attention import attend_in_blocks
 
@@ -81,6 +82,11 @@ def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores 
 
 def _sdpa(q_BNTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
     """Returns the output of a batch of attentions, joined in one row, [B * T, N, D]."""
+    num_served = q_BNTD.shape[1] // k_BKSD.shape[1]
+    if num_served > 1 and is_gpu(q_BNTD):
+        # torch's memory-efficient kernel, the one for heads above 256, fp32 and masks, takes no grouped heads; without
+        # it, all T x T scores would exist.
+        k_BKSD, v_BKSD = (x.repeat_interleave(num_served, dim=1) for x in (k_BKSD, v_BKSD))
     is_grouped = q_BNTD.shape[1] != k_BKSD.shape[1]
     out = F.scaled_dot_product_attention(q_BNTD, k_BKSD, v_BKSD, enable_gqa=is_grouped, **options)
     return out.transpose(1, 2).flatten(0, 1)
