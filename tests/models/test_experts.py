@@ -249,9 +249,7 @@ def test_grouped_products_have_a_kernel_on_hopper_and_datacenter_blackwell_alone
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_without_a_kernel_the_host_reads_the_rows_of_experts_once(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_kernel_the_host_reads_the_rows_of_experts_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     tolist = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))

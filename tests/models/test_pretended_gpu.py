@@ -117,6 +117,15 @@ def test_a_step_waits_once(gpu: PretendedGpu) -> None:
     assert _waits_of_step(gpu) == 1
 
 
+@pytest.mark.parametrize(("capability", "num_reads"), [((9, 0), 0), ((8, 9), 1)])
+def test_each_layer_of_a_mixture_waits_once_more_where_grouped_products_have_no_kernel(
+    capability: tuple[int, int], num_reads: int, gpu: PretendedGpu
+) -> None:
+    gpu.capability = capability
+    num_layers, num_batches = 2, 2
+    assert _waits_of_step(gpu, "Mixtral") == 1 + num_reads * num_layers * num_batches
+
+
 def test_an_empty_table_of_routers_on_the_cpu_ends_the_step(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     init = routing.Routing.__init__
 

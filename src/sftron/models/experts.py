@@ -130,9 +130,7 @@ class _Experts(torch.autograd.Function):
         if gate_up_bias_EO is not None:
             gate_up_S2F += gate_up_bias_EO.to(x_TH.dtype)[expert_S]
         weighted_SF = _scale_(gating.forward(gate_up_S2F), scores_TK, order_S)
-        ctx.save_for_backward(
-            x_TH, scores_TK, order_S, expert_S, gate_up_S2F, gate_up_EOH, down_EHF, down_bias_EH
-        )
+        ctx.save_for_backward(x_TH, scores_TK, order_S, expert_S, gate_up_S2F, gate_up_EOH, down_EHF, down_bias_EH)
         ctx.gating, ctx.ranges = gating, ranges
         output_SH = grouped_linear(weighted_SF, down_EHF, ranges)
         if down_bias_EH is not None:
@@ -215,8 +213,8 @@ _MAJORS_WITH_KERNEL = (9, 10)
 def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ranges: Ranges) -> Tensor:
     """Returns x @ W_e^T for the rows of each expert e, [S, O] in the type of x.
 
-    Where `has_kernel` is true it is one kernel, which computes a row the same way wherever it is. Elsewhere it is a loop
-    over experts, in which a product may round a row differently if another document gives the expert more rows.
+    Where `has_kernel` is true, one kernel computes a row the same way wherever it is. Elsewhere a loop over experts may
+    round a row differently if another document gives the expert more rows.
     """
     if has_kernel(x_SI, weight_EOI):
         return F.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).transpose(1, 2), offs=ranges.ends_E)
