@@ -22,9 +22,8 @@ from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
 from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, initial_value, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
-from sftron.models.attention import resolve_attention
 from sftron.models.fusion import fuse_state_dict
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.train.flops import TrainedMatrices
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import train_step
@@ -106,7 +105,7 @@ def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT
     """Returns LlamaForSFT with the weights of the reference model."""
     reference = make_reference_model(options)
     config = LlamaConfig.from_hf(reference.config.to_dict())
-    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim, config.layers)
+    attention = attention_of_layers("auto", config, options.device, options.dtype)
     with options.device:
         max_positions = max(options.budget, config.max_position_embeddings)
         model = LlamaForSFT(config, attention, options.dtype, max_positions, options.checkpointing)
@@ -247,8 +246,8 @@ def native_way(
     @torch.no_grad()
     def token_losses(rows: list[LabeledConversation]) -> Tensor:
         batch, device = pack(rows, sum(map(len, rows))), options.device
-        bounds = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
-        hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
+        ids, positions = batch.input_ids.to(device), batch.position_ids.to(device)
+        hidden = model(ids, positions, batch.cu_seqlens, batch.max_seqlen)
         logits = model.head.logits(hidden[batch.label_positions.to(device)]).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 

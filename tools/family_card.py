@@ -40,7 +40,6 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation, Pack
 from sftron.errors import exit_with, show
 from sftron.models.architecture import FAMILIES
-from sftron.models.attention import resolve_attention
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.objective import hidden_states, loss_of
@@ -171,9 +170,7 @@ def make_fast_reference(reference: Any) -> Any:
 
 
 def load_native(folder: Path) -> LlamaForSFT:
-    config = load_model(folder, compute_dtype=torch.float32).config
-    attention = resolve_attention("auto", torch.device("cpu"), torch.float32, config.largest_head_dim, config.layers)
-    return load_model(folder, attention=attention, compute_dtype=torch.float32)
+    return load_model(folder, compute_dtype=torch.float32)
 
 
 def make_pack(rows: Sequence[LabeledConversation]) -> Pack:

@@ -79,7 +79,7 @@ def compiled(parts: Parts) -> None:
 
 def _compiled(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Compares a step of compiled blocks with the same of blocks that are not compiled."""
-    from sftron.models.attention import resolve_attention
+    from sftron.models.llama import attention_of_layers
     from sftron.train.step import train_step
     from tests.models.reference import make_native, make_reference
 
@@ -88,8 +88,7 @@ def _compiled(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
     batch, reference, found = batch_of((9, 30, 25), 97), make_reference(**smaller), []
     for is_compiled in (False, True):
         model = make_native(reference, compute_dtype=BF16)
-        sizes = model.config.largest_head_dim, model.config.layers
-        model.attention = resolve_attention("auto", device, BF16, *sizes)
+        model.attention = attention_of_layers("auto", model.config, device, BF16)
         model.to(device)
         if is_compiled:
             torch.compiler.reset()

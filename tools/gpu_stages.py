@@ -185,7 +185,7 @@ def _delta_rule(device: torch.device) -> Numbers:
     def run(where: torch.device, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(where, dtype).requires_grad_() for x in inputs]
         q, k, v = leaves
-        out = RecurInDocuments(bounds.to(where))(q, k, v, decay.to(where), beta.to(where, dtype))
+        out = RecurInDocuments(bounds, bounds.to(where))(q, k, v, decay.to(where), beta.to(where, dtype))
         return [out, *torch.autograd.grad(out, leaves, _random(*inputs[2].shape).to(where, dtype))]
 
     share = share_of_difference(run(device, BF16), run(torch.device("cpu"), FP32))
@@ -359,7 +359,8 @@ def require_in_transformers(options: dict[str, Any]) -> None:
 
 def _family(options: dict[str, Any], device: torch.device) -> Numbers:
     """Compares a step on the GPU, in fp32 and in bf16, with the same on the CPU in fp32."""
-    from sftron.models.attention import resolve_attention
+    from sftron.models.attention import describe_backends
+    from sftron.models.llama import attention_of_layers
     from sftron.train.step import train_step
     from tests.models.reference import make_native, make_reference
 
@@ -368,13 +369,12 @@ def _family(options: dict[str, Any], device: torch.device) -> Numbers:
     exact = train_step(make_native(reference), None, [batch], max_grad_norm=None)
     for dtype in (FP32, BF16):
         model = make_native(reference, compute_dtype=dtype)
-        sizes = model.config.largest_head_dim, model.config.layers
-        model.attention = resolve_attention("auto", device, dtype, *sizes)
+        model.attention = attention_of_layers("auto", model.config, device, dtype)
         ours = train_step(model.to(device), None, [batch], max_grad_norm=None)
         assert ours.loss is not None
         assert exact.loss is not None
         share = abs(ours.loss / exact.loss - 1)
-        numbers[f"{str(dtype).removeprefix('torch.')} on {model.attention} differs by"] = share
+        numbers[f"{str(dtype).removeprefix('torch.')} on {describe_backends(model.attention)} differs by"] = share
         if dtype == FP32:
             require_same_step(ours, exact, dtype)
         require("the difference of the losses", share, LARGEST_FAMILY_DIFFERENCE)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from sftron.models import attention
+from sftron.models import attention, sdpa_attention
 from sftron.models.architecture import Layer
 from sftron.models.attention import (
     BACKENDS,
@@ -25,6 +26,7 @@ from sftron.models.sdpa_attention import attend_causally
 from tests.conftest import rest_nightly
 from tests.models.conftest import bounds, random_heads, softmax_attention
 from tests.models.memory import LiveMemory
+from tests.models.reference import FAMILIES, make_native, make_reference, pack
 
 CPU = torch.device("cpu")
 LENGTHS = [130, 1, 0, 299, 70, 0]
@@ -96,7 +98,7 @@ def test_a_backend_and_its_gradients_are_those_of_softmax_over_the_documents_pas
 def test_every_option_of_a_backend_on_a_gpu_is_that_of_the_definition(
     name: str, device: str, dtype: torch.dtype, layer: Layer
 ) -> None:
-    if reason := reason_against(name, torch.device(device), dtype, 64, (layer,)):
+    if reason := reason_against(name, torch.device(device), dtype, 64, layer):
         pytest.skip(reason)
     options: dict[str, Any] = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
     inputs = _inputs(name, device, dtype)
@@ -263,14 +265,10 @@ def test_a_window_takes_memory_in_proportion_to_the_length(num_tokens: int, opti
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("varlen", {"sinks_N": torch.zeros(6)}, "'varlen' has no attention sinks that are trained, but 6 were given"),
-        (
-            "flash_attn_2",
-            {"sinks_N": torch.zeros(6)},
-            "'flash_attn_2' has no attention sinks .* Choose 'flex' or 'sdpa'",
-        ),
-        ("varlen", {"softcap": 30.0}, "'varlen' has no soft cap of scores that is trained, but 30 was given"),
-        ("flash_attn_4", {"softcap": 30.0}, "'flash_attn_4' has no soft cap .* Choose 'flex' or 'sdpa'"),
+        ("varlen", {"sinks_N": torch.zeros(6)}, "varlen has no attention sinks that are trained, the model has"),
+        ("flash_attn_2", {"sinks_N": torch.zeros(6)}, "flash_attn_2 has no attention sinks .* Choose 'flex' or 'sdpa'"),
+        ("varlen", {"softcap": 30.0}, "varlen has no soft cap of scores that is trained, the model's is 30"),
+        ("flash_attn_4", {"softcap": 30.0}, "flash_attn_4 has no soft cap .* Choose 'flex' or 'sdpa'"),
     ],
 )
 def test_a_backend_refuses_what_it_does_not_implement(
@@ -338,6 +336,45 @@ def test_a_compiled_block_is_not_compiled_again_for_batches_packed_otherwise(
             if found.requires_grad:
                 found.sum().backward()
     assert len(shapes) > 3
+
+
+@pytest.mark.parametrize(("num_documents", "padded"), [(1, 16), (16, 16), (17, 32), (33, 48), (130, 144)])
+def test_documents_are_padded_by_empty_ones_to_a_multiple_of_16(num_documents: int, padded: int) -> None:
+    """The backward pass of flash attention has 128 more rows of fp32 for each."""
+    cu_seqlens = bounds([3] * num_documents)
+    found = pad_documents(cu_seqlens)
+    assert found.diff().tolist() == [3] * num_documents + [0] * (padded - num_documents)
+    assert found.dtype == torch.int32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_sdpa_gets_as_many_key_heads_as_query_heads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them, torch's memory-efficient kernel refuses, and its other one makes all T x T scores."""
+    native = make_native(make_reference(**FAMILIES[family]))
+    input_ids, *rest = pack([30, 1, 25])
+    heads: list[tuple[int, int, int]] = []
+    compute = F.scaled_dot_product_attention
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        heads.append((q.shape[1], k.shape[1], v.shape[1]))
+        return compute(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    results = []
+    for is_on_gpu in (False, True):
+        monkeypatch.setattr(sdpa_attention, "is_gpu", lambda _, is_on_gpu=is_on_gpu: is_on_gpu)
+        heads.clear()
+        native.zero_grad()
+        hidden = native(input_ids, *rest)
+        hidden.square().sum().backward()
+        results.append([hidden.detach(), *(each.grad for each in native.parameters() if each.grad is not None)])
+        if is_on_gpu:
+            assert all(q == k == v for q, k, v in heads)
+        elif native.config.num_key_value_heads < native.config.num_attention_heads:
+            assert all(k == v == native.config.num_key_value_heads for _, k, v in heads) or family.startswith("Gemma 4")
+    assert heads or family in ("Gemma 2", "gpt-oss")
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4 * float(on_cpu.abs().max()), rtol=0)
 
 
 def test_bounds_that_do_not_fit_are_refused() -> None:

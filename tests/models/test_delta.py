@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sftron.models import delta
 from sftron.models.causal_convolution import causal_convolution
 from sftron.models.delta import CachedRecur, RecurInDocuments
 from sftron.models.delta_rule import CHUNK_SIZE, Chunks, recurrent_gated_delta_rule, require_arguments
@@ -166,12 +168,49 @@ def test_a_cache_continues_what_the_chunks_begin(num_first: int) -> None:
 
 def test_recomputing_the_rule_changes_no_bit_and_bfloat16_is_computed_in_fp32() -> None:
     inputs = [x.bfloat16() for x in make_inputs(sum(LENGTHS))]
-    modes = [RecurInDocuments(bounds(LENGTHS), recompute=recompute) for recompute in (False, True)]
+    modes = [RecurInDocuments(bounds(LENGTHS), bounds(LENGTHS), recompute=recompute) for recompute in (False, True)]
     found = [results(recur, inputs) for recur in modes]
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
     assert {x.dtype for x in found[0]} == {torch.bfloat16}
     wide = chunk_gated_delta_rule(*(x.float() for x in inputs), bounds(LENGTHS))
     assert found[0][0].equal(wide.bfloat16())
+
+
+def test_the_rule_uses_no_operation_that_cuda_refuses_to_compute_deterministically() -> None:
+    """Those of the list of torch.use_deterministic_algorithms that sum along a dimension."""
+    names: set[str] = set()
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func._schema.name.partition("::")[2])
+            return func(*args, **kwargs or {})
+
+    cu_seqlens, inputs = bounds(LENGTHS), [x.float() for x in make_inputs(sum(LENGTHS))]
+    with Operations():
+        results(RecurInDocuments(cu_seqlens, cu_seqlens), inputs)
+    assert {"bmm", "baddbmm", "exp"} <= names
+    assert not names & {"cumsum", "cumsum_", "logcumsumexp", "histc", "bincount", "put_", "scatter_reduce", "kthvalue"}
+
+
+def test_fla_gets_the_bounds_on_the_device_and_the_chunks_get_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, given = make_inputs(sum(LENGTHS)), []
+
+    def chunks(cu_seqlens: Tensor, *rest: Any) -> Chunks:
+        given.append(cu_seqlens)
+        return Chunks(cu_seqlens, *rest)
+
+    on_cpu, on_device = bounds(LENGTHS), bounds(LENGTHS)
+    recur = RecurInDocuments(on_cpu, on_device)
+    monkeypatch.setattr(
+        delta, "Chunks", lambda cu_seqlens, *rest: given.append(cu_seqlens) or Chunks(cu_seqlens, *rest)
+    )
+    recur(*inputs)
+    monkeypatch.setattr(delta, "uses_fla", lambda *_: True)
+    monkeypatch.setattr(delta, "fla_rule", lambda *given_to_fla: given.append(given_to_fla[-1]))
+    for _ in range(2):
+        recur(*inputs)
+    # One object, for which fla finds its chunks once.
+    assert [id(each) for each in given] == [id(on_cpu), id(on_device), id(on_device)]
 
 
 def test_a_version_of_fla_with_other_arguments_is_refused_with_their_names() -> None:

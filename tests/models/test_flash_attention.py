@@ -1,15 +1,19 @@
 """The calls of the flash-attention packages, and which of them is taken; stand-ins with their signatures compute."""
 
 import importlib.metadata
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from inspect import Parameter, Signature
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from sftron.models import attention
 from sftron.models.architecture import Layer
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
 from sftron.models.attention_kernels import Scores
@@ -59,15 +63,28 @@ def _stand_in(version: int, calls: list[Call]) -> Callable[..., Any]:
     return flash_attn_varlen_func
 
 
+TRIAL = attention.trial_failure.__wrapped__
 MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 
 
 class Machine:
-    """A machine of one's choice: its GPU's compute capability, and the packages installed there."""
+    """A machine of one's choice: its GPU's compute capability, and the packages installed there. No backend is tried,
+    unless `computes` makes a GPU of the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.calls: list[Call] = []
+        monkeypatch.setattr(attention, "trial_failure", lambda *_: None)
+
+    def computes(self, capability: tuple[int, int], functions: Mapping[int, Callable[..., Any]]) -> torch.device:
+        """Returns a device of this capability, with these versions, on which backends are tried."""
+        self.set(capability, *functions)
+        for version, function in functions.items():
+            self.install(MODULES[version], function)
+        self._monkeypatch.setattr(attention, "is_gpu", lambda _: True)
+        self._monkeypatch.setattr(attention, "compute_capability", lambda _: capability)
+        self._monkeypatch.setattr(attention, "trial_failure", cache(TRIAL))
+        return torch.device("cpu")
 
     def set(self, capability: tuple[int, int], *versions: int) -> None:
         self._monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -137,9 +154,8 @@ WINDOW, SOFTCAP, SINKS = Layer(window=4096), Layer(softcap=50.0), Layer(window=1
 @pytest.mark.parametrize(
     ("capability", "layer", "auto"),
     [
-        ((9, 0), Layer(scale=0.1), "flash_attn_4"),
-        ((9, 0), WINDOW, "flash_attn_3"),
-        ((10, 0), WINDOW, "flash_attn_4"),
+        ((9, 0), Layer(scale=0.1), "varlen"),
+        ((9, 0), WINDOW, "varlen"),
         ((9, 0), SOFTCAP, "flash_attn_3"),
         ((10, 0), SOFTCAP, "flash_attn_2"),
         ((9, 0), SINKS, "flex"),
@@ -147,11 +163,11 @@ WINDOW, SOFTCAP, SINKS = Layer(window=4096), Layer(softcap=50.0), Layer(window=1
         ((7, 5), SINKS, "sdpa"),
     ],
 )
-def test_auto_takes_what_can_compute_every_layer(
+def test_auto_takes_the_first_that_can_compute_a_layer_and_never_version_4(
     capability: tuple[int, int], layer: Layer, auto: str, machine: Machine
 ) -> None:
     machine.set(capability, 2, 3, 4)
-    assert resolve_attention("auto", CUDA, BF16, 128, (Layer(), layer)) == auto
+    assert resolve_attention("auto", CUDA, BF16, 128, layer) == auto
 
 
 @pytest.mark.parametrize(
@@ -162,37 +178,31 @@ def test_auto_takes_what_can_compute_every_layer(
         ("flash_attn", SINKS, "flash_attn_4 has no attention sinks .* flash_attn_3 has no .* flash_attn_2 has no"),
     ],
 )
-def test_a_backend_that_cannot_compute_some_layer_is_refused(
+def test_a_backend_that_cannot_compute_a_layer_is_refused(
     name: str, layer: Layer, reason: str, machine: Machine
 ) -> None:
     machine.set((9, 0), 2, 3, 4)
     with pytest.raises(ValueError, match=f"attention: '{name}' cannot run here: {reason}.*Choose 'auto', or 'sdpa'"):
-        resolve_attention(name, CUDA, BF16, 128, (Layer(), layer))
-
-
-def test_a_window_that_version_4_would_forget_in_its_backward_pass_is_refused(machine: Machine) -> None:
-    machine.set((9, 0), 4)
-    with pytest.raises(ValueError, match=r"no window in its backward pass on compute capability 9, .* 4096 tokens"):
-        resolve_attention("flash_attn", CUDA, BF16, 128, (WINDOW,))
+        resolve_attention(name, CUDA, BF16, 128, layer)
 
 
 @pytest.mark.parametrize(
-    ("capability", "versions", "flash_attn", "auto"),
+    ("capability", "versions", "flash_attn"),
     [
-        ((9, 0), (2, 3, 4), "flash_attn_4", "flash_attn_4"),
-        ((9, 0), (2, 3), "flash_attn_3", "flash_attn_3"),
-        ((10, 0), (2, 3), "flash_attn_2", "varlen"),
-        ((8, 6), (2, 3, 4), "flash_attn_2", "varlen"),
-        ((12, 0), (2, 4), "flash_attn_2", "varlen"),
-        ((9, 0), (), None, "varlen"),
-        ((7, 5), (2, 3, 4), None, "sdpa"),
+        ((9, 0), (2, 3, 4), "flash_attn_4"),
+        ((9, 0), (2, 3), "flash_attn_3"),
+        ((10, 0), (2, 3), "flash_attn_2"),
+        ((8, 6), (2, 3, 4), "flash_attn_2"),
+        ((12, 0), (2, 4), "flash_attn_2"),
+        ((9, 0), (), None),
+        ((7, 5), (2, 3, 4), None),
     ],
 )
 def test_the_newest_version_that_is_installed_and_supports_the_device_is_taken(
-    capability: tuple[int, int], versions: tuple[int, ...], flash_attn: str | None, auto: str, machine: Machine
+    capability: tuple[int, int], versions: tuple[int, ...], flash_attn: str | None, machine: Machine
 ) -> None:
     machine.set(capability, *versions)
-    assert resolve_attention("auto", CUDA, BF16, 128) == auto
+    assert resolve_attention("auto", CUDA, BF16, 128) == ("sdpa" if capability < (8, 0) else "varlen")
     if flash_attn:
         assert resolve_attention("flash_attn", CUDA, BF16, 128) == flash_attn
     else:
@@ -202,7 +212,7 @@ def test_the_newest_version_that_is_installed_and_supports_the_device_is_taken(
 
 def test_auto_takes_what_can_compute_heads_of_this_size_and_type(machine: Machine) -> None:
     machine.set((9, 0), 2, 3, 4)
-    heads = ((BF16, 256, "flash_attn_3"), (BF16, 20, "flex"), (BF16, 512, "sdpa"), (torch.float32, 128, "sdpa"))
+    heads = ((BF16, 256, "varlen"), (BF16, 20, "flex"), (BF16, 512, "sdpa"), (torch.float32, 128, "sdpa"))
     for dtype, head_dim, auto in heads:
         assert resolve_attention("auto", CUDA, dtype, head_dim) == auto
 
@@ -235,20 +245,14 @@ def test_the_first_module_that_has_the_function_is_taken(machine: Machine) -> No
     assert resolve_attention("flash_attn", CUDA, BF16, 64) == "flash_attn_3"
 
 
-def test_a_version_that_cannot_be_loaded_or_lacks_an_argument_is_refused_and_not_called(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_cannot_be_loaded_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.set((9, 0), 4)
-    with monkeypatch.context() as broken:
 
-        def fail(name: str) -> None:
-            raise ImportError(f"{name}: undefined symbol")
+    def fail(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
 
-        broken.setattr(importlib, "import_module", fail)
-        with pytest.raises(ValueError, match=r"flash_attn 4 is installed but cannot be loaded: .*undefined symbol"):
-            resolve_attention("flash_attn", CUDA, BF16, 64)
-    machine.install("flash_attn.cute", lambda q, k, v, cu_seqlens_q, cu_seqlens_k, causal: None)
-    with pytest.raises(ValueError, match="flash_attn 4 as installed does not take max_seqlen_q, max_seqlen_k, determ"):
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ValueError, match=r"flash_attn 4 is installed but cannot be loaded: .*undefined symbol"):
         resolve_attention("flash_attn", CUDA, BF16, 64)
 
 
@@ -256,13 +260,92 @@ def test_a_head_that_version_3_cannot_compute_deterministically_goes_elsewhere(m
     machine.set((9, 0), 3)
     torch.use_deterministic_algorithms(True)
     try:
-        assert resolve_attention("auto", CUDA, BF16, 256) == "varlen"
+        assert resolve_attention("auto", CUDA, BF16, 256, SOFTCAP) == "flex"
         with pytest.raises(
             ValueError, match="flash_attn_3 is deterministic up to a head_dim of 192, the model's is 256"
         ):
             resolve_attention("flash_attn", CUDA, BF16, 256)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# --- Trials ---
+
+
+def _broken(version: int, fault: str) -> Callable[..., Any]:
+    """Returns the function of a package with a fault."""
+    sound = _stand_in(version, [])
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Call) -> Tensor:
+            ctx.save_for_backward(q, k, v)
+            ctx.options = options
+            return sound(q, k, v, **options)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if fault == "backward":
+                raise RuntimeError("This flash attention build does not support backward.\nRebuild it.")
+            if fault == "window":
+                del ctx.options["window_size"]
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+                return *torch.autograd.grad(sound(*leaves, **ctx.options), leaves, grad), None
+
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if fault == "argument":
+            assert "causal" in options
+            raise TypeError("flash_attn_varlen_func() got an unexpected keyword argument 'causal'")
+        if fault == "neighbors":
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds([len(q)]))
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), len(q))
+        out = Broken.apply(q, k, v, options)
+        assert isinstance(out, Tensor)
+        return out * torch.nan if fault == "nan" else out
+
+    return flash_attn_varlen_func
+
+
+FAULTS = {
+    "backward": "on a trial, RuntimeError: This flash attention build does not support backward.",
+    "argument": "on a trial, TypeError: flash_attn_varlen_func.. got an unexpected keyword argument 'causal'",
+    "nan": "on a trial, outputs and gradients of q, k and v were wrong by nan, nan, nan, nan; 0.05 is allowed",
+    "window": r"on a trial, outputs and gradients of q, k and v were wrong by 0.00\d, 0.\d, 0.\d, 0.\d; 0.05",
+    "neighbors": "on a trial, outputs and gradients .* were wrong by",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_backend_that_fails_its_trial_is_not_used_and_the_reason_is_printed(fault: str, machine: Machine) -> None:
+    layer, lines = Layer(window=4096, softcap=50.0), []
+    device = machine.computes((9, 0), {3: _broken(3, fault), 2: _stand_in(2, [])})
+    assert resolve_attention("auto", device, BF16, 64, layer, lines.append) == "flash_attn_2"
+    (line,) = lines
+    assert re.match(f"attention: flash_attn_3 is not used: {FAULTS[fault]}", line), line
+    machine.install(MODULES[2], None)
+    with pytest.raises(
+        ValueError, match=f"'flash_attn' cannot run here: .*{FAULTS[fault]}.*; flash_attn 2 is not inst"
+    ):
+        resolve_attention("flash_attn", device, BF16, 64, layer, lines.append)
+
+
+@pytest.mark.parametrize("layer", [Layer(), WINDOW, SOFTCAP, Layer(window=1, scale=0.2, softcap=3.0)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_sound_backend_passes_its_trial_once_in_a_process(
+    layer: Layer, dtype: torch.dtype, machine: Machine, varlen_on_cpu: None
+) -> None:
+    calls: list[Call] = []
+    device = machine.computes((9, 0), {3: _stand_in(3, calls)})
+    lines: list[str] = []
+    auto = "varlen" if layer.softcap is None else "flash_attn_3"
+    assert resolve_attention("auto", device, dtype, 64, layer, lines.append) == auto
+    assert resolve_attention("flash_attn", device, dtype, 64, layer, lines.append) == "flash_attn_3"
+    assert resolve_attention("flash_attn", device, dtype, 64, layer, lines.append) == "flash_attn_3"
+    assert len(calls) == 1
+    assert resolve_attention("flash_attn", device, dtype, 128, layer, lines.append) == "flash_attn_3"
+    assert len(calls) == 2
+    assert not lines
 
 
 def test_a_row_as_long_as_the_table_is_not_refused_for_its_bucket(varlen_on_cpu: None) -> None:

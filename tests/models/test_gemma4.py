@@ -1,5 +1,6 @@
 """Gemma 4: the tensors of the released models, keys that layers share, inputs of layers, and what is refused."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_json
 from sftron.models.architecture import LlamaConfig
+from sftron.models.attention import describe_backends
 from sftron.models.fusion import expected_shapes
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, attention_of_layers
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
+from tests.models.test_pretended_families import _batch, _step
+from tests.pretended import pretended_gpu
 
 _ROPE = {
     "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
@@ -65,7 +69,35 @@ def test_a_released_model_has_the_tensors_of_transformers(name: str) -> None:
     expected = {name: tensor.shape for name, tensor in reference.state_dict().items()}
     del expected["lm_head.weight"]  # tied
     assert found == expected
-    assert native.largest_head_dim == 512
+    assert {native.of_layer(layer).head_dim for layer in native.layers} == {256, 512}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_on_a_gpu_heads_of_256_are_computed_by_varlen_and_those_of_512_by_sdpa(name: str) -> None:
+    config = LlamaConfig.from_hf(RELEASED[name])
+    with pretended_gpu() as gpu:
+        backends = attention_of_layers("auto", config, gpu.device, torch.bfloat16)
+        with pytest.raises(ValueError, match=r"'varlen' cannot run here: varlen takes a head_dim of 8 to 256 .* 512"):
+            attention_of_layers("varlen", config, gpu.device, torch.bfloat16)
+    assert backends == tuple("sdpa" if layer.head_dim == 512 else "varlen" for layer in config.layers)
+    counts = Counter(backends)
+    assert describe_backends(backends) == f"varlen in {counts['varlen']} layers, sdpa in {counts['sdpa']} layers"
+
+
+def test_a_step_by_two_backends_waits_for_the_device_once() -> None:
+    """sdpa reads the bounds on the CPU, and varlen gets them on the device."""
+    reference = make_reference(**FAMILIES["Gemma 4 31B"] | {"global_head_dim": 264})
+    batch = _batch(make_native(reference))
+    results = []
+    with pretended_gpu() as gpu:
+        for name in ("auto", "sdpa"):
+            model = make_native(reference, compute_dtype=torch.bfloat16).to(gpu.device)
+            model.attention = attention_of_layers(name, model.config, gpu.device, torch.bfloat16)
+            model.rope_tables.at(batch.position_ids[:1].to(gpu.device))
+            gpu.reset()
+            results.append(_step(model, batch.pin_memory()))
+            assert gpu.waits.total() == 1, gpu.waits
+    assert (results[0].loss, results[0].grad_norm) == pytest.approx((results[1].loss, results[1].grad_norm), rel=0.02)
 
 
 def test_sizes_by_the_number_of_a_layer_are_read_as_those_of_all_full_layers() -> None:

@@ -8,18 +8,14 @@ import torch
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import Batch
-from sftron.models.attention import resolve_attention
 from sftron.models.generation import generate, most_likely
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.train.objective import loss_of
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import StepResult, train_step
 from tests.models.reference import FAMILIES, make_native, make_reference
 from tests.pretended import pretended_gpu
 from tools.bench_ways import random_rows
-
-BY_FLEX = {"GLM 4.7 Flash"}
-"""The families whose fastest backend is flex, which torch refuses on this device: they take sdpa."""
 
 
 def _batch(model: LlamaForSFT) -> Batch:
@@ -39,11 +35,8 @@ def test_a_family_trains_evaluates_and_answers_on_a_gpu(family: str) -> None:
     batch = _batch(on_cpu)
     expected = _step(on_cpu, batch)
     with pretended_gpu() as gpu:
-        config = on_cpu.config
-        backend = resolve_attention("auto", gpu.device, torch.bfloat16, config.head_dim, config.layers)
-        assert (backend == "flex") == (family in BY_FLEX)
-        backend = "sdpa" if backend == "flex" else backend
-        model = make_native(reference, attention=backend, compute_dtype=torch.bfloat16).to(gpu.device)
+        backends = attention_of_layers("auto", on_cpu.config, gpu.device, torch.bfloat16)
+        model = make_native(reference, attention=backends, compute_dtype=torch.bfloat16).to(gpu.device)
         batch = batch.pin_memory()
         model.rope_tables.at(batch.position_ids[:1].to(gpu.device))  # the first batch copies the tables of rotations
 

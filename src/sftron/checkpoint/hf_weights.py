@@ -205,7 +205,7 @@ def digest_of(file_digests: Mapping[str, str]) -> str:
 
 def load_model(
     folder: str | Path,
-    attention: str = "sdpa",
+    attention: str | Sequence[str] = "sdpa",
     compute_dtype: torch.dtype = torch.bfloat16,
     num_positions: int | None = None,
     activation_checkpointing: str = "none",

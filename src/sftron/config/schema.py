@@ -58,8 +58,8 @@ class Model(Section):
     """The branch, tag or commit of a Hub id; null: the branch main. A run asks the Hub once which commit that is: it
     writes the commit to its config.yaml, and a resume uses it."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
-    """The attention backend; auto takes the fastest one that keeps documents apart on this device, and the run prints
-    it. flash_attn: the newest of the flash-attention packages (2, 3, 4) that is installed and supports the device."""
+    """The attention backend; auto takes for each layer the first that supports it and works on this device, and the run
+    prints it. flash_attn: the newest of the flash-attention packages (2, 3, 4) that works; auto takes no 4."""
     loss: Literal["auto", "native", "liger"] = "auto"
     """Whose cross entropy; auto is native, the only one that needs no package and never waits for the device."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

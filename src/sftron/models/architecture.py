@@ -122,10 +122,6 @@ class LlamaConfig:
         return replace(self, **own) if own else self
 
     @property
-    def largest_head_dim(self) -> int:
-        return max(self.head_dim, *(layer.head_dim or 0 for layer in self.layers))
-
-    @property
     def head_has(self) -> str | None:
         """What the head computes besides a product."""
         if self.head_bias:

@@ -5,7 +5,10 @@ The backends are compared in docs/architecture.md. "sdpa" runs anywhere and is t
     shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size
 """
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -14,7 +17,6 @@ from torch import Tensor
 from sftron.kernels.device import compute_capability, is_gpu
 from sftron.models.architecture import Layer
 from sftron.models.attention_kernels import (
-    NO_SOFTCAP,
     PLAIN,
     FlashAttention,
     FlexAttention,
@@ -22,6 +24,7 @@ from sftron.models.attention_kernels import (
     VarlenAttention,
     compiled_flex_attention,
     flash_attn_function,
+    lacking,
 )
 from sftron.models.quantization import dtype_name
 from sftron.models.sdpa_attention import SdpaAttention
@@ -37,7 +40,7 @@ class Attend(Protocol):
             q_TND: The queries. N is a multiple of K: each key-value head serves N / K consecutive query heads.
 
         Raises:
-            ValueError: The backend does not implement the soft cap or the sinks; see `reason_against`.
+            ValueError: The backend does not implement the soft cap or the sinks; see `lacking`.
         """
         ...
 
@@ -47,10 +50,13 @@ CHOICES = ("auto", "sdpa", "varlen", "flash_attn", "flex")
 
 BACKENDS = ("sdpa", "varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex")
 
-_FASTEST_FIRST = ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn_2", "flex", "sdpa")
-"""The backends by speed. Version 3 takes 1/2 to 1/1.5 of the time of 2 on an H100 (arXiv 2407.08608). varlen is the
-kernel of 2 without a package. flex reaches 85 to 90 % of its speed (pytorch.org/blog/flexattention), more head sizes.
-"""
+_TRIED = {
+    "auto": ("varlen", "flash_attn_3", "flash_attn_2", "flex", "sdpa"),
+    "flash_attn": ("flash_attn_4", "flash_attn_3", "flash_attn_2"),
+}
+"""The order in which backends are tried. Only a measurement on a GPU may move one before varlen, torch's own kernel, or
+add version 4, a beta whose first calls compile. flex reaches 85 to 90 % of the speed of version 2
+(pytorch.org/blog/flexattention) with more options."""
 
 _ANY_LATER = 99
 _LIMITS = {
@@ -62,26 +68,47 @@ _LIMITS = {
 }
 """The supported major compute capabilities and head sizes."""
 
-_FEWEST_DOCUMENTS, _SHORTEST_LONGEST = 16, 128
-"""The smallest padded number of documents and the smallest padded max_seqlen; see `attend_documents`."""
+_DOCUMENT_STEP, _SHORTEST_LONGEST = 16, 128
+"""Of the padded number of documents, and of the padded max_seqlen; see `attend_documents`."""
+
+_PLAIN_LAYER = Layer()
+
+_MOST_TRIAL_ERROR = 0.05
+"""The largest error of a backend's trial, relative to the norm; bf16 rounds to 0.01, and mistakes are of order 1."""
+
+
+def print_error(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def resolve_attention(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, layers: Sequence[Layer] = ()
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    layer: Layer = _PLAIN_LAYER,
+    report: Callable[[str], object] = print_error,
 ) -> str:
-    """Returns the entry of BACKENDS for `name`, one of CHOICES; "auto" is the fastest backend that supports `device`
-    and all `layers`.
+    """Returns the entry of BACKENDS by which a layer computes attention.
 
     Whether kernels must be deterministic follows torch's global setting.
+
+    Args:
+        name: One of CHOICES; "auto" is the first backend that supports the device and the layer.
+        report: Is given a line for each backend that supports them but fails in `trial_failure`.
 
     Raises:
         ValueError: The requested backend cannot run on the device, with the reason. There is no silent fallback.
     """
     if name not in CHOICES:
         raise ValueError(f"attention: {name!r} is not one of {', '.join(CHOICES)}.")
+    # A window that a trial on few tokens notices. All layers that differ in nothing else share the trial.
+    tried = Layer(window=layer.window and 24, scale=layer.scale, softcap=layer.softcap, sinks=layer.sinks)
     reasons = []
-    for backend in (each for each in _FASTEST_FIRST if name == "auto" or each.startswith(name)):
-        reason = reason_against(backend, device, dtype, head_dim, layers)
+    for backend in _TRIED.get(name, (name,)):
+        reason = reason_against(backend, device, dtype, head_dim, layer)
+        if reason is None and backend != "sdpa" and (reason := trial_failure(backend, device, dtype, head_dim, tried)):
+            report(f"attention: {backend} is not used: {reason}")
         if reason is None:
             return backend
         reasons.append(reason)
@@ -90,8 +117,16 @@ def resolve_attention(
     raise ValueError(f"attention: {name!r} cannot run here: {reason}. Choose 'auto', or 'sdpa', which runs anywhere.")
 
 
+def describe_backends(backends: Sequence[str]) -> str:
+    """Returns "varlen", or "varlen in 25 layers, sdpa in 5 layers", given the backend of each layer."""
+    counts = Counter(filter(None, backends))
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} in {number} layers" for name, number in counts.items()) or "none"
+
+
 def reason_against(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, layers: Sequence[Layer] = ()
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, layer: Layer = _PLAIN_LAYER
 ) -> str | None:
     """Returns the reason why a backend cannot be used, with the value found and the value needed, or None if it can."""
     if backend == "sdpa":
@@ -109,9 +144,10 @@ def reason_against(
     if head_dim not in head_dims:
         sizes = f"{head_dims.start} to {head_dims[-1]} in steps of {head_dims.step}"
         return f"{backend} takes a head_dim of {sizes}, the model's is {head_dim}"
-    lacking = _lacking(backend, layers, major)
-    if lacking or not backend.startswith("flash_attn"):
-        return lacking
+    if reason := lacking(backend, layer.softcap, has_sinks=layer.sinks):
+        return reason
+    if not backend.startswith("flash_attn"):
+        return None
     version = int(backend[-1])
     if version == 3 and head_dim > 192 and torch.are_deterministic_algorithms_enabled():
         return f"{backend} is deterministic up to a head_dim of 192, the model's is {head_dim}"
@@ -122,31 +158,49 @@ def reason_against(
     return None
 
 
-def _lacking(backend: str, layers: Sequence[Layer], major: int) -> str | None:
-    """Returns the reason why a backend cannot compute some layer on a device of this major compute capability."""
-    if backend != "flex" and any(layer.sinks for layer in layers):
-        return f"{backend} has no attention sinks that are trained, the model has"
-    softcap = next((layer.softcap for layer in layers if layer.softcap is not None), None)
-    if backend in NO_SOFTCAP and softcap is not None:
-        return f"{backend} has no soft cap of scores that is trained, the model's is {softcap:g}"
-    window = next((layer.window for layer in layers if layer.window is not None), None)
-    # Its backward pass ignored the window there when this was written (flash_attn/cute/interface.py, 4.0.0b36).
-    if backend == "flash_attn_4" and major == 9 and window is not None:
-        return f"{backend} has no window in its backward pass on compute capability 9, the model's is {window} tokens"
-    return None
+@cache
+def trial_failure(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, layer: Layer) -> str | None:
+    """Returns how a backend fails on two small documents on the device, forward and backward; None if it computes what
+    sdpa computes on the CPU in fp32. A process tries each case once."""
+    generator = torch.Generator().manual_seed(0)
+    heads, weights = (torch.randn(128, num, head_dim, generator=generator).to(dtype) for num in (8, 4))
+    sinks, bounds = torch.linspace(-1, 1, 4), torch.tensor([0, 48, 128], dtype=torch.int32)
+
+    def results(name: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = (x.to(device, dtype).requires_grad_() for x in heads.split([4, 2, 2], dim=1))
+        scores = Scores(layer.window, layer.scale, layer.softcap, sinks.to(device) if layer.sinks else None)
+        with torch.enable_grad():
+            out = attend_documents(name, bounds.to(device), 80, 128)(q, k, v, scores)
+            gradients = torch.autograd.grad(out, (q, k, v), weights.to(device, dtype))
+        return [x.detach().cpu().float() for x in (out, *gradients)]
+
+    try:
+        found = results(backend, device, dtype)
+    except Exception as error:  # a kernel of others may raise anything
+        return f"on a trial, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        if backend == "flex":
+            torch._dynamo.reset()  # or else the sizes of the trial's heads would count as the first of several
+    expected = results("sdpa", torch.device("cpu"), torch.float32)
+    errors = [float((x - exact).norm() / exact.norm()) for x, exact in zip(found, expected, strict=True)]
+    if all(error <= _MOST_TRIAL_ERROR for error in errors):  # false for NaN
+        return None
+    measured = ", ".join(f"{error:.1g}" for error in errors)
+    return f"on a trial, outputs and gradients of q, k and v were wrong by {measured}; {_MOST_TRIAL_ERROR} is allowed"
 
 
 def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Attend:
     """Returns the attention function of one batch, to be shared by all layers.
 
-    Kernels and compiled graphs are specialized for the number of documents and for max_seqlen. Both are rounded up to a
-    power of two, so that another packing does not cause a recompilation.
+    Kernels and compiled graphs may be specialized for the number of documents and for max_seqlen, so both are padded:
+    the number to a multiple of 16, because the backward pass of flash attention takes memory for each document, and
+    max_seqlen to a power of two.
 
     Args:
         backend: One of BACKENDS, as returned by `resolve_attention`.
         cu_seqlens: The document boundaries, int32 [documents + 1], from 0 to num_tokens; documents may be empty. "sdpa"
-            reads them here, so they should be on the CPU; otherwise this read waits for the device. The other backends
-            need them on the device of q.
+            reads them here, so it takes them on the CPU; otherwise this read waits for the device. The other backends
+            take them on the device of q.
         max_seqlen: An upper bound of the document lengths.
 
     Raises:
@@ -163,7 +217,7 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
     if backend == "flex":
         return FlexAttention.of(compiled_flex_attention(), cu_seqlens, num_tokens)
     cu_seqlens = pad_documents(cu_seqlens)
-    max_seqlen = _power_of_two(max_seqlen, _SHORTEST_LONGEST)
+    max_seqlen = max(_SHORTEST_LONGEST, 1 << (max_seqlen - 1).bit_length())
     if backend == "varlen":
         return VarlenAttention.of(cu_seqlens, max_seqlen)
     function = flash_attn_function(int(backend[-1]))
@@ -171,11 +225,5 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
 
 
 def pad_documents(cu_seqlens: Tensor) -> Tensor:
-    """Appends empty documents up to a power of two: [0, 5, 9] -> [0, 5, 9, 9, ..., 9], 16 documents."""
-    num_documents = len(cu_seqlens) - 1
-    num_added = _power_of_two(num_documents, _FEWEST_DOCUMENTS) - num_documents
-    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(num_added)])
-
-
-def _power_of_two(size: int, least: int) -> int:
-    return max(least, 1 << (size - 1).bit_length())
+    """Appends empty documents up to a multiple of 16: [0, 5, 9] -> [0, 5, 9, 9, ..., 9], 16 documents."""
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(-(len(cu_seqlens) - 1) % _DOCUMENT_STEP)])

@@ -42,31 +42,31 @@ class Scores(NamedTuple):
 
 PLAIN = Scores()
 
-NO_SOFTCAP = ("varlen", "flash_attn_4")
+_NO_SOFTCAP = ("varlen", "flash_attn_4")
 """The backends without a soft cap. Version 4 has none in its backward pass (Dao-AILab/flash-attention, pull request
 2544)."""
 
 
-def _refuse(backend: str, scores: Scores) -> None:
-    """Raises ValueError if the backend does not implement the scores.
+def lacking(backend: str, softcap: float | None, *, has_sinks: bool) -> str | None:
+    """Returns what a backend does not implement of these; None if it implements them.
 
     flash-attention 4 has sinks, but their gradient only since version 4.0.0b37 (pull request 2706), or else none.
     """
-    if scores.sinks_N is not None:
-        raise ValueError(
-            f"attention: {backend!r} has no attention sinks that are trained, but {len(scores.sinks_N)} were given. "
-            "Choose 'flex' or 'sdpa'."
-        )
-    if scores.softcap is not None and backend in NO_SOFTCAP:
-        raise ValueError(
-            f"attention: {backend!r} has no soft cap of scores that is trained, but {scores.softcap:g} was given. "
-            "Choose 'flex' or 'sdpa'."
-        )
+    if has_sinks and backend != "flex":
+        return f"{backend} has no attention sinks that are trained, the model has"
+    if softcap is not None and backend in _NO_SOFTCAP:
+        return f"{backend} has no soft cap of scores that is trained, the model's is {softcap:g}"
+    return None
+
+
+def _refuse(backend: str, scores: Scores) -> None:
+    if reason := lacking(backend, scores.softcap, has_sinks=scores.sinks_N is not None):
+        raise ValueError(f"attention: {reason}. Choose 'flex' or 'sdpa'.")
 
 
 # --- torch.nn.attention.varlen ---
 
-# torch 2.11 and 2.12 support grouped heads by default; 2.13 requires this argument.
+# torch 2.11 supports grouped heads by default; 2.12 and later require this argument.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -100,11 +100,6 @@ class VarlenAttention:
 
 
 # --- The flash-attention packages ---
-
-_ARGUMENTS = (
-    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "deterministic"),
-    *("window_size", "softmax_scale", "softcap"),
-)
 
 _MODULES = {
     2: ("flash_attn",),
@@ -159,7 +154,7 @@ def flash_attn_function(version: int) -> Callable[..., Any]:
     """Returns flash_attn_varlen_func of a version (2, 3 or 4).
 
     Raises:
-        ImportError: It is not installed, cannot be loaded, or lacks an argument, with the remedy.
+        ImportError: It is not installed or cannot be loaded, with the remedy.
     """
     if version == 4:
         # The package of version 2 also contains flash_attn/cute, which is an unfinished copy of version 4.
@@ -179,9 +174,6 @@ def flash_attn_function(version: int) -> Callable[..., Any]:
             break
     if function is None:
         raise ImportError(f"flash_attn {version} is not installed ({_INSTALLATION[version]})")
-    missing = [name for name in _ARGUMENTS if name not in inspect.signature(function).parameters]
-    if missing:
-        raise ImportError(f"flash_attn {version} as installed does not take {', '.join(missing)}; install a newer one")
     return function
 
 

@@ -33,22 +33,25 @@ Mix = TypeVar("Mix")
 class Documents:
     """The documents of a batch, for which each kind of block makes a function that its layers share."""
 
-    attention: str
-    """The attention backend."""
     cu_seqlens: Tensor
+    """The document boundaries, int32 [documents + 1]. They came with the batch, so they are read on the CPU without
+    waiting for the device."""
+    on_device: Tensor
+    """The document boundaries on the device of the tokens, for kernels."""
     max_seqlen: int
     num_tokens: int
     recompute: bool
     """Whether the backward pass computes again what it can without a matrix product."""
     context: Context | None = None
     """The ranks that share the row; None if this rank has all of it."""
-    _made: dict[Callable[[Documents], Any], Any] = field(default_factory=dict)
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def once(self, make: Callable[[Documents], Any]) -> Any:
-        """Returns `make` of the documents, the same object at each call."""
-        if make not in self._made:
-            self._made[make] = make(self)
-        return self._made[make]
+    def once(self, make: Callable[..., Any], *arguments: str) -> Any:
+        """Returns `make` of the documents and the arguments, the same object at each call."""
+        key = (make, *arguments)
+        if key not in self._made:
+            self._made[key] = make(self, *arguments)
+        return self._made[key]
 
 
 class Flops(NamedTuple):
@@ -146,6 +149,8 @@ class LlamaBlock(ResidualBlock):
     """
 
     input_layernorm: Norm | None
+    attention = "sdpa"
+    """The attention backend, which LlamaForSFT chooses."""
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__(config)
@@ -172,7 +177,7 @@ class LlamaBlock(ResidualBlock):
         return self.self_attn.num_heads
 
     def within(self, documents: Documents) -> Attend:
-        return documents.once(_attend_within)
+        return documents.once(_attend_within, self.attention)
 
     def cache(self, capacity: int) -> Attend:
         return CachedAttention(capacity)
@@ -187,8 +192,9 @@ class LlamaBlock(ResidualBlock):
         return Flops(self.flops_of_weights(sum(lengths)), self.self_attn.flops_of_pair * pairs)
 
 
-def _attend_within(documents: Documents) -> Attend:
-    attend = attend_documents(documents.attention, documents.cu_seqlens, documents.max_seqlen, documents.num_tokens)
+def _attend_within(documents: Documents, backend: str) -> Attend:
+    cu_seqlens = documents.cu_seqlens if backend == "sdpa" else documents.on_device
+    attend = attend_documents(backend, cu_seqlens, documents.max_seqlen, documents.num_tokens)
     return attend if documents.context is None else ContextAttention(attend, documents.context)
 
 

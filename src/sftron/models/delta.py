@@ -84,20 +84,21 @@ class RecurInDocuments:
     Args:
         cu_seqlens: The document boundaries, int [documents + 1]; documents may be empty. Without fla they are read
             once, so they should be on the CPU; otherwise this read waits for the device.
+        on_device: The document boundaries on the device of the tokens.
         recompute: Whether the backward pass computes the delta rule again instead of keeping its matrices, some 1500
             numbers per token and value head.
     """
 
-    def __init__(self, cu_seqlens: Tensor, *, recompute: bool = False) -> None:
-        self.cu_seqlens, self.recompute = cu_seqlens, recompute
-        self.convolve = ConvolveInDocuments(cu_seqlens, activates=True)
+    def __init__(self, cu_seqlens: Tensor, on_device: Tensor, *, recompute: bool = False) -> None:
+        self.cu_seqlens, self.on_device, self.recompute = cu_seqlens, on_device, recompute
+        self.convolve = ConvolveInDocuments(on_device, activates=True)
         self._chunks: Chunks | None = None
 
     # Outside of compiled graphs, which would be specialized for the lengths of the documents.
     @outside_of_graphs
     def __call__(self, q_TKD: Tensor, k_TKD: Tensor, v_TNE: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
         if uses_fla(q_TKD.device, q_TKD.dtype):
-            return fla_rule(q_TKD, k_TKD, v_TNE, g_TN, beta_TN, self.cu_seqlens)
+            return fla_rule(q_TKD, k_TKD, v_TNE, g_TN, beta_TN, self.on_device)
         if self._chunks is None or self._chunks.device != q_TKD.device:
             self._chunks = Chunks(self.cu_seqlens, CHUNK_SIZE, q_TKD.device)
         if self.recompute and torch.is_grad_enabled():

@@ -131,5 +131,5 @@ class DeltaBlock(ResidualBlock):
 
 
 def _recur_within(documents: Documents) -> MixDelta:
-    mix = ConvolvedRecur(RecurInDocuments(documents.cu_seqlens, recompute=documents.recompute))
+    mix = ConvolvedRecur(RecurInDocuments(documents.cu_seqlens, documents.on_device, recompute=documents.recompute))
     return mix if documents.context is None else ContextDelta(mix, documents.context)

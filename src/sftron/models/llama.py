@@ -9,7 +9,7 @@ architecture.py selects the classes of its block from the tables BLOCKS, ATTENTI
 (feed_forward.py). All that depends on the kind of a block is in its class; see `Block` in block.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
-from sftron.models.attention import BACKENDS
+from sftron.models.attention import BACKENDS, print_error, resolve_attention
 from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, ParallelBlock
 from sftron.models.context import Context
 from sftron.models.delta_layer import DeltaBlock
@@ -54,6 +54,27 @@ def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str 
         # A block uses no random numbers, so the state of the generators need not be preserved.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     return block
+
+
+def attention_of_layers(
+    name: str,
+    config: LlamaConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Callable[[str], object] = print_error,
+) -> tuple[str, ...]:
+    """Returns the attention backend of each layer for `name`, one of CHOICES; "" for a layer without attention.
+
+    Raises ValueError as `resolve_attention` does; `report` is given each of its lines once.
+    """
+    report = cache(report)
+    backends = {
+        layer: resolve_attention(name, device, dtype, config.of_layer(layer).head_dim, layer, report)
+        if issubclass(BLOCKS[layer.block], LlamaBlock)
+        else ""
+        for layer in dict.fromkeys(config.layers)
+    }
+    return tuple(backends[layer] for layer in config.layers)
 
 
 @cache
@@ -101,7 +122,7 @@ class LlamaForSFT(nn.Module):
     With tied embeddings there is no module `lm_head`, so `to_empty`, sharding and loading cannot untie the two.
 
     Args:
-        attention: A backend returned by `resolve_attention`.
+        attention: The backend of each layer from `attention_of_layers`, or one of BACKENDS for all.
         compute_dtype: The type of activations; parameters remain fp32.
         num_positions: The number of rows of the RoPE table, by default config.max_position_embeddings. A batch with a
             longer document or longer padding is an error, so this should be at least the token budget.
@@ -115,19 +136,16 @@ class LlamaForSFT(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        attention: str = "sdpa",
+        attention: str | Sequence[str] = "sdpa",
         compute_dtype: torch.dtype = torch.bfloat16,
         num_positions: int | None = None,
         activation_checkpointing: str = "none",
     ) -> None:
         super().__init__()
-        if attention not in BACKENDS:
-            raise ValueError(f"attention: {attention!r} is not one of {', '.join(BACKENDS)}; see resolve_attention.")
         if activation_checkpointing not in ACTIVATION_CHECKPOINTING:
             names = ", ".join(ACTIVATION_CHECKPOINTING)
             raise ValueError(f"activation_checkpointing: {activation_checkpointing!r} is not one of {names}.")
         self.config = config
-        self.attention = attention
         self.compute_dtype = compute_dtype
         self.recomputes = activation_checkpointing == "selective"
         self.context_group: dist.ProcessGroup | None = None
@@ -138,6 +156,22 @@ class LlamaForSFT(nn.Module):
         if not config.tie_word_embeddings:
             options = {"bias": config.head_bias, "initializer_range": config.initializer_range}
             self.lm_head = Linear(config.hidden_size, config.vocab_size, **options)
+        self.attention = attention
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The attention backend of each layer; "" for a layer without attention."""
+        return tuple(block.attention if isinstance(block, LlamaBlock) else "" for block in self.blocks)
+
+    @attention.setter
+    def attention(self, backends: str | Sequence[str]) -> None:
+        backends = [backends] * len(self.blocks) if isinstance(backends, str) else backends
+        for block, backend in zip(self.blocks, backends, strict=True):
+            if isinstance(block, LlamaBlock):
+                if backend not in BACKENDS:
+                    names = ", ".join(BACKENDS)
+                    raise ValueError(f"attention: {backend!r} is not one of {names}; see resolve_attention.")
+                block.attention = backend
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -170,8 +204,8 @@ class LlamaForSFT(nn.Module):
         Args:
             input_ids: int [T].
             position_ids: int [T]. Positions restart at each document or more often, so all are below max_seqlen.
-            cu_seqlens: The document boundaries, int32 [documents + 1], on the device or on the CPU, where the backend
-                "sdpa" reads them without waiting for the device.
+            cu_seqlens: The document boundaries, int32 [documents + 1], on the CPU, where some layers read them ("sdpa"
+                and the delta rule); on the device, these wait for it.
             max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
                 device.
             counts: The number of tokens of each rank of `context_group`. Without a group there is one, which need not
@@ -182,9 +216,8 @@ class LlamaForSFT(nn.Module):
         """
         self.check_positions(max_seqlen)
         context = self._context(input_ids, position_ids, tuple(counts))
-        if self.attention != "sdpa":
-            cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
-        documents = Documents(self.attention, cu_seqlens, max_seqlen, len(position_ids), self.recomputes, context)
+        on_device = cu_seqlens.to(input_ids.device, non_blocking=True)
+        documents = Documents(cu_seqlens, on_device, max_seqlen, len(position_ids), self.recomputes, context)
         mixes = [block.within(documents) for block in self.blocks]
         tokens = slice(None) if context is None else context.tokens
         return self._hidden_states(mixes, input_ids, position_ids, self.compute_dtype, tokens)

@@ -95,5 +95,5 @@ class ShortConvolutionBlock(ResidualBlock):
 
 
 def _convolve_within(documents: Documents) -> Convolve:
-    convolve = ConvolveInDocuments(documents.cu_seqlens, activates=False)
+    convolve = ConvolveInDocuments(documents.on_device, activates=False)
     return convolve if documents.context is None else ContextConvolution(convolve, documents.context)

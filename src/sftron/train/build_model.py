@@ -27,8 +27,7 @@ from sftron.models.adapters import (
     projections_of,
 )
 from sftron.models.architecture import LlamaConfig, family_of
-from sftron.models.attention import resolve_attention
-from sftron.models.llama import LlamaForSFT, blocks_without_weights
+from sftron.models.llama import LlamaForSFT, attention_of_layers, blocks_without_weights
 from sftron.models.loss import resolve_loss
 from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.quantization import NF4, store_frozen_in
@@ -63,13 +62,15 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
     if config.tokenizer.add_tokens:
         highest_id = max(data.chat_tokenizer.tokenizer.get_vocab().values())
         architecture = replace(architecture, vocab_size=max(architecture.vocab_size, highest_id + 1))
+    failures: list[str] = []
     return RunModel(
         folder=folder,
         architecture=architecture,
         compute_dtype=compute_dtype,
-        attention=resolve_attention(
-            config.model.attention, ranks.device, compute_dtype, architecture.largest_head_dim, architecture.layers
+        attention=attention_of_layers(
+            config.model.attention, architecture, ranks.device, compute_dtype, failures.append
         ),
+        attention_failures=failures,
         loss=resolve_loss(config.model.loss, ranks.device, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=ids_to_initialize(config, folder, data.chat_tokenizer, data.sample.control_ids),

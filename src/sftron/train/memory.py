@@ -71,7 +71,7 @@ def predict_run(setup: Setup, spec: LoraSpec | None, frozen: torch.dtype) -> Ste
     mode = config.model.activation_checkpointing
     return predict(
         make_unloaded(model.architecture, spec, frozen, model.compute_dtype, mode),
-        attention=[model.attention] * len(model.architecture.layers),
+        attention=model.attention,
         num_tokens=setup.data.dataset.token_budget,
         longest_document=longest_document(config),
         num_documents=round(setup.data.projection.conversations_per_pack) if config.data.remove_cross_attention else 1,
@@ -119,7 +119,7 @@ def predict(
         ids, loss_weights = torch.zeros(num_own, dtype=torch.int64), torch.ones(num_own)
     # The memory of a recurrence is that of its tokens; on a long document, its loop over chunks would take minutes.
     bounds = torch.tensor([0, *lengths_of(num_own, min(longest_document, _LONGEST_RECURRENCE))]).cumsum(0)
-    documents = Documents("sdpa", bounds, longest_document, num_own, model.recomputes)
+    documents = Documents(bounds, bounds.to("meta"), longest_document, num_own, model.recomputes)
     num_documents = max(num_documents, -(-num_tokens // longest_document))
     mixes = [
         MetaAttention(backend, num_tokens, longest_document, num_documents, num_sharing, on_gpu)

@@ -144,7 +144,10 @@ class RunModel:
     folder: Path
     architecture: LlamaConfig
     compute_dtype: torch.dtype
-    attention: str
+    attention: tuple[str, ...]
+    """The attention backend of each layer; "" for a layer without attention."""
+    attention_failures: Sequence[str]
+    """A line for each backend that failed on the device and is not used."""
     loss: str
     peak: Peak
     initialize_ids: list[int]

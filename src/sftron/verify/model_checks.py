@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.data.types import Batch, LabeledConversation, Role
+from sftron.models.attention import describe_backends
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import dtype_name
@@ -39,7 +40,8 @@ def start_up(subject: Subject) -> Finding:
         message = str(setup).splitlines()
         return Finding(False, message[0], "nothing to refuse", tuple(message))
     budget = f"packs of {setup.data.dataset.token_budget:,} tokens; rows in {setup.data.dataset.lanes_in_words}"
-    measured = f"attention {setup.model.attention}, loss {setup.model.loss}, {dtype_name(setup.model.compute_dtype)}"
+    attention, dtype = describe_backends(setup.model.attention), dtype_name(setup.model.compute_dtype)
+    measured = f"attention {attention}, loss {setup.model.loss}, {dtype}"
     return Finding(True, measured, "nothing to refuse", (f"on {setup.ranks.device}", budget))
 
 
@@ -169,7 +171,8 @@ def gradients_apart(subject: Subject) -> Finding:
 def _setting(subject: Subject) -> str:
     lengths = ", ".join(str(len(document)) for document in subject.documents)
     model = subject.model
-    return f"attention {model.attention} in {dtype_name(model.compute_dtype)}; conversations of {lengths} tokens"
+    attention = describe_backends(model.attention)
+    return f"attention {attention} in {dtype_name(model.compute_dtype)}; conversations of {lengths} tokens"
 
 
 def _labels_within(batch: Batch, start: int, end: int) -> Batch:
@@ -231,12 +234,12 @@ def packed_in_its_type(subject: Subject) -> Finding:
     documents = documents[:_NUM_ROUNDED]
     loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
     rounding_loss, rounding, _ = _differences(subject, [documents], [documents], second_in=subject.in_fp32)
-    allowed = ROUNDING_SLACK * rounding
+    allowed, attention = ROUNDING_SLACK * rounding, describe_backends(model.attention)
     is_right = loss <= ROUNDED_LOSS and gradient <= allowed < math.inf  # an infinite bound allows no conclusion
     detail = (
         f"{dtype_name(model.compute_dtype)} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient "
         f"by {rounding:.1e} against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
-        f"{len(documents)} conversations; attention {model.attention}, loss {subject.setup.model.loss}",
+        f"{len(documents)} conversations; attention {attention}, loss {subject.setup.model.loss}",
         f"the parameter furthest apart is {worst}",
     )
     measured = f"loss {loss:.1e}, gradients {gradient:.1e} apart"

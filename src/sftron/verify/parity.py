@@ -23,10 +23,10 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import kl_divergences
 from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.models.adapters import AdapterStart
-from sftron.models.attention import resolve_attention
+from sftron.models.attention import describe_backends
 from sftron.models.experts import rounds_with_neighbors
 from sftron.models.generation import greedy_generate
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.models.quantization import dtype_name
 from sftron.train.build_data import read_questions
 from sftron.verify.isolation import isolation_of_pack
@@ -64,7 +64,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     ]
 
 
-def parity_report(model: str, num_prompts: int, dtype: torch.dtype, attention: str, checks: Sequence[Check]) -> Report:
+def parity_report(
+    model: str, num_prompts: int, dtype: torch.dtype, backends: Sequence[str], checks: Sequence[Check]
+) -> Report:
+    attention = describe_backends(backends)
     title = f"{model}: {num_prompts} prompts, LlamaForSFT in {dtype_name(dtype)} with attention {attention}"
     facts = {"model": model, "attention": attention, "dtype": dtype_name(dtype), "prompts": num_prompts}
     return Report(title, facts, tuple(checks))
@@ -116,7 +119,7 @@ def check_parity(
     architecture = read_config(native_folder)
     found = None if adapter is None else read_adapter(adapter, architecture)
     start = None if found is None else AdapterStart(spec=found.spec, tensors=found.tensors)
-    attention = resolve_attention("auto", device, dtype, architecture.largest_head_dim, architecture.layers)
+    attention = attention_of_layers("auto", architecture, device, dtype)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     options = {"add_generation_prompt": True, "return_dict": False}
@@ -140,7 +143,7 @@ def check_parity(
         else:
             checks.append(check_adapter_round_trip(native, adapter, folder))
     name = str(folder) if adapter is None else f"{folder} with the adapter {adapter}"
-    return parity_report(name, len(prompts), dtype, attention, checks)
+    return parity_report(name, len(prompts), dtype, native.attention, checks)
 
 
 # -- logits ----------------------------------------------------------------------------------------------------------

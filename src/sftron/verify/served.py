@@ -19,9 +19,8 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_config, read_json
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
-from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, Prompt, native_logits, parity_report
 from sftron.verify.report import Check, Report
 from sftron.verify.servers import ServedAnswer, open_served
@@ -103,7 +102,7 @@ def check_served(
         timeout=timeout,
     ) as served:
         answers = [served.answer(prompt, max_new_tokens) for prompt in prompts]
-    attention = resolve_attention("auto", device, torch.float32, architecture.largest_head_dim, architecture.layers)
+    attention = attention_of_layers("auto", architecture, device, torch.float32)
     native = load_model(folder, attention=attention, compute_dtype=torch.float32).eval().to(device)
     native.check_positions(num_positions, is_generated=True)
     stop_ids = {*stop_ids_of(folder), *chat.stop_ids}

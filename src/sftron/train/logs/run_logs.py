@@ -23,6 +23,7 @@ from sftron.config import Logging
 from sftron.data.digest import PackDigest, step_rows
 from sftron.errors import without_secrets
 from sftron.kernels.device import device_name
+from sftron.models.attention import describe_backends
 from sftron.regular_file import read_lines
 from sftron.train.evaluation import Evaluation
 from sftron.train.logs import console
@@ -315,7 +316,7 @@ def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
         "device": device_name(device),
         "num_ranks": setup.ranks.world_size,
         "peak_tflops": setup.model.peak.tflops,
-        "attention": setup.model.attention,
+        "attention": describe_backends(setup.model.attention),
         "loss": setup.model.loss,
         "tokens_per_epoch": setup.data.projection.tokens_per_epoch,
     }

@@ -16,6 +16,7 @@ from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.overlap import overlaps
 from sftron.kernels.device import is_gpu
 from sftron.models.architecture import DROPOUTS
+from sftron.models.attention import describe_backends
 from sftron.models.mxfp4 import quant_method
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
@@ -146,7 +147,7 @@ def _describe_ranks(setup: Setup) -> None:
 def _describe_model(setup: Setup) -> None:
     """Prints the architecture, the implementations that compute it, and the peak that MFU refers to."""
     options, model, llama = setup.config.model, setup.model, setup.model.architecture
-    attention = model.attention + (" (auto)" if options.attention == "auto" else "")
+    attention = describe_backends(model.attention) + (" (auto)" if options.attention == "auto" else "")
     loss = model.loss + (" (auto)" if options.loss == "auto" else "")
     compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[options.compile]
     missing = "" if model.loss == "native" else " (which reports no entropy nor token accuracy)"
@@ -159,6 +160,8 @@ def _describe_model(setup: Setup) -> None:
         f"{options.compute_dtype} compute, float32 {'trained ' if model.adapters else ''}weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
+    for failure in model.attention_failures:
+        console.write(f"WARNING    {failure}")
     source = read_json(model.folder / "config.json")
     _describe_experts(setup)
     if quant_method(source) is not None:
@@ -265,7 +268,7 @@ def describe_memory(setup: Setup) -> StepMemory:
     parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in _MEMORY_PARTS)
     console.write(
         f"memory     predicted for a step of {setup.data.dataset.token_budget:,} tokens with the attention backend "
-        f"{setup.model.attention}: {found.peak / 1e9:.2f} GB; {parts}"
+        f"{describe_backends(setup.model.attention)}: {found.peak / 1e9:.2f} GB; {parts}"
     )
     fits = "fits" if needed <= memory else 'does not fit (see "Out of memory" in docs/troubleshooting.md)'
     console.write(f"           {fits}: {needed / 1e9:.2f} GB with a reserve, of the {memory / 1e9:.2f} GB of {device}")
