@@ -117,7 +117,7 @@ def test_a_connection_that_cannot_be_made_names_the_variable_of_the_network_inte
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+    return make_model_folder(tmp_path_factory.mktemp("model"), num_key_value_heads=4)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def require_alike(setup: Setup) -> None:
 def require_device(config: Config, ranks: Ranks) -> None:
     """Requires that this rank's device and torch can compute what is configured. Raises ValueError."""
     is_sharded = ranks.mesh is not None or ranks.dimensions.size > 1
-    if config.model.frozen_dtype == "nf4" and is_sharded and torch.__version__ < (2, 12):
+    if config.model.frozen_dtype == "nf4" and is_sharded and torch.__version__ < "2.12":
         raise ValueError(
             f"model.frozen_dtype: nf4 over {ranks.dimensions.size} ranks needs torch 2.12, and {torch.__version__} is "
             "installed, whose FSDP2 casts the bytes of NF4 to bfloat16; install torch>=2.12, or set frozen_dtype to "

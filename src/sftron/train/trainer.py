@@ -83,7 +83,7 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             # It finds reads of new memory in tests, and writes each activation and gradient once more.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         if config.general.deterministic == "layout":
             if 1 < self.ranks.world_size == parallelism.dp_replicate:
                 raise ValueError(
@@ -223,7 +223,9 @@ class Trainer:
             self._saver.save_before_failure(self.progress.step)
             raise
         except RuntimeError as error:
-            raise death_of_worker(error) or error from None
+            if death := death_of_worker(error):
+                raise death from None
+            raise
         finally:
             console.hide_progress()
             self._report_mix()
