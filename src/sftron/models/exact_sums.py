@@ -80,7 +80,7 @@ class _Sum:
         shape = values.shape if group is None else chunks.shape[1:]
         if self.integers.shape != shape or self.integers.device != values.device:  # the first tensor
             self.integers = torch.zeros(shape, dtype=torch.int64, device=values.device)
-            self.is_exact = self.is_exact.to(values.device)
+            self.is_exact = torch.ones((), dtype=torch.bool, device=values.device)
         for part, total in zip(chunks.split(length, 1), self.integers.view(-1).split(length), strict=True):
             is_within = part.abs() < _LARGEST
             integers = part.double().mul_(_SCALE).round_().where(is_within, 0.0).long()
