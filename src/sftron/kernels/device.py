@@ -8,6 +8,7 @@ import os
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,12 +83,13 @@ def pinned_bytes(size: int) -> Tensor:
 
     torch's own allocator for such memory rounds sizes up to powers of two, which may take twice the memory.
     """
-    made = torch.empty(size, dtype=torch.uint8)
+    memory = np.empty(size, np.uint8)
     functions = gpu_functions(default_device())
-    runtime, address = functions.cudart(), made.data_ptr()
+    runtime, address = functions.cudart(), memory.ctypes.data
     functions.check_error(int(runtime.cudaHostRegister(address, size, 0)))
-    weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, address)
-    return made
+    # Of the array, because a storage of torch frees its memory before it tells anybody.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return torch.from_numpy(memory)
 
 
 def device_name(device: torch.device) -> str:
