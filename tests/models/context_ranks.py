@@ -165,7 +165,7 @@ def _bounds_of_the_part(module: Any, name: str) -> Any:
         own = documents.context.tokens
         bounds = (documents.cu_seqlens.clamp(own.start, own.stop) - own.start).unique()
         bounds = torch.cat([bounds, torch.tensor([documents.num_tokens])])
-        return original(replace(documents, cu_seqlens=bounds.int()))
+        return original(replace(documents, cu_seqlens=bounds.int(), on_device=bounds.int()))
 
     return patch.object(module, name, mutated)
 

@@ -105,7 +105,7 @@ class Chunks:
 
     def _moved(self, rows: Tensor) -> Tensor:
         """Returns the rows on the device, without waiting for it."""
-        return rows.pin_memory().to(self.device, non_blocking=True) if is_gpu(self.device) else rows
+        return (rows.pin_memory() if is_gpu(self.device) else rows).to(self.device, non_blocking=True)
 
     def _into_chunks(self, x: Tensor) -> Tensor:
         """Returns [T, heads, ...] as [M, heads, C, ...] with zeros in the padding."""
