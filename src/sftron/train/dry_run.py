@@ -44,7 +44,8 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     set_learning_rate(optimizer, 0.0)
     tokens = f"{setup.data.dataset.token_budget:,} tokens"
     console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
-    with peak_of_step(model, ranks.device, baseline) as peak:
+    doing = out_of_memory_explained(setup, "a training step")
+    with doing, peak_of_step(model, ranks.device, baseline) as peak:
         loss = loss_of(model, batch, loss_function(setup.model.loss))
         whole_loss = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
         if not torch.isfinite(whole_loss):
