@@ -30,6 +30,14 @@ Mix = TypeVar("Mix")
 
 
 @dataclass(frozen=True, slots=True)
+class OnHost:
+    """A tensor that stays on the CPU. FSDP would move it to the device of the model, wait for the copy, and let layers
+    wait for the device to read it."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Documents:
     """The documents of a batch, for which each kind of block makes a function that its layers share."""
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, print_error, resolve_attention
-from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, ParallelBlock
+from sftron.models.block import Block, Documents, LlamaBlock, NormAfterBlock, NormAroundBlock, OnHost, ParallelBlock
 from sftron.models.context import Context
 from sftron.models.delta_layer import DeltaBlock
 from sftron.models.gemma4 import Gemma4Block, add_layer_inputs, layer_inputs
@@ -192,7 +192,7 @@ class LlamaForSFT(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | OnHost,
         max_seqlen: int,
         counts: Sequence[int] = (),
     ) -> Tensor:
@@ -205,7 +205,7 @@ class LlamaForSFT(nn.Module):
             input_ids: int [T].
             position_ids: int [T]. Positions restart at each document or more often, so all are below max_seqlen.
             cu_seqlens: The document boundaries, int32 [documents + 1], on the CPU, where some layers read them ("sdpa"
-                and the delta rule); on the device, these wait for it.
+                and the delta rule); on the device, these wait for it. FSDP moves a tensor there, but not an OnHost.
             max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
                 device.
             counts: The number of tokens of each rank of `context_group`. Without a group there is one, which need not
@@ -216,6 +216,7 @@ class LlamaForSFT(nn.Module):
         """
         self.check_positions(max_seqlen)
         context = self._context(input_ids, position_ids, tuple(counts))
+        cu_seqlens = cu_seqlens.tensor if isinstance(cu_seqlens, OnHost) else cu_seqlens
         on_device = cu_seqlens.to(input_ids.device, non_blocking=True)
         documents = Documents(cu_seqlens, on_device, max_seqlen, len(position_ids), self.recomputes, context)
         mixes = [block.within(documents) for block in self.blocks]

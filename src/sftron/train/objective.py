@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sftron.data.types import Batch
+from sftron.models.block import OnHost
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, RowMeasures, weighted_loss_sum
 from sftron.train.metrics import TokenSums
@@ -91,7 +92,7 @@ def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
     """Returns the hidden states of this rank's part of a micro-batch, [T, H]."""
     device = model.head_weight.device
     input_ids, position_ids = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.position_ids))
-    return model(input_ids, position_ids, batch.cu_seqlens, batch.max_seqlen, batch.part.counts)
+    return model(input_ids, position_ids, OnHost(batch.cu_seqlens), batch.max_seqlen, batch.part.counts)
 
 
 def conversation_log_probabilities(measures: RowMeasures, batch: Batch) -> Tensor:
