@@ -118,6 +118,8 @@ class Progress:
     non_finite_in_a_row: int = 0
     before: DataSetCount = field(default_factory=DataSetCount)
     """The counts of all earlier data versions together."""
+    rows_beyond: int = 0
+    """The number of rows of epochs beyond tokens.train_epochs that were trained while the run was to be longer."""
 
     @classmethod
     def of(cls, num_datasets: int) -> Progress:
@@ -153,7 +155,7 @@ class Progress:
 
     def change_data(self, num_datasets: int) -> None:
         """Starts the counts of a new data version; its first epoch follows the latest epoch that has begun."""
-        self.before = self.total
+        self.before, self.rows_beyond = self.total, 0
         epoch = self.before.latest_epoch + 1
         self.datasets = [DataSetCount(first_epoch=epoch, latest_epoch=epoch) for _ in range(num_datasets)]
 

@@ -45,10 +45,19 @@ def run_state(setup: Setup, data_state: Mapping[str, Any], progress: Progress, s
         data_state: The state of this rank's loader. The result joins the lanes of all ranks, which have consumed the
             same number of packs.
     """
+    return {**run_facts(setup, progress, settings), "data": _data_state_of_all(setup, data_state)}
+
+
+def _data_state_of_all(setup: Setup, data_state: Mapping[str, Any]) -> dict[str, Any]:
     states = setup.ranks.gather(data_state)
     assert len({state["next_pack"] for state in states}) == 1
-    lanes = {lane: text for state in states for lane, text in state["lanes"].items()}
-    return {**run_facts(setup, progress, settings), "data": {**states[0], "lanes": lanes}}
+    return {**states[0], "lanes": {lane: text for state in states for lane, text in state["lanes"].items()}}
+
+
+def require_whole_epochs(setup: Setup, data_state: Mapping[str, Any], progress: Progress) -> None:
+    """Raises RuntimeError if a row of tokens.train_epochs was not consumed. Every rank calls this."""
+    lanes = _data_state_of_all(setup, data_state)["lanes"]
+    setup.length.require_whole_epochs(progress, lanes, setup.data.dataset.num_lanes)
 
 
 def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str, Any]:
@@ -222,6 +231,8 @@ def _read_start(setup: Setup, folder: Path) -> Start:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
         watched = (best := state["evaluation"]["watched"]) and Best(**best)
         changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
+        if not changed:
+            setup.length.count_rows_beyond(progress, state["data"]["lanes"], setup.data.dataset.num_lanes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / 'state.json'}: is not the state of a run ({error!r}); resume from another checkpoint, or begin "
@@ -261,6 +272,12 @@ def load_start(
     console.write(f"resumed    {start.folder}, after step {progress.step}")
     if not start.changes:
         loader.load_state_dict(start.state["data"])
+        if progress.rows_beyond:
+            num_epochs = setup.config.tokens.train_epochs
+            console.write(
+                f"epochs     {progress.rows_beyond} rows beyond tokens.train_epochs: {num_epochs} are trained already; "
+                f"the run ends when its first {num_epochs} epochs are whole"
+            )
         return
     progress.change_data(len(setup.data.preparation.datasets))
     loader.start_epoch(progress.first_epoch, next_pack=start.state["data"].get("next_pack"))

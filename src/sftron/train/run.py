@@ -20,6 +20,7 @@ from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
+from sftron.data.lanes.lane import num_consumed
 from sftron.data.prepare import Preparation
 from sftron.data.types import LabeledConversation, Message
 from sftron.errors import without_secrets
@@ -370,11 +371,35 @@ class RunLength:
     """The number of rows in an epoch of the current data version; None if it is unknown, and the length is in steps."""
 
     def rows_of_run(self, progress: Progress) -> int | None:
-        """Returns the number of rows in the whole run; None if its length is given in steps."""
+        """Returns the number of rows in the whole run; None if its length is given in steps.
+
+        Rows that were trained beyond its epochs come on top of those in its epochs, so the run ends when these are
+        whole.
+        """
+        rows = self._rows_of_epochs(progress)
+        return None if rows is None else progress.before.rows + rows + progress.rows_beyond
+
+    def _rows_of_epochs(self, progress: Progress) -> int | None:
+        """Returns the number of rows in the epochs of the current data version; None if the length is in steps."""
         num_epochs = self.config.tokens.train_epochs
         if self.num_rows is None or num_epochs is None:
             return None
-        return progress.before.rows + self.num_rows * (num_epochs - progress.first_epoch)
+        return self.num_rows * max(0, num_epochs - progress.first_epoch)
+
+    def count_rows_beyond(self, progress: Progress, lanes: Mapping[Any, str], num_lanes: int) -> None:
+        """Sets `progress.rows_beyond` from the states of all lanes. Raises ValueError if a state is invalid."""
+        rows = self._rows_of_epochs(progress)
+        consumed = progress.rows - progress.before.rows
+        progress.rows_beyond = 0 if rows is None else consumed - num_consumed(lanes, num_lanes, rows)
+
+    def require_whole_epochs(self, progress: Progress, lanes: Mapping[Any, str], num_lanes: int) -> None:
+        """Raises RuntimeError if the lanes, whose states know each row, have not consumed every row of the epochs."""
+        rows = self._rows_of_epochs(progress)
+        if rows is not None and (found := num_consumed(lanes, num_lanes, rows)) < rows:
+            raise RuntimeError(
+                f"{rows - found} of the {rows} rows of tokens.train_epochs: {self.config.tokens.train_epochs} were not "
+                f"trained, though {progress.rows} rows were counted; `sftron audit` names the missing rows"
+            )
 
     def is_done(self, progress: Progress) -> bool:
         if (train_steps := self.config.tokens.train_steps) is not None:

@@ -31,7 +31,7 @@ from sftron.train.loop import Steps
 from sftron.train.outputs import RunExports
 from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
-from sftron.train.resume import Start, find_finished, find_start, load_start, run_state
+from sftron.train.resume import Start, find_finished, find_start, load_start, require_whole_epochs, run_state
 from sftron.train.revisions import REVISIONS, find_commits, pin
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.sample import mix_report
@@ -257,6 +257,8 @@ class Trainer:
             return "preempted"
         if reason := self._evaluator.reason_of_early_end(progress):
             console.write(f"ends early {reason}")
+        else:
+            require_whole_epochs(self.setup, self._steps.data_state, progress)
         return "completed"
 
     def _conclude(self, status: str) -> str:

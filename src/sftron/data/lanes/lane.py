@@ -24,9 +24,9 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sftron.data.packing import Packing
 from sftron.data.types import DataError, Dropped, LabeledConversation, MeasuredRow
@@ -282,3 +282,20 @@ def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], 
         form = "low:bitmap" if num_accounts is None else f"cursor.tokens of {num_accounts} data sets:bitmap"
         raise ValueError(f"the lane state is {state[:60]!r}; wanted {form}, in hexadecimal; use another checkpoint")
     return numbers, int(match[2], 16)
+
+
+def num_consumed(lanes: Mapping[Any, str], num_lanes: int, num_positions: int) -> int:
+    """Returns how many of the first `num_positions` positions of a stream the lanes have consumed.
+
+    Args:
+        lanes: The states of the lanes of a single stream, by their number.
+
+    Raises:
+        ValueError: A state is invalid.
+    """
+    total = 0
+    for lane, state in lanes.items():
+        ([low],), above = parse_state(state, None)
+        end = max(0, -((int(lane) - num_positions) // num_lanes))
+        total += min(low, end) + (above & (1 << max(0, end - low)) - 1).bit_count()
+    return total
