@@ -264,3 +264,38 @@ def test_what_cannot_be_plotted_is_refused(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main([str(each) for each in arguments]) == 2
         assert problem in capsys.readouterr().err
+
+
+def on_ranks(num_ranks: int, *, total: int) -> list[dict[str, Any]]:
+    """Steps of 2 packs on each rank; before the last one, the packs of a round without a conversation are skipped."""
+    ends = [2 * num_ranks * n for n in range(1, 12)] + [2 * num_ranks * 13]
+    firsts = [0, *ends]
+    return [
+        step(n + 1) | {"total_tokens": total * (n + 1), "rows": {"packs": [first, end]}}
+        for n, (first, end) in enumerate(zip(firsts, ends, strict=False))
+    ]
+
+
+def test_the_number_of_ranks_is_a_setting_and_no_seed(tmp_path: Path) -> None:
+    packs = "--tokens.batch_accumulation_per_replica=2"
+    folders = [
+        write_run(tmp_path / f"run_{ranks}_{seed}", packs, f"--general.seed={seed}", steps=on_ranks(ranks, total=total))
+        for ranks, total in ((1, 64), (2, 128))
+        for seed in (1, 2)
+    ]
+    changed = write_run(tmp_path / "changed", packs, steps=on_ranks(1, total=64)[:6] + on_ranks(2, total=64)[6:])
+    failed = write_run(tmp_path / "failed", packs, status="failed", error="out of memory")
+    comparison = comparison_of(*folders, changed, failed)
+    assert [group.words for group in comparison.groups] == ["ranks 1", "ranks 2", "changed: ranks [1, 2]"]
+    assert [run.name for run in comparison.groups[0].runs] == ["run_1_1", "run_1_2", "failed"]
+    assert [spread_of(comparison, "tokens", group) for group in (0, 1)] == [Spread(768, 0, 2), Spread(1536, 0, 2)]
+
+
+def test_runs_with_equal_seeds_count_once(tmp_path: Path) -> None:
+    losses = {"a": (1, 2.0), "again": (1, 4.0), "b": (2, 5.0)}
+    folders = [
+        write_run(tmp_path / name, f"--general.seed={seed}", steps=[step(1, loss=loss)])
+        for name, (seed, loss) in losses.items()
+    ]
+    assert spread_of(comparison_of(*folders), "loss") == Spread(4.0, statistics.stdev([3, 5]), 2)
+    assert spread_of(comparison_of(*folders[:2]), "loss") == Spread(3.0, None, 1)

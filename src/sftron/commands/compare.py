@@ -3,7 +3,7 @@
     sftron compare runs/a runs/b --out comparison
 
 Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
-figures. Runs that differ in nothing but the seed are taken together.
+figures. Runs with the same settings and number of ranks, whose seeds differ, are taken together.
 
 Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
 """

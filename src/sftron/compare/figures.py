@@ -60,7 +60,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The runs that differ only in the seed, with the letter of their line and the settings that distinguish them."""
+    """The runs that differ only in the seed, with the letter of their line and the settings that distinguish them.
+
+    The number of ranks is one of the settings: with the same configuration, more ranks train more tokens in a step.
+    """
 
     letter: str
     settings: Mapping[str, Any]
@@ -72,8 +75,12 @@ class Group:
         return tuple(run for run in self.runs if run.status == "completed")
 
     def spread(self, figure: Figure) -> Spread | None:
-        """Returns the spread of a figure over the completed runs, or None."""
-        return Spread.of([number for run in self.completed if (number := figure.of(run)) is not None])
+        """Returns the spread of a figure over the seeds of the completed runs, or None; equal seeds count once."""
+        by_seed: dict[int, list[float]] = {}
+        for run in self.completed:
+            if (number := figure.of(run)) is not None:
+                by_seed.setdefault(run.seed, []).append(number)
+        return Spread.of([statistics.fmean(numbers) for numbers in by_seed.values()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +131,10 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
     A section that some runs leave out (`lora: null`) is false for these and true for the others, and its keys differ
     only if they differ between runs that have it. A list of mappings has a list of values for each key of the mappings:
-    `data.datasets.path`.
+    `data.datasets.path`. A run without a step counts as one with the number of ranks of the first run that has any.
     """
-    tables = [dict(_by_key(run.config)) for run in runs]
+    known = next((run.ranks for run in runs if run.ranks is not None), None)
+    tables = [{**dict(_by_key(run.config)), "ranks": known if run.ranks is None else run.ranks} for run in runs]
     keys = list(dict.fromkeys(key for table in tables for key in table))
     optional = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
     for table, key in itertools.product(tables, optional):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +29,9 @@ _CHANGE_NO_WEIGHT = (
     "data.num_workers",
     "parallelism.timeout_seconds",
 )
+
+_LEAST_SHARE_OF_RANKS = 0.1
+"""The share of the steps that a number of ranks has at least."""
 
 Numbers = Mapping[str, float]
 """Numbers by their names in wandb, such as "roles/assistant/loss"."""
@@ -52,6 +57,8 @@ class RecordedRun:
     """The names of the evaluation sets."""
     fingerprints: Mapping[str, Any]
     """The fingerprints of the data, under `training` and `evaluation`; empty if they are not recorded."""
+    ranks: int | list[int] | None = None
+    """The number of ranks, or a list if a resume changed it; None if no step is recorded."""
 
     @property
     def name(self) -> str:
@@ -94,6 +101,7 @@ def read_run(folder: Path) -> RecordedRun:
     except ConfigError as error:
         raise ValueError(f"the configuration of a run cannot be read: {error}") from error
     result = read_result(folder)
+    steps = {record["step"]: record for record in read_records(folder / "metrics.jsonl")}
     records = {record["step"]: record for record in read_records(folder / "evaluations.jsonl")}
     sets = {step: found for step, each in records.items() if isinstance(found := each.get("sets"), dict)}
     return RecordedRun(
@@ -101,11 +109,26 @@ def read_run(folder: Path) -> RecordedRun:
         config=flat_config(config),
         status=str(result.get("status", "unknown")),
         error=str(result.get("error", "")),
-        steps={record["step"]: _numbers(record) for record in read_records(folder / "metrics.jsonl")},
+        steps={step: _numbers(each) for step, each in steps.items()},
         evaluations={step: _numbers({**each, **sets.get(step, {})}) for step, each in records.items()},
         sets=tuple(dict.fromkeys(name for each in sets.values() for name in each)),
         fingerprints=_fingerprints(folder / "mix_report.json"),
+        ranks=_ranks([*steps.values()], config),
     )
+
+
+def _ranks(records: Sequence[Mapping[str, Any]], config: Config) -> int | list[int] | None:
+    """Returns the number of ranks, from the packs of the steps (`rows.packs`).
+
+    A few steps also have the packs before them that held no conversation, so rare numbers do not count.
+    """
+    accumulation, counts = config.tokens.batch_accumulation_per_replica, Counter[int]()
+    for record in records:
+        with suppress(KeyError, TypeError, ValueError):
+            first, end = record["rows"]["packs"]
+            counts[(end - first) // accumulation * config.parallelism.context] += 1
+    ranks = sorted(number for number, count in counts.items() if count >= _LEAST_SHARE_OF_RANKS * counts.total())
+    return ranks[0] if len(ranks) == 1 else ranks or None
 
 
 def _numbers(record: Mapping[str, Any]) -> Numbers:
