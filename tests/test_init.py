@@ -271,3 +271,69 @@ def test_a_run_of_a_few_steps_is_one_too(home: Path, capfd: pytest.CaptureFixtur
     for steps in (1, 3):
         short = load_config("sft.yaml", [f"--tokens.train_steps={steps}"])
         assert (short.tokens.train_steps, short.optimizer.warmup_steps) == (steps, 0.05)
+
+
+def test_keys_are_given_as_to_every_command_and_stand_in_the_file(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that the file has anyway, those of sections that it does not have, and a whole list."""
+    given = {
+        "general.seed": 7,
+        "model.attention": "sdpa",
+        "tokenizer.chat_template": "chatml",
+        "data.packing.pool_size": 64,
+        "data.datasets.0.format": "messages",
+        "data.datasets.0.weight": 2,
+        "tokens.train_steps": 6,
+        "tokens.sequence_length": 256,
+        "optimizer.learning_rate": 0.00001,
+        "optimizer.schedule": "linear",
+        "evaluation.share": 0.1,
+        "lora.rank": 4,
+        "lora.targets": ["q_proj", "v_proj"],
+        "checkpoints.export_hf": False,
+    }
+    overrides = [f"--{key}={json.dumps(value)}" for key, value in given.items()]
+    assert main(["init", str(write("chats.jsonl")), "models/tiny", *overrides]) == 0
+    config = load_config("sft.yaml")
+    assert config == load_config("sft.yaml", overrides)
+    assert (config.tokens.train_epochs, config.tokens.sequence_length) == (None, 256)
+    assert config.evaluation.interval == 1
+    assert "6 steps" in dry_run(capfd)
+
+
+def test_the_line_that_a_remedy_names_is_given_to_init(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    messages = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "12:00"},
+        {"role": "assistant", "content": "Noon."},
+    ]
+    Path("tools.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 20, encoding="utf-8")
+    assert main(["init", "tools.jsonl", "models/tiny"]) == 2
+    assert "(tokenizer.chat_template: hermes, or FILE)" in capfd.readouterr().err
+    assert main(["init", "tools.jsonl", "models/tiny", "--tokenizer.chat_template=hermes"]) == 0
+    assert "tokenizer:\n  chat_template: hermes\n" in Path("sft.yaml").read_text(encoding="utf-8")
+    dry_run(capfd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens.train_step=3"], "override --tokens.train_step=3: tokens.train_step: unknown key; did you mean"),
+        (["--lora={rank: 0}"], "override --lora={rank: 0}: lora.rank: found 0"),
+        (["--force"], "override --force: wanted --section.key=value"),
+    ],
+)
+def test_a_wrong_key_is_refused_by_init_and_nothing_is_written(
+    home: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(write("chats.jsonl")), "models/tiny", *arguments]) == 2
+    assert message in capfd.readouterr().err
+    assert not Path("sft.yaml").exists()
+
+
+def test_loss_png_has_about_ten_evaluations_on_the_way(home: Path) -> None:
+    assert main(["init", str(write("chats.jsonl")), "models/tiny", "--tokens.train_steps=200"]) == 0
+    assert load_config("sft.yaml").evaluation.interval == 20

@@ -5,6 +5,7 @@
 
 DATA is a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder or pattern of such, or a Hub id.
 MODEL is a folder in Hugging Face format, or a Hub id. A sample of the rows is checked as a run checks it.
+--section.key=value gives a key of the configuration, as in `sftron train`; the file has a line for it.
 Exit status: 0, or 2 if the data or the model cannot be trained on, or a file would be overwritten.
 """
 
@@ -28,7 +29,9 @@ def main(arguments: list[str]) -> int:
         "--out", type=Path, default=Path("sft.yaml"), metavar="FILE", help="the file to write (default: %(default)s)"
     )
     parser.add_argument("--quickstart", action="store_true", help="copy the files of the quickstart instead")
-    options = parser.parse_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    if options.quickstart and overrides:
+        parser.error(f"--quickstart copies its files as they are; remove {overrides[0]}")
     if options.quickstart == bool(options.data) or bool(options.data) != bool(options.model):
         parser.error("give DATA and MODEL, or --quickstart")
     if options.quickstart:
@@ -44,7 +47,7 @@ def main(arguments: list[str]) -> int:
         folder = options.out.parent  # which is tried before all the data is read
         if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(options.out))
-        write_first_config(options.data, options.model, options.out)
+        write_first_config(options.data, options.model, options.out, overrides)
     return 0
 
 

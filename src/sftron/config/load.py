@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -54,18 +55,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     draft.read_file()
     if draft.problems and not draft.tree:
         raise ConfigError(draft.problems)
-    for number in range(1, 1 + len(overrides)):
-        draft.override(number)
-    _open_sections(Config, draft.tree)
-    draft.fill_in_run_name()
-    config = None
-    try:
-        config = Config.model_validate(draft.tree)
-    except ValidationError as error:
-        draft.report_invalid(error)
-    if config is None or draft.problems:
-        raise ConfigError(draft.problems)
-    return config
+    return draft.validated()
+
+
+def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the keys and values of a configuration with overrides applied. Raises ConfigError as `load_config`."""
+    draft = _Draft(Path("the configuration"), overrides)
+    draft.tree = deepcopy(dict(tree))
+    draft.validated()
+    return draft.given
 
 
 # --- Values with their origins ---
@@ -83,6 +81,8 @@ class _Draft:
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         self.tree: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
+        """The keys that the file and the overrides give, without defaults."""
         self._path, self._overrides = path, overrides
         self._origins: dict[KeyPath, _Origin] = {(): (0, 0)}
         self._problems: list[tuple[_Origin, str]] = []
@@ -96,6 +96,22 @@ class _Draft:
         if override:
             return f"override {self._overrides[override - 1]}"
         return f"{self._path}:{line}" if line else str(self._path)
+
+    def validated(self) -> Config:
+        """Applies the overrides, keeps the tree as `given`, and validates it. Raises ConfigError."""
+        for number in range(1, 1 + len(self._overrides)):
+            self.override(number)
+        self.given = deepcopy(self.tree)
+        _open_sections(Config, self.tree)
+        self.fill_in_run_name()
+        config = None
+        try:
+            config = Config.model_validate(self.tree)
+        except ValidationError as error:
+            self.report_invalid(error)
+        if config is None or self.problems:
+            raise ConfigError(self.problems)
+        return config
 
     def _add(self, origin: _Origin, path: KeyPath, problem: str) -> None:
         self._problems.append((origin, f"{dotted(path)}: {problem}" if path else problem))

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.model_folder import check_files, read_config, read_json
 from sftron.config import Config, load_config
 from sftron.config.data_schema import Data
+from sftron.config.load import with_overrides
 from sftron.data.formats.detect import suggested_readings
 from sftron.data.types import DataError
 from sftron.errors import show
@@ -53,14 +54,20 @@ _LEARNING_RATES = ((0.5e9, 1e-4), (2e9, 3e-5), (15e9, 1e-5), (float("inf"), 5e-6
 """Learning rates of full fine-tuning, each for models with fewer parameters than the number, if no recipe has one."""
 _LORA_FACTOR = 10
 """The learning rate of adapters / that of full fine-tuning, as in docs/lora.md."""
+_EVALUATIONS = 10
+"""The number of evaluations on the way, so that loss.png shows where the loss on the held-out rows rises again."""
 _WARM_UP = 0.05
 """The share of the steps, so that a run of a few steps is one too."""
 _UNMEASURED = 2**20
 """A sequence length for which no row is overlong, so that all are measured."""
 
 
-def write_first_config(data: str, model: str, out: Path) -> None:
-    """Looks at the data and the model, and writes the configuration. Raises ValueError or OSError."""
+def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str] = ()) -> None:
+    """Looks at the data and the model, and writes the configuration. Raises ValueError or OSError.
+
+    Args:
+        overrides: `--section.key=value`, for keys that are given; the others are chosen.
+    """
     if out.exists():
         raise ValueError(f"{out} exists; remove it, or choose another file with --out FILE")
     if not out.parent.is_dir():
@@ -77,15 +84,27 @@ def write_first_config(data: str, model: str, out: Path) -> None:
     }
     if not computes_bfloat16(ranks.device):
         tree["model"]["compute_dtype"] = "float32"
+    tree = with_overrides(tree, overrides)
+    tree["tokens"]["sequence_length"] = _UNMEASURED
     positions = _look_at_model(tree, ranks)
     sample, num_rows, meaning = _look_at_rows(tree)
     lengths = sample.audit.lengths
     tree["tokens"] |= _sizes(lengths, num_rows, positions, model, on_gpu=is_gpu(ranks.device))
-    tree["evaluation"] = {"share": float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}")}
+    evaluation = tree.setdefault("evaluation", {})
+    if not evaluation.get("datasets"):
+        evaluation.setdefault("share", float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}"))
+    tree = with_overrides(tree, overrides)
     setup = open_run(Config.model_validate(tree), ranks)
     describe_setup(setup)
     describe_memory(setup)
-    out.write_text(_render(setup, sample, tree, meaning, out), encoding="utf-8")
+    found = _memory_of_ways(setup)
+    rates = _rates(setup, found)
+    tree["optimizer"] |= {"learning_rate": rates[setup.config.lora is not None], "warmup_steps": _WARM_UP}
+    if setup.data.evaluation_sets:
+        evaluation = tree["evaluation"]
+        evaluation.setdefault("interval", max(1, round(_steps(setup) / _EVALUATIONS)))
+    tree = with_overrides(tree, overrides)
+    out.write_text(_render(setup, sample, found, tree, rates, meaning, out), encoding="utf-8")
     load_config(out)
     length = setup.config.tokens.sequence_length
     quantiles = f"half have up to {lengths.quantile(0.5):,} tokens, the longest {max(lengths):,}"
@@ -189,36 +208,34 @@ def _sizes(lengths: LengthCount, num_rows: int, positions: int, model: str, *, o
 def _render(
     setup: Setup,
     sample: Sample,
+    found: Mapping[str, StepMemory],
     tree: Mapping[str, Any],
+    rates: tuple[float, float],
     meaning: str,
     out: Path,
 ) -> str:
     """Returns the text of the configuration: the template, with what was found and chosen."""
     config, device, lengths = setup.config, setup.ranks.device, sample.audit.lengths
     preparation = setup.data.preparation
-    found = _memory_of_ways(setup)
     peaks = {name: with_reserve(each.peak, on_gpu=is_gpu(device)) for name, each in found.items()}
     fitting = [name for name, peak in peaks.items() if peak <= total_memory(device)]
-    num_parameters = found["full"].weights / 4  # float32
-    recipe = recipe_of(setup.model.architecture)
-    by_size = next(rate for size, rate in _LEARNING_RATES if num_parameters < size)
-    learning_rate = by_size if recipe is None else recipe.learning_rate
-    lora_rate = _LORA_FACTOR * by_size if recipe is None else recipe.lora_rate
+    num_parameters = _num_parameters(found)
     steps_per_epoch = setup.data.projection.steps_per_epoch or 0.0
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         config=config,
+        tree=tree,
         dataset=tree["data"]["datasets"][0],
         row_format=str(preparation.datasets[0].row_format),
         num_rows=f"{(preparation.num_rows or 0) + sum(len(each.held_out or ()) for each in preparation.datasets):,}",
         meaning=meaning,
         out=shlex.quote(str(out)),
         scalar=_scalar,
+        others=_other_lines,
         comment=lambda text: " ".join(visible_text(text).split()),
         projection=setup.data.projection,
-        steps=_EPOCHS * steps_per_epoch,
+        steps=_steps(setup),
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=_WARM_UP,
         lengths=lengths,
         longest=max(lengths),
         fit=_share_that_fits(lengths, config.tokens.sequence_length),
@@ -226,10 +243,9 @@ def _render(
         memory=f"{total_memory(device) / 1e9:.1f}",
         device=device.type,
         fitting=fitting,
-        suggested=fitting[0] if fitting and "full" not in fitting else None,
+        suggested=fitting[0] if fitting and "full" not in fitting and config.lora is None else None,
         num_parameters=f"{num_parameters / 1e9:.2f} billion" if num_parameters >= 1e8 else f"{num_parameters:,.0f}",
-        learning_rate=_shown(learning_rate),
-        lora_rate=_shown(lora_rate),
+        lora_rate=_shown(rates[1]),
     )
 
 
@@ -246,12 +262,39 @@ def _memory_of_ways(setup: Setup) -> dict[str, StepMemory]:
     return found
 
 
+def _steps(setup: Setup) -> float:
+    """Returns the projected number of steps of the run."""
+    tokens, steps_per_epoch = setup.config.tokens, setup.data.projection.steps_per_epoch or 0.0
+    return tokens.train_steps or (tokens.train_epochs or 0) * steps_per_epoch
+
+
+def _rates(setup: Setup, found: Mapping[str, StepMemory]) -> tuple[float, float]:
+    """Returns the learning rate of full fine-tuning and that of adapters, for a model of this size."""
+    if recipe := recipe_of(setup.model.architecture):
+        return recipe.learning_rate, recipe.lora_rate
+    num_parameters = _num_parameters(found)
+    by_size = next(rate for size, rate in _LEARNING_RATES if num_parameters < size)
+    return by_size, _LORA_FACTOR * by_size
+
+
+def _num_parameters(found: Mapping[str, StepMemory]) -> float:
+    return found["full"].weights / 4  # float32
+
+
+def _other_lines(section: Mapping[str, Any], known: Sequence[str]) -> str:
+    """Returns a line for each key of a section that the template has no line for, each after a line break."""
+    return "".join(f"\n  {key}: {_scalar(value)}" for key, value in section.items() if key not in known)
+
+
 def _shown(rate: float) -> str:
     return f"{rate:.1e}".replace("e-0", "e-")
 
 
-def _scalar(text: str) -> str:
-    """Returns a text as a YAML value, quoted if it could be anything but a name or a path."""
+def _scalar(value: Any) -> str:
+    """Returns a value in YAML's flow style; a text is quoted if it could be anything but a name or a path."""
+    if not isinstance(value, str):
+        return _shown(value) if isinstance(value, float) and 0 < value < 1e-3 else json.dumps(value, ensure_ascii=False)
+    text = value
     is_name = re.fullmatch(r"[A-Za-z_][\w.-]*|[\w.-]*(/[\w.-]+)+", text, re.ASCII)
     is_plain = is_name and text.lower() not in ("null", "true", "false")
     return text if is_plain else json.dumps(text, ensure_ascii=False)
