@@ -46,6 +46,17 @@ def test_words_that_are_no_command_are_refused_by_name(capsys: pytest.CaptureFix
     assert (main([]), main(["help"])) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [("trian", "train"), ("chat", "generate"), ("merge", "convert"), ("export", "convert"), ("eval", "check")],
+)
+def test_the_command_of_another_trainer_is_answered_with_its_counterpart(
+    word: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 2
+    assert capsys.readouterr().err.endswith(f"; `sftron {command}` can {COMMANDS[command]}\n")
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"sftron {__version__}\n"

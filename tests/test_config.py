@@ -16,10 +16,11 @@ from pydantic import BaseModel, ValidationError
 from sftron.compare.recorded_run import flat_config
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.data_schema import Dataset
-from sftron.config.help import keys_of, locate, section_in, suggest_key
-from sftron.config.replacements import OTHER_TRAINERS, REMOVED
+from sftron.config.help import _all_keys, keys_of, locate, section_in, suggest_key
+from sftron.config.replacements import OTHER_TRAINERS, REMOVED, VALUES_OF_OTHERS
 from sftron.config.schema import General, Lora
 from sftron.config.values import Section
+from tests.conftest import ROOT
 
 GOOD = """\
 general:
@@ -433,6 +434,39 @@ def test_the_answer_to_another_trainers_key_names_keys_that_there_are():
             path = tuple(key.split("."))
             assert locate(path)[0] == path, f"{key} is no key"
             assert locate(path)[1] is not None, f"{key} is no key"
+
+
+def _migrations() -> list[tuple[str, str]]:
+    """The keys of other trainers in the first column of each table of migrating.md, with the last column."""
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.partition("## TRL")[2].splitlines() if line[:3] == "| `"]
+    key = re.compile(r"`(?:--)?(?:\w+(?:\[\])?\.)*([a-z]\w*)(?:: [^`]*)?`")
+    return [(name, row[-1]) for row in rows for name in key.findall(row[0])]
+
+
+def test_each_key_of_the_migration_tables_is_answered_with_a_key_of_its_row():
+    found, keys = _migrations(), set(_all_keys(Config))
+    assert len(found) > 130
+    for name, row in found:
+        if name in {**keys_of(Config), **keys_of(Dataset)}:
+            continue  # a section, or a key of ours too
+        answer = suggest_key(("datasets", name))
+        assert "the keys here are" not in answer, f"{name} has no answer, and {row}"
+        in_answer, in_row = ({key for key in keys if key in text} for text in (answer, row))
+        assert not in_answer or not in_row or in_answer & in_row, f"{name}: {answer}, but the table has {row}"
+
+
+def test_the_answer_to_a_value_of_another_trainer_is_a_value_that_there_is(tmp_path: Path) -> None:
+    for setting, advice in VALUES_OF_OTHERS.items():
+        (problem,) = problems_of(tmp_path, GOOD, f"--{setting}")
+        assert problem.endswith(f"; {advice}"), problem
+        (known,) = (field for found, field in [locate(tuple(setting.partition("=")[0].split(".")))] if field)
+        if value := re.match(r"write (\w+)\b(?! list)", advice):
+            assert value[1] in str(known.rebuild_annotation()), f"{setting}: {advice}"
+
+
+def test_train_on_inputs_is_answered_with_the_opposite_value():
+    assert "train_on_completions_only with the opposite value" in suggest_key(("train_on_inputs",))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module, metadata
 from typing import NoReturn
 
@@ -24,6 +25,23 @@ COMMANDS = {
 }
 """What each command does. Its module in sftron.commands has the same name."""
 
+
+OTHER_NAMES = {
+    "chat": "generate",
+    "infer": "generate",
+    "serve": "generate",
+    "export": "convert",
+    "merge": "convert",
+    "merge-lora": "convert",
+    "eval": "check",
+    "evaluate": "check",
+    "sft": "train",
+    "finetune": "train",
+    "fine-tune": "train",
+    "resume": "train",
+    "preprocess": "inspect",
+}
+"""The commands of other trainers, with the one that comes closest."""
 
 WITHOUT_TRAINING = ("verify-trainer",)
 """The commands that need no package of the extra `train`."""
@@ -78,7 +96,9 @@ def main(arguments: list[str]) -> int:
         show(f"sftron {__version__}")
         return 0
     if name not in COMMANDS:
-        show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}", to=sys.stderr)
+        near = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, COMMANDS)), None)
+        advice = f"; `sftron {near}` can {COMMANDS[near]}" if near else ""
+        show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}{advice}", to=sys.stderr)
         return REFUSED
     if name not in WITHOUT_TRAINING and (missing := packages_for_training()):
         words = f"sftron {name} needs {', '.join(missing)}: pip install 'sftron[train]'"

@@ -27,7 +27,7 @@ from sftron.config.help import (
     words_of,
 )
 from sftron.config.plain_yaml import PLAIN_VALUES, Loader, syntax_problem
-from sftron.config.replacements import OTHER_TRAINERS, REMOVED
+from sftron.config.replacements import OTHER_TRAINERS, REMOVED, VALUES_OF_OTHERS
 from sftron.config.schema import Config
 from sftron.config.values import Section
 from sftron.errors import redacted
@@ -322,7 +322,9 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
         remedy = OTHER_TRAINERS.get(str(path[-1]), "")
         wanted = words_of(field.annotation if section_of(field.annotation) is section else section)
         return f"found {describe_value(value)}; wanted {wanted}" + (remedy and f"; {remedy}")
-    return f"found {describe_value(value)}; wanted {_wanted(field)}{_as_list(field, value)}"
+    named = dotted([part for part in path if isinstance(part, str)])
+    remedy = f"; {advice}" if (advice := VALUES_OF_OTHERS.get(f"{named}={value}")) else _as_list(field, value)
+    return f"found {describe_value(value)}; wanted {_wanted(field)}{remedy}"
 
 
 def _as_list(field: FieldInfo | None, value: Any) -> str:
