@@ -27,6 +27,7 @@ from sftron.train.step import StepBatches, StepResult, measure_step
 from tests.conftest import ROOT
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 from tests.train.conftest import FinishedRun
+from tests.train.runs import make_config, run
 
 
 @pytest.fixture
@@ -249,3 +250,16 @@ def test_names_of_other_trainers_stand_next_to_names_of_sftron() -> None:
 
     assert len(names) > 10
     assert set(names) <= set(DESCRIBED)
+
+
+def test_a_log_has_the_total_and_the_time_left_also_where_only_epochs_are_known(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = {"tokens__train_steps": None, "tokens__train_epochs": 2, "checkpoints__export_hf": False}
+    trainer = run(make_config(tmp_path, model_folder, **epochs, logging__interval=1))
+    said, num_steps = capsys.readouterr().out, trainer.progress.step
+    lines = [line for line in said.splitlines() if line.startswith("step ")]
+    totals = [int(total) for total in re.findall(r"(?m)^step +\d+/~(\d+) \|", said)]
+    assert len(lines) == num_steps == totals[-1]
+    assert all(abs(total - num_steps) <= 2 for total in totals[num_steps // 2 :])
+    assert [bool(re.search(r"\| \d+:\d\d left", line)) for line in lines[1:]] == [True] * (num_steps - 1)

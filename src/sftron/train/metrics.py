@@ -149,14 +149,14 @@ class StepMetrics:
     rows: dict[str, Any] = field(default_factory=dict)
     """What `sftron audit` compares; from `step_rows`."""
 
-    def for_terminal(self, num_steps: int | None, time_left: str | None = None) -> str:
+    def for_terminal(self, num_steps: int | str | None, time_left: str | None = None) -> str:
         """Returns the line for a terminal: a short selection of the numbers, and every warning. `as_line` has all."""
-        left = [] if time_left is None else [f"{time_left} left"]
+        left = _left(time_left)
         rate = f"lr {self.learning_rate:.2e}"
         return " | ".join([*self._head(num_steps), *self._skipped, rate, self._speed, *left, *self._dropped])
 
-    def as_line(self, num_steps: int | None) -> str:
-        """Returns the line for console.log: the numbers of metrics.jsonl, rounded."""
+    def as_line(self, num_steps: int | str | None, time_left: str | None = None) -> str:
+        """Returns the line for console.log: the numbers of metrics.jsonl, rounded, and the time left."""
         accuracy = [] if self.token_accuracy is None else [f"accuracy {self.token_accuracy:.1%}"]
         norm = "  none" if self.grad_norm is None else f"{self.grad_norm:6.2f}"
         is_one_gpu = self.tokens_per_second_per_gpu == self.tokens_per_second
@@ -177,6 +177,7 @@ class StepMetrics:
             f"epoch {min(epochs):.2f}{highest}",
             f"data wait {self.data_seconds:.2f} s",
             *([] if reserved is None else [f"{memory}, {reserved:.1f} reserved"]),
+            *_left(time_left),
             *self._dropped,
             *([f"by role: {roles}"] if len(self.roles) > 1 else []),
             *self._experts,
@@ -184,7 +185,7 @@ class StepMetrics:
         ]
         return " | ".join(parts)
 
-    def _head(self, num_steps: int | None) -> list[str]:
+    def _head(self, num_steps: int | str | None) -> list[str]:
         of = f"/{num_steps}" if num_steps else ""
         return [f"step {self.step:>4}{of}", "loss    none" if self.loss is None else f"loss {self.loss:7.4f}"]
 
@@ -205,3 +206,7 @@ class StepMetrics:
     @property
     def _skipped(self) -> list[str]:
         return [f"SKIPPED: {self.skipped}"] if self.skipped else []
+
+
+def _left(time_left: str | None) -> list[str]:
+    return [] if time_left is None else [f"{time_left} left"]

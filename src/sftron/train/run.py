@@ -412,6 +412,12 @@ class RunLength:
             return progress.step / train_steps
         return progress.rows / (self.rows_of_run(progress) or 1)
 
+    def steps_in_words(self, progress: Progress) -> str:
+        """Returns the number of steps of the run; with train_epochs as `~29`, from the rows of the steps so far."""
+        if (train_steps := self.config.tokens.train_steps) is not None:
+            return str(train_steps)
+        return f"~{max(progress.step, round(progress.step / self.share_done(progress)))}"
+
     def require_more_data(self, progress: Progress, num_empty: int, num_lanes: int) -> None:
         """Raises RuntimeError if `num_empty` packs in a row had no conversation, so that every lane is exhausted, but
         not all rows have been counted."""

@@ -187,7 +187,7 @@ class RunLogs:
             first_epoch: That of the loader.
             changed_settings: The keys that changed at this step, each with its old and new value.
         """
-        setup, config, num_steps = self._setup, self._setup.config, self._setup.config.tokens.train_steps
+        setup, config, num_steps = self._setup, self._setup.config, self._setup.length.steps_in_words(progress)
         dataset, packs, self.packs = setup.data.dataset, self.packs, []
         metrics = measure_step(
             progress,
@@ -206,7 +206,8 @@ class RunLogs:
         self.write_step(metrics)
         self._bar.update(setup.length.share_done(progress), metrics.for_terminal(num_steps))
         if progress.step % config.logging.interval == 0 or result.skipped:
-            console.write_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, self._bar.time_left))
+            left = self._bar.time_left
+            console.write_short(metrics.as_line(num_steps, left), metrics.for_terminal(num_steps, left))
 
     def write_step(self, metrics: StepMetrics) -> None:
         if self._metrics:
