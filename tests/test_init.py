@@ -121,6 +121,7 @@ def test_the_file_passes_a_dry_run_with_the_projection_that_it_states(
     assert f"60 rows, read as {read_as}\n" in text
     checked = dry_run(capfd)
     assert f"read as {read_as}" in checked
+    assert "makes one step on full packs to measure its memory" in checked.partition("measured for this run")[0]
     for line in ("template", "projection", "memory"):
         (stated,) = re.findall(rf"^{line} .*", looked, re.MULTILINE)
         assert stated in checked
@@ -176,6 +177,10 @@ def test_adapters_are_suggested_where_only_they_fit(
         (["answers.csv", "models/tiny"], "set `columns: {prompt: a, completion: b}`, or if `b` is the user's"),
         (["questions.jsonl", "models/tiny"], "rows were dropped, more than data.max_dropped_share"),
         (["long.jsonl", "models/tiny"], "longer than the 4,096 tokens for which models/tiny has positions; shorten"),
+        (
+            ["chats.jsonl", "models/tiny", "--out", "models"],
+            "models is a folder; name a file in it: --out models/sft.yaml",
+        ),
         (["chats.jsonl", "models/tiny", "--out", "taken.yaml"], "taken.yaml exists; remove it, or choose another"),
     ],
 )

@@ -68,6 +68,8 @@ def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str
     Args:
         overrides: `--section.key=value`, for keys that are given; the others are chosen.
     """
+    if out.is_dir():
+        raise ValueError(f"--out: {out} is a folder; name a file in it: --out {shlex.quote(str(out / 'sft.yaml'))}")
     if out.exists():
         raise ValueError(f"{out} exists; remove it, or choose another file with --out FILE")
     if not out.parent.is_dir():
