@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sftron import verify_trainer
+from tests.conftest import rest_nightly
 from tests.verify.trainer_zoo import ZOO, hush
-from tests.verify.zoo_materials import ROWS, SMOLLM2, sft, tok
+from tests.verify.zoo_materials import ROWS, SMOLLM2, in_bfloat16, sft, tok
 from tests.verify.zoo_remedies import APPLIED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and transformers, about their own options
@@ -74,6 +75,31 @@ def test_verify_trainer_fails_the_rows_that_are_wrong_and_no_other(name: str) ->
     if name in APPLIED:
         (remedy,) = (row.remedy for row in report.checks if row.name == APPLIED[name].row)
         assert APPLIED[name].words in remedy
+
+
+@pytest.mark.parametrize(
+    "name",
+    rest_nightly(
+        [name for name, each in ZOO.items() if not each.fails],
+        ["lora_of_all_linear_layers", "new_tokens_trained_whole", "mixture_of_experts"],
+    ),
+)
+def test_a_sound_set_up_passes_with_a_model_in_bfloat16(name: str) -> None:
+    hush()
+    report = verify_trainer(in_bfloat16(ZOO[name].make()), **ZOO[name].arguments)
+    assert not ZOO[name].problem(report), [(row.name, row.measured) for row in report.checks if row.status == "FAIL"]
+    (row,) = (row for row in report.checks if row.name == "loss")
+    assert row.status == "PASS", row.measured
+
+
+@NEEDS_SMOLLM2
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, each in ZOO.items() if each.fails])
+def test_verify_trainer_fails_a_broken_set_up_with_a_model_in_bfloat16(name: str) -> None:
+    hush()
+    report = verify_trainer(in_bfloat16(ZOO[name].make()), **ZOO[name].arguments)
+    assert not any(row.raised for row in report.checks), [(row.name, row.measured) for row in report.checks]
+    assert not report.passed
 
 
 @NEEDS_SMOLLM2

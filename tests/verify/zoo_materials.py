@@ -129,6 +129,14 @@ def model(tokenizer: PreTrainedTokenizerBase, kind: str = "llama", attention: st
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
+def in_bfloat16(trainer: Trainer) -> Trainer:
+    """Returns the trainer with a model in bfloat16; peft keeps its adapters in float32."""
+    for name, each in trainer.model.named_parameters():
+        if "lora_" not in name:
+            each.data = each.data.bfloat16()
+    return trainer
+
+
 def arguments(**given: Any) -> dict[str, Any]:
     defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "no"}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "logging_strategy": "no"}

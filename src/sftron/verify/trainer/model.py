@@ -189,7 +189,7 @@ class CalledModel:
             # In float16, the gradient at a token that is predicted well would be 0 without the factor.
             loss = 1024 * self.loss_of(batch.inputs, num_items, training=False)
             (gradient,) = torch.autograd.grad(loss, leaves[-1])
-        has_gradient = gradient.abs().amax(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy() > 0
+        has_gradient = (gradient != 0).any(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy()
         has_label = np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (0, 1)))
         return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())
 
