@@ -37,6 +37,7 @@ FAST = {
     "positions": "labels_across_borders",
     "truncation": "answers_cut_by_max_length",
     "loss": "mean_of_means",
+    "gradients": "zeroed_between_micro_batches",
     "padding": "trained_padding",
     "adapters": "head_left_out_of_the_optimizer",
     "generation": "stop_of_the_base_model",

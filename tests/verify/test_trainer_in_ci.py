@@ -45,7 +45,7 @@ def test_the_line_of_a_card_can_be_compared_with_its_report(own: Any, tmp_path: 
     digest = hashlib.sha256(json.dumps([read["facts"], rows], sort_keys=True).encode()).hexdigest()[:12]
     num_passed = sum(row["status"] == "pass" for row in read["checks"])
     versions = read["facts"]["versions"]
-    assert read["card_line"] == f"{read['title']}: {num_passed} of 11 checks passed ({versions}; {digest})"
+    assert read["card_line"] == f"{read['title']}: {num_passed} of 12 checks passed ({versions}; {digest})"
     assert ", trl " in versions
     failed = verify_trainer(sft(own, tmp_path, ROWS))
     assert "; failed: trained tokens" in failed.card_line

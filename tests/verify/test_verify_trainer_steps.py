@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Trainer, default_data_collator
 
 from sftron import verify_trainer
 from sftron.verify.trainer.subject import TrainerSubject
 from tests.verify.small_trainers import Means, cache, encoded, messages, plain, row_of
-from tests.verify.zoo_training import KeepsLogits
+from tests.verify.zoo_training import Clips, DividesAgain, KeepsLogits, OwnStep, ZeroesFirst
 
 pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("quiet")]
 
@@ -143,3 +144,65 @@ def test_padding_with_positions_of_its_own_is_no_document(is_given: bool, own: A
     assert report.passed, [(row.name, row.status, row.measured) for row in report.checks]
     assert report.facts["truth"].startswith("24 documents: 24 ")
     assert "padding tokens: not trained" in row_of(report, "padding").measured
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class Halving(OwnStep):
+    def change(self, model: Any) -> None:
+        for each in model.parameters():
+            each.grad.mul_(0.5)
+
+
+class Freezing(OwnStep):
+    """Loses the gradient of one tensor among many."""
+
+    def change(self, model: Any) -> None:
+        model.model.layers[0].mlp.up_proj.weight.grad.zero_()
+
+
+class ClipsAtTheEnd(OwnStep):
+    def change(self, model: Any) -> None:
+        if self.accelerator.sync_gradients:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+class DetachesHalf(OwnStep):
+    """A loss with the right value and half of its gradient."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        return loss / 2 + loss.detach() / 2
+
+
+@pytest.mark.parametrize("in_bfloat16", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (OwnStep, ""),
+        (ClipsAtTheEnd, ""),
+        (DividesAgain, "times those of the loss in 2 micro-batches"),
+        (Halving, "from those of the loss in 2 micro-batches"),
+        (Clips, "from those of the loss in 2 micro-batches"),
+        (ZeroesFirst, "from those of the loss in 2 micro-batches"),
+        (Freezing, "furthest model.layers.0.mlp.up_proj.weight (1)"),
+    ],
+)
+def test_a_step_keeps_the_gradient_of_its_loss(
+    kind: type[Trainer], words: str, in_bfloat16: bool, own: Any, tmp_path: Path
+) -> None:
+    trainer = plain(own, tmp_path, kind)
+    if in_bfloat16:
+        trainer.model.bfloat16()
+    report = verify_trainer(trainer)
+    row = row_of(report, "gradients")
+    assert row.status == ("FAIL" if words else "PASS"), row.measured
+    assert words in row.measured
+    assert report.passed is not bool(words)
+    assert row_of(report, "loss").status == "PASS"
+
+
+def test_a_loss_with_the_right_value_has_its_gradient(own: Any, tmp_path: Path) -> None:
+    row = row_of(verify_trainer(plain(own, tmp_path, DetachesHalf)), "gradients")
+    assert (row.status, row.measured) == ("FAIL", "0.5 times those of the loss in 2 micro-batches")

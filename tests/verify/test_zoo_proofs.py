@@ -33,6 +33,7 @@ FAST = {
     "mean_of_means": "from the ratio; the weight of a micro-batch is off by",
     "prompts_counted_in_the_denominator": "num_items_in_batch is",
     "loss_without_shift_of_an_untrained_model": "the loss ignores",
+    "zeroed_between_micro_batches": "from those of the loss in 2 micro-batches",
     "left_padding_without_mask": "attended: changing it changes others by",
     "trained_padding": "padding tokens trained",
     "new_tokens_never_trained": "control tokens look untrained and are frozen",

@@ -223,6 +223,14 @@ APPLIED: dict[str, Applied] = {
     "stop_of_the_base_model": Applied(
         "generation", "SFTConfig(eos_token='<|im_end|>')", lambda: of_a_base_model(eos_token="<|im_end|>")
     ),
+    **{
+        name: Applied(
+            "gradients",
+            "Do not override training_step",
+            lambda: chatml(gradient_accumulation_steps=2),
+        )
+        for name in ("gradient_divided_once_more", "clipped_in_each_micro_batch", "zeroed_between_micro_batches")
+    },
     "saved_without_template": Applied("ids", "Set tokenizer.chat_template", chatml),
     # the evaluation
     "evaluation_over_prompts": Applied("trained tokens", _LABELS, lambda: evaluated(encoded(tok("chatml"), ROWS[:8]))),

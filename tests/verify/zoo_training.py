@@ -239,7 +239,77 @@ def loss_without_shift_of_an_untrained_model() -> Trainer:
                  compute_loss_func=loss_of_each_token_itself)  # fmt: skip
 
 
+class OwnStep(Trainer):
+    """A training_step as people write it, with a change behind each backward pass."""
+
+    def change(self, model: Any) -> None: ...
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.backward(loss)
+        self.change(model)
+        return loss.detach()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+
+class DividesAgain(OwnStep):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss / self.args.gradient_accumulation_steps)
+
+
+class Clips(OwnStep):
+    def change(self, model: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class ZeroesFirst(OwnStep):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.model.zero_grad()
+        self.accelerator.backward(loss)
+
+
+def left_gradients(trainer: Trainer) -> float:
+    """Returns the norm of what the gradients of two micro-batches are off from those of their losses, relative."""
+    given, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, torch.device("cpu"))
+    found = []
+    for step in (trainer.training_step, lambda *args: trainer.compute_loss(*args).backward()):
+        trainer.model.zero_grad()
+        for batch in given:
+            step(trainer.model, dict(batch), *([False, count] if found else [count]))
+        found.append(torch.cat([each.grad.flatten().clone() for each in trainer.model.parameters()]))
+    trainer.model.zero_grad()
+    return float((found[0] - found[1]).norm() / found[1].norm())
+
+
+@broken("gradients", proof=lambda t: abs(left_gradients(t) - 0.5) < 1e-3 and abs(loss_ratio(t) - 1) < 1e-4)
+def gradient_divided_once_more() -> Trainer:
+    """An own training_step divides the loss by the accumulation, as compute_loss has done by all labels."""
+    return chatml(trainer=DividesAgain, gradient_accumulation_steps=2)
+
+
+@broken("gradients", proof=lambda t: left_gradients(t) > 0.1 and abs(loss_ratio(t) - 1) < 1e-4)
+def clipped_in_each_micro_batch() -> Trainer:
+    """An own training_step clips what has been accumulated so far, so the first micro-batches count for less."""
+    return chatml(trainer=Clips, gradient_accumulation_steps=2)
+
+
+@broken("gradients", proof=lambda t: left_gradients(t) > 0.1 and abs(loss_ratio(t) - 1) < 1e-4)
+def zeroed_between_micro_batches() -> Trainer:
+    """An own training_step calls zero_grad in front of each backward pass: the last micro-batch alone is learned."""
+    return chatml(trainer=ZeroesFirst, gradient_accumulation_steps=2)
+
+
 # ── Sound ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sound(lambda t: left_gradients(t) < 1e-5)
+def own_training_step() -> Trainer:
+    """A training_step of one's own that is right."""
+    return chatml(trainer=OwnStep, gradient_accumulation_steps=2)
 
 
 @sound(lambda t: abs(loss_ratio(t) - 1) < 1e-4)

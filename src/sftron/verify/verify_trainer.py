@@ -27,6 +27,7 @@ RULES = tuple(
         "positions": data_checks.positions,
         "truncation": data_checks.truncation,
         "loss": model_checks.loss,
+        "gradients": model_checks.gradients,
         "padding": model_checks.padding,
         "forgery": data_checks.forgery,
         "adapters": saved_checks.adapters,

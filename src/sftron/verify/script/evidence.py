@@ -200,6 +200,9 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
                  words=("the loss ignores",)),
         Evidence("The loss of a row depends on the rows beside it.", texts.ONE_BY_ONE, _PAIRS, words=("one by one",)),
     ),
+    "gradients": (
+        Evidence("The gradients of a step are not those of its loss.", texts.GRADIENTS, _PAIRS),
+    ),
     "padding": (
         Evidence("Padding is trained.", texts.PADDING_TRAINED, _PAIRS, words=("padding tokens trained",),
                  fits=lambda program, facts: facts.has_mask or not facts.pads_with_stop),

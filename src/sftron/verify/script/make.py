@@ -18,7 +18,7 @@ from sftron.verify.script.shrink import Search, shrunk
 
 _MOST_ALONE = 4
 _PARTS = ("arguments", "options", "after", "model_lines", "model_options", "tokenizer", "config")
-_OF_THE_MODEL = ("isolation", "positions", "loss", "padding", "adapters")
+_OF_THE_MODEL = ("isolation", "positions", "loss", "gradients", "padding", "adapters")
 """The rows whose faults do not depend on the tokenizer; with another template, others would be other faults."""
 _IN_EVALUATION = "In the evaluation's batches"
 

@@ -205,6 +205,25 @@ for batch in batches:
     is_wrong |= abs(found - wanted) > 0.02 * wanted
 sys.exit(is_wrong)
 """
+GRADIENTS = """
+batches, count = trainer.get_batch_samples(iter($loader), arguments.gradient_accumulation_steps, 'cpu')
+trainer.current_gradient_accumulation_steps, sizes = len(batches), []
+trainer.model.zero_grad()
+for batch in batches:
+    torch.manual_seed(0)
+    sizes.append(float(trainer.training_step(trainer.model, dict(batch), count)))
+trained = [each for each in trainer.model.parameters() if each.requires_grad]
+found = torch.cat([torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in trained])
+trainer.model.zero_grad()
+for batch, size in zip(batches, sizes):
+    torch.manual_seed(0)
+    loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)
+    (loss * (size / float(loss))).backward()
+wanted = torch.cat([torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in trained])
+apart = float((found - wanted).norm() / wanted.norm())
+print(f'training_step leaves gradients that are {apart:.3f} from those of its loss; wanted 0')
+sys.exit(apart > 0.1)
+"""
 AT_OTHER_PLACES = """
 $batch
 kept, head = [], trainer.model.get_output_embeddings()

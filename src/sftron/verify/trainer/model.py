@@ -35,6 +35,9 @@ class StepLosses:
     """The sum of the cross-entropies of each micro-batch, in the same passes of the decoder."""
     auxiliary: float
     gradients: dict[str, Tensor | None]
+    """Those that the steps leave, without the scale of a GradScaler."""
+    share: float = 0.0
+    """The factor of each micro-batch's auxiliary loss."""
 
 
 @contextmanager
@@ -198,13 +201,17 @@ class CalledModel:
         trainer, returned, sums, auxiliary = self.trainer, list[float](), list[float](), list[float]()
         trainer.current_gradient_accumulation_steps = len(step.batches)  # TRL divides by it
         for batch in step.batches:
+            trainer.accelerator.gradient_state._set_sync_gradients(batch is step.batches[-1])
             torch.manual_seed(0)
             with _outputs(self.module) as outputs, _outputs(self.decoder) as decoded:
                 returned.append(float(trainer.training_step(self.module, dict(batch.inputs), step.num_items)))
             losses = [getattr(each, "aux_loss", None) for each in outputs]
             auxiliary += [float(each) for each in losses if isinstance(each, Tensor)]
             sums.append(self.loss_sum(batch, decoded[-1] if decoded else None))
-        gradients = {name: each.grad for name, each in trainer.model.named_parameters()}
+        gradients = {
+            name: None if each.grad is None else self._unscaled(each.grad)
+            for name, each in trainer.model.named_parameters()
+        }
         trainer.model.zero_grad(set_to_none=True)
         if len(auxiliary) != len(returned):
             return StepLosses(returned, sums, 0.0, gradients)
@@ -213,7 +220,41 @@ class CalledModel:
         if hasattr(trainer, "router_aux_loss_coef") and step.num_items is not None:
             share /= len(returned)  # TRL averages it over the accumulation
         returned = [loss - share * each for loss, each in zip(returned, auxiliary, strict=True)]
-        return StepLosses(returned, sums, share * max(auxiliary), gradients)
+        return StepLosses(returned, sums, share * max(auxiliary), gradients, share)
+
+    def expected_gradients(self, step: Step, losses: StepLosses, *, of_entropies: bool) -> dict[str, Tensor]:
+        """Computes the gradients of the trained tensors for a step without the trainer's `training_step`.
+
+        Args:
+            of_entropies: Whether they are those of the cross-entropies by the number of labels; else they are those of
+                the trainer's `compute_loss`, in the size that the step has returned.
+        """
+        trainer, num_trained = self.trainer, sum(batch.num_trained for batch in step.batches)
+        trainer.model.zero_grad(set_to_none=True)
+        for batch, returned in zip(step.batches, losses.returned, strict=True):
+            with torch.enable_grad(), _outputs(self.module) as outputs:
+                loss = self._loss_sum(batch) if of_entropies else self.loss_of(batch.inputs, step.num_items)
+                auxiliary = losses.share * outputs[-1].aux_loss if losses.share else 0.0
+                if of_entropies:
+                    loss = loss / num_trained + auxiliary
+                elif size := float(loss.detach()):
+                    loss = loss * ((returned + float(auxiliary)) / size)
+            (self._scale * loss).backward()
+        gradients = {
+            name: self._unscaled(torch.zeros_like(each) if each.grad is None else each.grad)
+            for name, each in trainer.model.named_parameters()
+            if each.requires_grad
+        }
+        trainer.model.zero_grad(set_to_none=True)
+        return gradients
+
+    @property
+    def _scale(self) -> float:
+        scaler = getattr(self.trainer.accelerator, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        return gradient if self._scale == 1 else gradient / self._scale
 
     def moves(self, named: Mapping[str, nn.Parameter], step: Step, gradients: Mapping[str, Tensor | None]) -> Moves:
         """Takes one or two steps with the trainer's own optimizer, the first with these gradients."""
@@ -248,6 +289,9 @@ class CalledModel:
         Args:
             decoded: What the decoder has returned for the batch; by default it is computed.
         """
+        return float(self._loss_sum(batch, decoded, training=training))
+
+    def _loss_sum(self, batch: SeenBatch, decoded: Any = None, *, training: bool = True) -> Tensor:
         # With logits_to_keep, as ms-swift passes it, there would be logits for a part of the labels alone.
         not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep")
         arguments = {name: value for name, value in batch.seen.items() if name not in not_passed}
@@ -267,7 +311,7 @@ class CalledModel:
         logits = logits[:, -batch.labels.shape[1] : -1]
         is_trained = targets != IGNORE_INDEX
         losses = nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
-        return float(losses.double().sum())
+        return losses.double().sum()
 
 
 def _new_optimizer(trainer: Any) -> Any:

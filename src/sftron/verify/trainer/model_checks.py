@@ -206,6 +206,51 @@ def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) 
     return Finding(False, measured, "the labels", found.detail, remedies.OTHER_LABELS.of(subject.trainer))
 
 
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+_GRADIENT_TOLERANCE, _ROUNDED_GRADIENT_TOLERANCE = 1e-3, 2**-4
+
+
+def gradients(subject: TrainerSubject) -> Finding:
+    """The steps of one accumulation leave the gradients of their loss in each trained tensor, and no others."""
+    step, trainer, is_rounded = subject.step, subject.trainer, subject.model.is_rounded
+    if not any(each.requires_grad for each in subject.model.trained.parameters()):
+        raise NotMeasuredError("no tensor is trainable; see adapters")
+    if not any(batch.num_trained for batch in step.batches):
+        raise NotMeasuredError("no token of the computed batches is trained")
+    tolerance = _ROUNDED_GRADIENT_TOLERANCE if is_rounded else _GRADIENT_TOLERANCE
+    found = subject.gradients_apart(of_entropies=False)
+    if found.is_right(tolerance) and _is_ratio(subject):
+        # A loss of the right size can have a gradient of another one. One of another direction is another loss.
+        by_entropies = subject.gradients_apart(of_entropies=True)
+        found = by_entropies if by_entropies.apart_from_factor <= tolerance else found
+    allowed = f"<= {tolerance:.0e}, relative"
+    detail = (
+        f"all of them: {found.apart:.2g} apart, factor {found.factor:.4g}",
+        f"furthest apart: {found.worst} ({found.worst_apart:.2g}, factor {found.worst_factor:.4g})",
+    )
+    count = f"{len(step.batches)} micro-batch{'es' * (len(step.batches) > 1)}"
+    if found.is_right(tolerance):
+        measured = f"{found.worst_apart:.1e} from those of the loss in {count}"
+        return Finding(True, measured, allowed, detail)
+    if not math.isfinite(found.apart):
+        return Finding(False, "the gradients are not finite", "finite", detail, remedies.NAN.of(trainer))
+    if found.apart_from_factor <= tolerance:
+        measured = f"{found.factor:.4g} times those of the loss in {count}"
+        return Finding(False, measured, allowed, detail, remedies.GRADIENT_SCALED.of(trainer))
+    measured = f"{found.apart:.2g} from those of the loss in {count}; furthest {found.worst} ({found.worst_apart:.2g})"
+    return Finding(False, measured, allowed, detail, remedies.GRADIENT_CHANGED.of(trainer))
+
+
+def _is_ratio(subject: TrainerSubject) -> bool:
+    """Returns whether each micro-batch has returned its cross-entropies by the number of labels, in float32."""
+    losses, num_trained = subject.losses, sum(batch.num_trained for batch in subject.step.batches)
+    pairs = zip(losses.returned, losses.sums, strict=True)
+    return not subject.model.is_rounded and all(
+        abs(returned - each / num_trained) <= _TOLERANCE * each / num_trained for returned, each in pairs
+    )
+
+
 # -- padding ---------------------------------------------------------------------------------------------------------
 
 

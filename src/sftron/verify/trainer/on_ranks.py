@@ -22,11 +22,14 @@ _ADDED: dict[str, tuple[tuple[str, Callable[[RankSubject], Finding]], ...]] = {
     "positions": (("across ranks", part_checks.across_ranks),),
     "truncation": (("rotations", part_checks.rotations),),
     "loss": (("denominators", rank_checks.denominators),),
-    "padding": (("gradients", rank_checks.gradients), ("borders", part_checks.borders)),
+    "padding": (("borders", part_checks.borders),),
     "adapters": (("replicas", rank_checks.replicas),),
 }
 """The checks between ranks, in front of those of one process."""
-_REPLACED: dict[str, Callable[[Any], Finding]] = {"loss": rank_checks.loss}
+_REPLACED: dict[str, Callable[[Any], Finding]] = {
+    "loss": rank_checks.loss,
+    "gradients": rank_checks.gradients,
+}
 _LEAD_S = 0.5
 _REQUIRED = ("rows", "loss", "gradients", "replicas")
 

@@ -9,7 +9,6 @@ Each method that is a collective says so: all ranks call it, in the same order.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from sftron.verify.report import NotMeasuredError
 from sftron.verify.trainer.batches import (
     SeenBatch,
 )
+from sftron.verify.trainer.gradients import GradientDifference, difference_of
 from sftron.verify.trainer.model import StepLosses
 from sftron.verify.trainer.rank_batches import (
     MicroBatch,
@@ -59,24 +59,6 @@ class ReferenceRun:
     num_labels: int
     loss: float
     """The sum of all cross-entropies by the number of labels."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientDifference:
-    """The gradients of a rank after the trainer's reduction, against those of the reference."""
-
-    apart: float
-    """The norm of the difference by that of the reference."""
-    factor: float
-    """The factor of the reference that is nearest."""
-    apart_from_factor: float
-    """What `apart` is from the reference times the factor."""
-    worst: str
-    worst_apart: float
-    worst_factor: float
-
-    def is_right(self, tolerance: float) -> bool:
-        return self.worst_apart <= tolerance
 
 
 class RankSubject(RankData):
@@ -243,7 +225,7 @@ class RankSubject(RankData):
     @cached_property
     def differences(self) -> list[GradientDifference]:
         """The gradients of each rank against those of the reference. This is a collective."""
-        own = _difference(self.run.gradients, self.expected_gradients)
+        own = difference_of(self.run.gradients, self.expected_gradients)
         del self.expected_gradients  # a copy of the model in size
         return self.exchange.gather("the gradients", own)
 
@@ -256,30 +238,6 @@ class RankSubject(RankData):
         wrapper = type(self.wrapped.module).__name__
         own = f"{self.exchange.world_size}{shared}; {wrapper}, {', '.join(kinds)}"
         return {**facts, "ranks": own}
-
-
-def _difference(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor]) -> GradientDifference:
-    total = math.sqrt(sum(float(each.double().square().sum()) for each in expected.values()))
-    if not total:
-        raise NotMeasuredError("the reference has no gradient")
-    products, squares, worst = 0.0, list[tuple[float, float, float]](), ("", 0.0, 1.0)
-    for name, reference in expected.items():
-        own = gradients.get(name)
-        own = torch.zeros_like(reference) if own is None else own
-        product, norm = float((own.double() * reference).sum()), float(reference.double().norm())
-        products += product
-        squares.append((float(own.double().square().sum()), product, norm**2))
-        # A tensor whose gradient is rounding itself is compared with all of them.
-        apart = float((own.double() - reference).norm()) / max(norm, 1e-4 * total)
-        if not apart <= worst[1]:
-            worst = (name, apart, product / norm**2 if norm else math.inf)
-    factor = products / total**2
-
-    def apart_from(scale: float) -> float:
-        square = sum(own - 2 * scale * product + scale**2 * norm for own, product, norm in squares)
-        return math.sqrt(max(square, 0.0)) / total
-
-    return GradientDifference(apart_from(1.0), factor, apart_from(factor) / max(abs(factor), 1e-12), *worst)
 
 
 def _placed(given: Tensor, ids: np.ndarray, index: np.ndarray) -> Tensor:

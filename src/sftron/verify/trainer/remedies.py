@@ -242,6 +242,16 @@ GRADIENT_LOST = Remedy(
     "Some micro-batches of a step are computed, and their gradients are not used.",
     "Call backward for each micro-batch, and zero_grad once a step, not between its micro-batches.",
 )
+_OF_STEP = (
+    "Do not override training_step; or call accelerator.backward(loss) once for each micro-batch with the loss that it "
+    "returns, and do not divide, clip or zero gradients in it: max_grad_norm clips once a step."
+)
+GRADIENT_SCALED = Remedy(
+    "The gradients have another size than the loss, as a learning rate or a clipping of the norm that is wrong by it "
+    "has.",
+    _OF_STEP,
+)
+GRADIENT_CHANGED = Remedy("The optimizer does not get the gradients of the step's loss.", _OF_STEP)
 OTHER_COUNT = Remedy(
     "The loss is divided by another number than that of its labels.",
     "Mask padding and the first token of each row with -100, and do not override get_batch_samples or "

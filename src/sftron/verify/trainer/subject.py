@@ -35,6 +35,7 @@ from sftron.verify.trainer.batches import (
     small_sizes,
     with_fewer_labels,
 )
+from sftron.verify.trainer.gradients import GradientDifference, difference_of
 from sftron.verify.trainer.measurements import FEW_ROWS, Moves, Subject
 from sftron.verify.trainer.model import CalledModel, StepLosses
 from sftron.verify.trainer.remedies import library_of
@@ -205,6 +206,14 @@ class TrainerSubject(Subject):
     @cached_property
     def losses(self) -> StepLosses:
         return self.model.train(self.step)
+
+    def gradients_apart(self, *, of_entropies: bool) -> GradientDifference:
+        """Returns how far the gradients that the steps leave are from those of the cross-entropies, or of their loss.
+
+        The auxiliary loss of a mixture of experts is part of both.
+        """
+        expected = self.model.expected_gradients(self.step, self.losses, of_entropies=of_entropies)
+        return difference_of(self.losses.gradients, expected, least=2**-7 if self.model.is_rounded else 1e-4)
 
     def moves(self, named: Mapping[str, nn.Parameter]) -> Moves:
         return self.model.moves(named, self.step, self.losses.gradients)
