@@ -42,13 +42,14 @@ def untouched(trainer: Any) -> Iterator[None]:
 
 
 _DATA = ("train_dataset", "eval_dataset")
+_PACKS = "support_avx512bf16_for_cpu"
 
 
 @contextmanager
 def untouched_model(model: nn.Module) -> Iterator[None]:
     """Leaves a model and all random states as they were.
 
-    Weights, buffers, gradients, modes, hooks and configurations are put back.
+    Weights and their attributes, buffers, gradients, modes, hooks and configurations are put back.
     """
     states = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
@@ -58,6 +59,9 @@ def untouched_model(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_parameters(model))
         for module in model.modules():
             stack.enter_context(own_attributes(module))
+            # On a CPU, bitsandbytes packs 4-bit weights in an evaluation, and computes no gradients from then on.
+            if getattr(module, _PACKS, False):
+                setattr(module, _PACKS, False)
         for configuration in _configurations(model):
             stack.enter_context(own_attributes(configuration))
         yield
@@ -84,24 +88,41 @@ def own_attributes(target: Any, copied: Sequence[str] = (), shared: Sequence[str
 
 @contextmanager
 def _parameters(model: nn.Module) -> Iterator[None]:
-    """Removes the gradients, and puts back values, gradients and what is trainable."""
+    """Removes the gradients, and puts back values, gradients, attributes and what is trainable."""
     parameters = [
-        (each, each.detach().clone(), each.grad, None if each.grad is None else each.grad.clone(), each.requires_grad)
+        (each, each.data, each.detach().clone(), each.grad, None if each.grad is None else each.grad.clone(),
+         each.requires_grad)
         for each in model.parameters()
-    ]
-    for parameter, *_ in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value, gradient, content, is_trained in parameters:
-                if not parameter.equal(value):
-                    parameter.copy_(value)
-                parameter.requires_grad_(is_trained)
-                parameter.grad = gradient
-                if gradient is not None and content is not None:
-                    gradient.copy_(content)
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for parameter, *_ in parameters:
+            parameter.grad = None
+            for target in (parameter, *_objects_of(parameter)):
+                stack.enter_context(own_attributes(target))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, data, value, gradient, content, is_trained in parameters:
+                    if (parameter.shape, parameter.dtype) != (value.shape, value.dtype):  # packed in another form
+                        parameter.data = data
+                    if not parameter.equal(value):
+                        parameter.copy_(value)
+                    parameter.requires_grad_(is_trained)
+                    parameter.grad = gradient
+                    if gradient is not None and content is not None:
+                        gradient.copy_(content)
+
+
+def _objects_of(parameter: nn.Parameter) -> list[Any]:
+    """Returns the objects of which the attributes belong to a parameter, such as how bitsandbytes has quantized it."""
+    found, waiting = dict[int, Any](), list(vars(parameter).values())
+    while waiting:
+        each = waiting.pop()
+        if type(each).__module__.partition(".")[0] == "bitsandbytes" and not isinstance(each, nn.Module):
+            found[id(each)] = each
+            waiting += [inner for inner in vars(each).values() if id(inner) not in found]
+    return list(found.values())
 
 
 def _configurations(model: nn.Module) -> list[Any]:
