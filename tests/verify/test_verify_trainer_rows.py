@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorForSeq2Seq, Trainer
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
 from sftron import verify_trainer
 from sftron.verify import verify_trainer as verify_trainer_module
+from sftron.verify.trainer.subject import TrainerSubject
 from sftron.verify.verify_trainer import REQUIRED, RULES
 from tests.conftest import rest_nightly
 from tests.verify.small_trainers import (
@@ -297,6 +298,63 @@ def test_no_row_that_passed_has_a_remedy(own: Any, tmp_path: Path) -> None:
     report = verify_trainer(plain(own, tmp_path))
     assert {row.status for row in report.checks} == {"PASS", "SKIP"}
     assert not any(row.remedy for row in report.checks)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+
+def counted(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1]).expand_as(ids)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda ids: counted(ids).flip(1),
+        torch.zeros_like,
+        lambda ids: counted(ids) // 2,
+        lambda ids: torch.where(counted(ids) < 6, counted(ids), 6),
+        lambda ids: 2 * counted(ids),
+    ],
+)
+def test_positions_out_of_order_are_named_by_their_own_row(positions: Any, own: Any, tmp_path: Path) -> None:
+    def change(batch: Any) -> None:
+        batch["position_ids"] = positions(batch["input_ids"]).clone()
+
+    report = verify_trainer(collated(own, tmp_path, change))
+    row = row_of(report, "positions")
+    assert failed(report) == ["positions"], [(row.name, row.measured) for row in report.checks]
+    assert "documents out of order" in row.measured
+    assert row.remedy.startswith("The model is told another order of the tokens")
+    assert report.facts["truth"].startswith("24 documents")
+
+
+class Unfreezing(TrainerCallback):
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        model.requires_grad_(requires_grad=True)
+
+
+def test_callbacks_that_may_change_what_trains_are_said_not_to_run(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path)
+    tokenizer: Any = trainer.processing_class
+    assert "not run" not in TrainerSubject(trainer, tokenizer, None, "assistant").facts
+    trainer.add_callback(Unfreezing())
+    facts = TrainerSubject(trainer, tokenizer, None, "assistant").facts
+    assert facts["not run"] == "callbacks that may change what trains: Unfreezing"
+
+
+class EvaluatesAtZero(Trainer):
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        inputs = {**inputs, "position_ids": torch.zeros_like(inputs["input_ids"])}
+        return super().prediction_step(model, inputs, *args, **options)
+
+
+def test_positions_of_an_evaluation_that_are_out_of_order_fail(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path, EvaluatesAtZero)
+    trainer.eval_dataset = trainer.train_dataset.select(range(4))  # pyright: ignore
+    report = verify_trainer(trainer)
+    assert failed(report) == ["positions"]
+    assert row_of(report, "positions").measured.startswith("eval: positions 0 0 0 0 ... are not one after another")
 
 
 # -- what is put back ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ The docstring of a check is the law that a pass proves, and is printed in report
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,10 +93,27 @@ def positions(subject: Subject) -> Finding:
             return Finding(False, measured, f"<= {allowed:.0e}", detail, remedies.NOT_AS_ALONE.of(trainer))
     if wrong and apart is None and remedies.library_of(trainer) == "loop":  # the model may make its own positions
         raise NotMeasuredError(f"{wrong[0]}, and the model cannot be called with one conversation alone")
-    found = _counted({"wrong starts": wrong, "labels cross": crossing})
-    remedy = remedies.POSITIONS_RUN_ON if wrong else remedies.LABELS_CROSS
+    evaluated = [f"{name}: {why}" for name, why in _of_evaluation(subject) if _UNORDERED in why]
+    if evaluated and not (wrong or crossing):
+        remedy = f"In the evaluation's batches: {remedies.POSITIONS_OUT_OF_ORDER.of(trainer)}"
+        return Finding(False, evaluated[0], "none", tuple(evaluated[:_MOST_SHOWN]), remedy)
+    unordered = [each for each in wrong if _UNORDERED in each]
+    starts = [each for each in wrong if _UNORDERED not in each]
+    found = _counted({"documents out of order": unordered, "wrong starts": starts, "labels cross": crossing})
+    remedy = remedies.POSITIONS_RUN_ON if starts else remedies.LABELS_CROSS
+    remedy = remedies.POSITIONS_OUT_OF_ORDER if unordered else remedy
     detail = (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN])
     return Finding(not found, found or measured, "none", detail, remedy.of(trainer))
+
+
+_UNORDERED = "are not one after another"
+
+
+def _of_evaluation(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yields the name of an evaluation, and what is wrong with the positions of a document."""
+    for name, view in subject.evaluation.items():
+        for batch, row, documents in view.documents_of_rows if isinstance(view, View) else ():
+            yield from ((name, _wrong_positions(batch, row, documents, each)) for each in documents)
 
 
 def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], document: Document) -> str:
@@ -106,7 +123,7 @@ def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], 
     own = batch.positions[document.index]
     is_left_padded = len(documents) == 1 and batch.attended is not None and batch.attended[row, 0] == 0
     if (np.diff(own) != 1).any():
-        return f"positions {' '.join(map(str, own[:4]))} ... are not one after another"
+        return f"positions {' '.join(map(str, own[:4]))} ... {_UNORDERED}"
     return f"positions begin at {int(own[0])}" if len(own) and own[0] != 0 and not is_left_padded else ""
 
 

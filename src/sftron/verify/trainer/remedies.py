@@ -164,6 +164,11 @@ CUT_BY_PACKING = Remedy(
     "document ids, or a mask of blocks) to attention.",
 )
 POSITIONS_RUN_ON = replace(CUT_BY_PACKING, meaning="Positions run on, where the model is used from position 0 on.")
+POSITIONS_OUT_OF_ORDER = Remedy(
+    "The model is told another order of the tokens than the one in which it will be used.",
+    "Leave position_ids out of batches with one conversation in each row, or count 0, 1, 2 and so on from the first "
+    "token of each conversation.",
+)
 NO_POSITIONS = replace(CUT_BY_PACKING, meaning="The packed row has no position_ids: the model attends to all before.")
 LABELS_CROSS = replace(
     CUT_BY_PACKING,

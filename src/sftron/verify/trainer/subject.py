@@ -44,6 +44,7 @@ from sftron.verify.trainer.truth import Encoder
 from sftron.verify.trainer.view import View
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
+_LIBRARIES = ("transformers", "trl", "axolotl", "llamafactory", "swift", "peft", "accelerate")
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
 
 
@@ -243,6 +244,8 @@ class TrainerSubject(Subject):
         evaluated = {
             name: each.measured if isinstance(each, Finding) else each.summary for name, each in self.evaluation.items()
         }
+        own = [type(each) for each in trainer.callback_handler.callbacks]
+        own = [each.__name__ for each in own if each.__module__.partition(".")[0] not in _LIBRARIES]
         return {
             "trainer": f"{type(trainer).__module__.partition('.')[0]} {type(trainer).__name__}",
             "model": f"{type(model).__name__} ({getattr(config, 'model_type', 'no configuration')}), attention "
@@ -252,6 +255,7 @@ class TrainerSubject(Subject):
             **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
+            **({"not run": f"callbacks that may change what trains: {', '.join(own)}"} if own else {}),
             "versions": ", ".join(_versions("sftron", "torch", "transformers", library_of(trainer))),
         }
 

@@ -24,6 +24,8 @@ from sftron.verify.trainer.turn_text import Parsed, TurnText
 
 _LEAST_KNOWN = 0.95
 """The smallest share of documents that must be recovered."""
+_LEAST_OF_CLAIM = 3
+"""The fewest tokens, on average, of documents whose borders positions claim; a conversation has more."""
 _MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
 """Given conversations: the most that are read, the tokens that are searched for, and the fewest that identify one."""
 
@@ -184,6 +186,8 @@ class View:
             while len(claims) > 2 and self._is_padding(whole.part(*claims[-2:])):  # it has positions of its own
                 claims.pop()
                 whole = whole.part(0, claims[-1])
+            if _LEAST_OF_CLAIM * (len(claims) - 1) > len(whole):  # such as positions that run backward or stand still
+                claims = [0, len(whole)]
             truths = self._truths(self._known_row(feature))
             if self.given:  # what the user gives outranks what the rows have become
                 own = {truth.ids.tobytes() for truth in truths}
