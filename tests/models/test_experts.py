@@ -179,7 +179,7 @@ def test_a_check_allows_the_rounding_of_experts_and_no_leak(family: str, monkeyp
     native, documents = make_native(make_reference(**FAMILIES[family])), [[5, 6, 7], [8, 9, 10, 11], [3, 4]]
     with torch.no_grad():
         alone = native_logits(native, documents[1:2])[0]
-        limit = rounding_of_experts(native, lambda number: native_logits(native, documents[1:2] * number)[0])
+        limit = rounding_of_experts(native, lambda number: native_logits(native, documents[1:2] * number))
         assert (limit > 0) == (family != "Qwen 3")
         assert limit < 1e-4
 
@@ -188,6 +188,18 @@ def test_a_check_allows_the_rounding_of_experts_and_no_leak(family: str, monkeyp
         leaking = [native_logits(native, [first, documents[1]])[1] for first in (documents[0], [50, 60, 70])]
     assert (leaking[0] - leaking[1]).abs().max() > 4 * limit
     assert not leaking[0].equal(alone)
+
+
+def test_the_rounding_of_experts_is_the_largest_of_several_copies_at_all_places() -> None:
+    native, sizes = make_native(make_reference(**FAMILIES["Mixtral"])), list[int]()
+
+    def outputs(number: int) -> list[Tensor]:
+        """The second copy rounds as the document alone does; a later one in a larger pack rounds otherwise."""
+        sizes.append(number)
+        return [torch.ones(3, 4) + 3e-6 * (number > 2 and place == number - 1) for place in range(number)]
+
+    assert rounding_of_experts(native, outputs) == pytest.approx(3e-6, rel=0.1)
+    assert sizes == [1, 2, 3, 5]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

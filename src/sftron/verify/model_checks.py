@@ -132,8 +132,8 @@ def isolation(subject: Subject) -> Finding:
     model, documents = subject.model.eval(), _isolated_documents(subject)
     batch, longest = subject.batch(documents), max(documents, key=len)
 
-    def beside_copies(number: int) -> Tensor:
-        return hidden_states(model, subject.batch([longest] * number))[: len(longest)]
+    def beside_copies(number: int) -> Sequence[Tensor]:
+        return hidden_states(model, subject.batch([longest] * number)).split(len(longest))
 
     found = isolation_of_pack(
         lambda ids: hidden_states(model, replace(batch, input_ids=ids)),

@@ -238,25 +238,30 @@ def check_neighbors(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
         lambda ids: torch.cat(native_logits(native, [each.tolist() for each in ids.split(lengths)])),
         torch.tensor([token_id for ids in documents for token_id in ids]),
         lengths,
-        lambda: rounding_of_experts(native, lambda number: native_logits(native, [longest] * number)[0]),
+        lambda: rounding_of_experts(native, lambda number: native_logits(native, [longest] * number)),
     )
     return Check(name, found.passed, found.measured, found.allowed)
 
 
-def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Tensor]) -> float:
+_NUM_COPIES = (2, 3, 5)
+
+
+def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Sequence[Tensor]]) -> float:
     """Returns how much neighbors may change outputs by rounding: 0.0 but for experts whose products are a loop.
 
-    The products of an expert have more rows if the pack has a second copy of a document, from which nothing leaks.
+    The products of an expert have more rows if the pack has copies of a document, from which nothing leaks. A product
+    rounds otherwise by its number of rows and by a row's place in it, so several numbers and all places are measured.
 
     Args:
-        outputs: Returns the outputs of the first of this number of copies in a pack.
+        outputs: Returns the outputs of each of this number of copies in a pack.
     """
     if not rounds_with_neighbors(model, model.compute_dtype):
         return 0.0
-    alone, beside = outputs(1), outputs(2)
-    # At least a quarter of the spacing of numbers of this type, as the copy may round alike by chance.
+    (alone,) = outputs(1)
+    largest = max((alone - copy).abs().max().item() for number in _NUM_COPIES for copy in outputs(number))
+    # At least a quarter of the spacing of numbers of this type, as the copies may round alike by chance.
     spacing = torch.finfo(model.compute_dtype).eps * alone.abs().max().item()
-    return max((alone - beside).abs().max().item(), spacing / 4)
+    return max(largest, spacing / 4)
 
 
 # -- generation ------------------------------------------------------------------------------------------------------
