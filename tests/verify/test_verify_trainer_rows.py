@@ -288,10 +288,10 @@ def test_memory_that_ends_in_a_computed_pass_fails_no_row(own: Any, tmp_path: Pa
     trainer.model.get_output_embeddings().register_forward_hook(exhausted)
     report = verify_trainer(trainer)
     assert not report.failed
-    assert report.missing == ["positions", "loss", "adapters"]  # the others end before the head
+    assert report.missing == ["positions", "loss", "gradients", "adapters"]  # the others end before the head
     for name in report.missing:
         assert_not_measured(row_of(report, name), torch.OutOfMemoryError("Tried to allocate 2 GiB"), "in exhausted")
-    assert report.verdict == "Not passed: nothing failed, but not measured: positions, loss, adapters."
+    assert report.verdict == "Not passed: nothing failed, but not measured: positions, loss, gradients, adapters."
 
 
 def test_no_row_that_passed_has_a_remedy(own: Any, tmp_path: Path) -> None:
