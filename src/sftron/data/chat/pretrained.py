@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from sftron.data.chat.template import TemplateError
+from sftron.data.chat.tokenizer_file import difference_from_file
 
 _MAIN_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
@@ -31,7 +32,10 @@ TEMPLATE_NAMES = tuple(_NEEDED_TOKENS)
 
 
 def load_tokenizer(path: str | Path, add_tokens: Collection[str] = ()) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Loads a tokenizer, and adds those of the tokens that it lacks, which are returned as well. Raises ValueError."""
+    """Loads a tokenizer, and adds those of the tokens that it lacks, which are returned as well.
+
+    Raises ValueError if it cannot be loaded, or if transformers builds another one than tokenizer.json describes.
+    """
     from transformers import AddedToken, AutoTokenizer  # slow to import
 
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in _MAIN_FILES):
@@ -45,6 +49,8 @@ def load_tokenizer(path: str | Path, add_tokens: Collection[str] = ()) -> tuple[
         raise ValueError(
             f"no tokenizer can be loaded from {path}: {' '.join(str(error).split()).rstrip('.')}{remedy}"
         ) from error
+    if problem := difference_from_file(tokenizer, path):
+        raise ValueError(problem)
     if added := [token for token in add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     return tokenizer, added

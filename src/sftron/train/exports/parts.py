@@ -14,7 +14,9 @@ import yaml
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.model_folder import MAX_JSON_BYTES
 from sftron.config import Config
+from sftron.data.chat.pretrained import load_tokenizer
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer_file import difference
 from sftron.errors import redacted
 from sftron.regular_file import read_regular
 from sftron.train.revisions import tokenizer_folder
@@ -56,7 +58,30 @@ def read_export_parts(config: Config, base_folder: Path, chat_tokenizer: ChatTok
         source = ExportSource.read(base_folder, tokenizer_files)
     if config.tokenizer.chat_template:
         source = source.with_chat_template(chat_tokenizer.template.source)
+    _require_same_tokenizer(source, chat_tokenizer, has_model=config.lora is None or config.lora.merge)
     return ExportParts(source, read_base_model(config.model.path, base_folder), chat_tokenizer)
+
+
+def _require_same_tokenizer(source: ExportSource, chat_tokenizer: ChatTokenizer, *, has_model: bool) -> None:
+    """Raises ValueError if AutoTokenizer builds another tokenizer from the export than the one that is trained with.
+
+    The class depends on config.json too, which the tokenizer's own folder may lack, and the folder of an adapter does.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        source.write_files(Path(name), None)
+        if has_model:
+            (Path(name) / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
+        try:
+            exported, _ = load_tokenizer(name)
+        except ValueError as error:
+            raise ValueError(f"the export of this run would be read otherwise: {error}") from error
+    own, read = chat_tokenizer.tokenizer.backend_tokenizer, exported.backend_tokenizer
+    if found := difference(own, read, ("training", "the export")):
+        raise ValueError(
+            f"AutoTokenizer would build a {type(exported).__name__} from the export of this run, but "
+            f'{type(chat_tokenizer.tokenizer).__name__} is trained with: {found}; set "tokenizer_class": '
+            '"PreTrainedTokenizerFast" in tokenizer_config.json'
+        )
 
 
 def read_base_model(path: str, folder: Path) -> BaseModel:

@@ -308,6 +308,11 @@ OTHER_TOKENIZER = Remedy(
     "Pass the tokenizer that made the data as processing_class; if it is that one, the folder is loaded as another "
     "class, by its config.json.",
 )
+OTHER_CLASS = Remedy(
+    "transformers builds another tokenizer than tokenizer.json describes.",
+    'Set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, or install another version of '
+    "transformers.",
+)
 FORGED = Remedy(
     "A text of the data ends a turn or begins another one.",
     "Remove the control tokens from the texts before training (no trainer encodes them as text), or tokenize with "

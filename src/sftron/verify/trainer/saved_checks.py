@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sftron.data.chat.check import reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer_file import difference_from_file
 from sftron.data.types import Conversation
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
@@ -128,7 +129,10 @@ def generation(subject: TrainerSubject) -> Finding:
     )
     if not stops:
         raise NotMeasuredError("no stop token is trained, so nothing can be compared with the saved folder")
-    ends, folder, detail = _saved(subject)
+    ends, folder, detail, difference = _saved(subject)
+    # A tokenizer that was built wrongly is saved as it is, so that only the file that it is from shows it.
+    source = tokenizer.name_or_path
+    difference = (difference_from_file(tokenizer, source) if source else "") or difference
     lacking = [n for n in stops if n not in ends]
     rendered = [
         (truth.content, truth.ids.tolist())
@@ -144,19 +148,25 @@ def generation(subject: TrainerSubject) -> Finding:
         found.append(f"generation does not end at {names}, which is trained to end answers")
     if num_differing:
         found.append(f"{num_differing:,} of {len(rendered):,} documents differ from the saved template's")
+    if difference:
+        found.append("the tokenizer is not that of its tokenizer.json")
+        detail.append(difference)
     detail.append(f"the folder loads as {type(folder).__name__}, the trainer has {type(tokenizer).__name__}")
     detail.append(f"eos_token_id of the folder: {sorted(ends)}; trained stop tokens: {dict(stops)}")
     measured = f"ends at {', '.join(tokenizer.convert_ids_to_tokens(list(stops)))}; the same template"
     stop = tokenizer.convert_ids_to_tokens((lacking or list(stops))[0])
     remedy = (remedies.NO_END if lacking else remedies.OTHER_TOKENIZER).of(subject.trainer, stop=stop)
+    if difference and not (lacking or num_differing):
+        remedy = remedies.OTHER_CLASS.of(subject.trainer)
     return Finding(not found, ", ".join(found) or measured, "stops, and ids", tuple(detail), remedy)
 
 
-def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str]]:
-    """Returns the tokens at which the saved folder ends generation, its tokenizer, and what was not saved."""
+def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str], str]:
+    """Returns the tokens that end generation with the saved folder, its tokenizer, what was not saved, and how that
+    tokenizer differs from its file."""
     from transformers import AutoTokenizer, GenerationConfig, trainer_utils
 
-    trainer, tokenizer, detail = subject.trainer, subject.training.tokenizer, list[str]()
+    trainer, tokenizer, detail, difference = subject.trainer, subject.training.tokenizer, list[str](), ""
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as name, untouched(trainer):
         # As train() does before its first step. In the first releases of transformers 5 it is a method of its Trainer.
         if hasattr(trainer_utils, "align_special_tokens"):
@@ -177,5 +187,6 @@ def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str]]:
             detail.append("the folder has no generation_config.json; that of the model in memory is compared")
         if (Path(name) / "tokenizer_config.json").exists():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            difference = difference_from_file(tokenizer, name).replace(name, "the saved folder")
         ends = getattr(saved, "eos_token_id", None)  # the model's own configuration is put back afterwards
-    return {ends} if isinstance(ends, int) else set(ends or ()), tokenizer, detail
+    return {ends} if isinstance(ends, int) else set(ends or ()), tokenizer, detail, difference
