@@ -8,6 +8,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -75,7 +76,8 @@ def _require_same_tokenizer(source: ExportSource, chat_tokenizer: ChatTokenizer,
             exported, _ = load_tokenizer(name)
         except ValueError as error:
             raise ValueError(f"the export of this run would be read otherwise: {error}") from error
-    own, read = chat_tokenizer.tokenizer.backend_tokenizer, exported.backend_tokenizer
+    own: Any = chat_tokenizer.tokenizer.backend_tokenizer
+    read: Any = exported.backend_tokenizer
     if found := difference(own, read, ("training", "the export")):
         raise ValueError(
             f"AutoTokenizer would build a {type(exported).__name__} from the export of this run, but "
