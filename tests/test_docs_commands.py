@@ -23,6 +23,7 @@ from tests.docs_commands import PAGES, Command, commands_of, make_sandbox, parse
 
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
+    "tools/gpu.py": "needs a GPU; tests/test_gpu_script.py runs its stages on a stand-in",
     "sftron verify-trainer": "checks a script of the reader's; tests/verify/test_on_ranks.py runs it with torchrun",
     "sftron sweep": "starts a dozen processes; its own tests make small sweeps",
     "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py measures each row",

@@ -19,7 +19,7 @@ from tools.failures import materials, of_trl
 from tools.failures.cell import made, mutated_check
 from tools.failures.faults import FAULTS
 from tools.failures.mutants import MUTANTS
-from tools.failures.page import ROWS, _span, page, status
+from tools.failures.page import NOT_MEASURED, ROWS, _span, page, status
 from tools.failures.releases import CONFIGURATIONS, RELEASES
 
 OLD, NEW = (next(each for each in RELEASES if each.name == name) for name in ("trl-1.9.0", "trl-1.16.0"))
@@ -132,7 +132,7 @@ def test_a_program_shows_its_fault_exactly_where_a_row_fails() -> None:
 def test_every_row_of_verify_trainer_has_a_mutant() -> None:
     from sftron.verify.verify_trainer import RULES
 
-    assert [rule.name for rule in RULES] == list(ROWS)
+    assert [rule.name for rule in RULES if rule.name not in NOT_MEASURED] == list(ROWS)
     assert {*MUTANTS, "forgery"} == set(ROWS)
 
 

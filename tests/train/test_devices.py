@@ -12,8 +12,9 @@ from sftron.checkpoint.shards import HostCopy, Shard
 from sftron.config import Config
 from sftron.train import build_run, dry_run, evaluation, loop, ranks
 from sftron.train.build_run import require_device
-from sftron.train.dry_run import OutOfMemory, measure_step_memory
+from sftron.train.dry_run import measure_step_memory
 from sftron.train.ranks import Dimensions, Ranks, start_ranks
+from sftron.train.step import OutOfMemory
 from sftron.train.trainer import Trainer
 from tests.marked_gpu import wants_gpus
 from tests.pretended import MEMORY, pretended_gpu

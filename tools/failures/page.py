@@ -9,6 +9,9 @@ from typing import Any
 from tools.failures.faults import FAULTS, Fault
 from tools.failures.releases import CONFIGURATIONS, NOT_RUN, RELEASES, Release
 
+NOT_MEASURED = ("gradients",)
+"""The rows of verify_trainer that came after the configurations were measured."""
+
 ROWS = (
     "ids", "trained tokens", "stop tokens", "isolation", "positions", "truncation", "loss", "padding", "forgery",
     "adapters", "generation",

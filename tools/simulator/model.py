@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _NUM_EPOCHS = 4
 class Matrix(torch.nn.Module):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
+        self.model = SimpleNamespace(layers=())
         self.matrix = torch.nn.Parameter(torch.zeros(num_rows, _NUM_EPOCHS + 1))
 
     @property

@@ -84,8 +84,8 @@ WarmUp = Annotated[
     Wanted("a whole number of steps, or their share of the run, from 0 and below 1"),
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
-PositiveNumber = Annotated[float, Field(gt=0, lt=1e15), Wanted("a number above 0, below 1e15")]
-NonNegativeNumber = Annotated[float, Field(ge=0, lt=1e15), Wanted("a number from 0, below 1e15")]
+PositiveNumber = Annotated[float, Field(gt=0, lt=3e38), Wanted("a number above 0, below 3e38")]
+NonNegativeNumber = Annotated[float, Field(ge=0, lt=3e38), Wanted("a number from 0, below 3e38")]
 Share = Annotated[float, Field(ge=0, le=1), Wanted("a number from 0 to 1")]
 PositiveShare = Annotated[float, Field(gt=0, le=1), Wanted("a number above 0, up to 1")]
 Beta = Annotated[float, Field(ge=0, lt=1)]

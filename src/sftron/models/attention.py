@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sftron.errors import show
 from sftron.kernels.device import compute_capability, is_gpu
 from sftron.models.architecture import Layer
 from sftron.models.attention_kernels import (
@@ -78,7 +79,7 @@ _MOST_TRIAL_ERROR = 0.05
 
 
 def print_error(line: str) -> None:
-    print(line, file=sys.stderr)
+    show(line, to=sys.stderr)
 
 
 def resolve_attention(

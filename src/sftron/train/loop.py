@@ -13,7 +13,6 @@ from sftron.data.types import Batch
 from sftron.models.exact_sums import ExactSums
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
-from sftron.train.dry_run import out_of_memory_explained
 from sftron.train.flops import step_flops
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs
@@ -21,7 +20,7 @@ from sftron.train.objective import TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.progress import Progress
 from sftron.train.run import Settings, Setup
-from sftron.train.step import StepBatches, StepResult, next_step_batches, train_step
+from sftron.train.step import StepBatches, StepResult, next_step_batches, out_of_memory_explained, train_step
 from sftron.train.text import description
 
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -103,7 +102,8 @@ class Steps:
             console.write(f"first step {time.perf_counter() - self._started:.1f} s after the start")
         self._ranks.at(f"step {progress.step + 1}")
         wall, processor = time.perf_counter(), time.process_time()
-        with out_of_memory_explained(self._setup, f"step {progress.step + 1}"):
+        budget, doing = self._setup.data.dataset.token_budget, f"step {progress.step + 1}"
+        with out_of_memory_explained(self._config, self._ranks.device, budget, doing):
             result = train_step(
                 self._model,
                 self._optimizer,

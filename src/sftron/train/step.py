@@ -7,16 +7,18 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sftron.config import Config
 from sftron.data.digest import PackDigest, pack_digest
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
-from sftron.kernels.device import gpu_functions, is_gpu
+from sftron.kernels.device import device_name, gpu_functions, is_gpu
 from sftron.models.exact_sums import ExactSums, exact_norm
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import Routing
@@ -318,3 +320,58 @@ def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
     named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
     is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
     return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
+
+
+# --- Out of memory ---
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818  (Out of memory is the error)
+    """The GPU has too little memory for a step. The message states the memory, and what to change first."""
+
+
+@contextmanager
+def out_of_memory_explained(config: Config, device: torch.device, token_budget: int, doing: str) -> Iterator[None]:
+    """Raises OutOfMemory in place of torch.OutOfMemoryError.
+
+    Args:
+        token_budget: The number of tokens of a pack.
+        doing: What the body of the context does, such as "step 3".
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedies = "; ".join(f"({number}) {each}" for number, each in enumerate(_remedies(config), start=1))
+        raise OutOfMemory(
+            f"{doing} on packs of {token_budget:,} tokens does not fit"
+            f"{_state_of(device)}. Change, in this order: {remedies}. "
+            "`sftron train --config FILE --dry-run` predicts and measures the peak"
+        ) from error
+
+
+def _state_of(device: torch.device) -> str:
+    if not is_gpu(device):
+        return " in memory"
+    functions = gpu_functions(device)
+    allocated, reserved = functions.max_memory_allocated(device) / 1e9, functions.max_memory_reserved(device) / 1e9
+    return (
+        f" on {device_name(device)}: at most {allocated:.1f} GB were allocated and {reserved:.1f} GB reserved, of "
+        f"{functions.get_device_properties(device).total_memory / 1e9:.1f} GB"
+    )
+
+
+def _remedies(config: Config) -> list[str]:
+    """Returns what takes less memory and is not in use yet, in the order of docs/troubleshooting.md."""
+    mode, tokens = config.model.activation_checkpointing, config.tokens
+    modes = {"none": "selective, then full", "selective": "full"}
+    found = [f"model.activation_checkpointing: {modes[mode]} (now {mode})"] if mode in modes else []
+    if tokens.micro_batch_size > 1:
+        found.append(
+            f"a lower tokens.micro_batch_size (now {tokens.micro_batch_size}) with more "
+            f"tokens.batch_accumulation_per_replica (now {tokens.batch_accumulation_per_replica})"
+        )
+    return [
+        *found,
+        "more ranks (parallelism.dp_shard)",
+        f"ranks that share packs (parallelism.context, now {config.parallelism.context})",
+        f"a lower tokens.sequence_length (now {tokens.sequence_length})",
+    ]

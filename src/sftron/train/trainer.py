@@ -117,11 +117,6 @@ class Trainer:
         and measures nothing. Raises ValueError if the weights give no finite loss.
         """
         description.describe_run(self.setup, None)
-        if not self.ranks.is_planned:
-            console.write(
-                "dry run    reads the weights and makes one step on full packs to measure its memory, without an "
-                "update; on a CPU this may take minutes"
-            )
         measured = None if self.ranks.is_planned else measure_step_memory(self.setup)
         description.describe_dry_run(self.setup, measured)
         return EXIT_COMPLETED

@@ -22,7 +22,6 @@ from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import kl_divergences
 from sftron.checkpoint.model_folder import read_config, read_json
-from sftron.data.chat.pretrained import load_tokenizer
 from sftron.models.adapters import AdapterStart
 from sftron.models.attention import describe_backends
 from sftron.models.experts import rounds_with_neighbors
@@ -113,6 +112,8 @@ def check_parity(
         ValueError: The folder, a prompt or the template cannot be used, the adapter does not fit the model, or peft is
             not installed.
     """
+    from transformers import AutoTokenizer
+
     device = device or torch.device("cpu")
     native_folder = native_folder or folder
     architecture = read_config(native_folder)
@@ -120,7 +121,7 @@ def check_parity(
     start = None if found is None else AdapterStart(spec=found.spec, tensors=found.tensors)
     attention = attention_of_layers("auto", architecture, device, dtype)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
-    tokenizer: Any = load_tokenizer(folder)[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     options = {"add_generation_prompt": True, "return_dict": False}
     prompt_ids: list[Ids] = [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
     stop_ids = stop_ids_of(folder)
