@@ -121,7 +121,7 @@ def test_the_file_passes_a_dry_run_with_the_projection_that_it_states(
     assert f"60 rows, read as {read_as}\n" in text
     checked = dry_run(capfd)
     assert f"read as {read_as}" in checked
-    assert "makes one step on full packs to measure its memory" in checked.partition("measured for this run")[0]
+    assert "making a training step on two batches of" in checked.partition("measured for this run")[0]
     for line in ("template", "projection", "memory"):
         (stated,) = re.findall(rf"^{line} .*", looked, re.MULTILINE)
         assert stated in checked

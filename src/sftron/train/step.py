@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sftron.config import Config
 from sftron.data.digest import PackDigest, pack_digest
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
@@ -28,6 +27,9 @@ from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses
 from sftron.train.objective import Objective, TokenLoss, hidden_states
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.ranks import Ranks
+
+if TYPE_CHECKING:  # a step needs no package of the configuration
+    from sftron.config import Config
 
 
 @dataclass(frozen=True, slots=True)
