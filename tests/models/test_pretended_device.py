@@ -154,7 +154,7 @@ def test_reading_a_value_in_the_step_is_counted(gpu: PretendedGpu, monkeypatch: 
 
 
 # numpy's, of the interpreter, which computes the padding between rows too
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_steps_by_the_kernels_themselves_are_those_of_the_expressions() -> None:
     batch = _batch(make_native(make_reference(**FAMILIES["Llama 3"])))
     results = []

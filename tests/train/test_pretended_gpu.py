@@ -126,7 +126,7 @@ def test_verify_and_check_pass_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly  # the interpreter takes its time
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_a_run_by_the_kernels_themselves(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "tiny")
     runs = []
