@@ -71,7 +71,9 @@ lint: install
 	$(BIN)/python tools/budget.py
 
 test: install lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	@# A test that hangs ends by name after ten minutes instead of never.
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -o faulthandler_timeout=600 \
+	    -o faulthandler_exit_on_timeout=true
 
 nightly: long-tests chaos simulate fuzz versions versions-torch
 

@@ -21,7 +21,7 @@ from sftron.models.block import ResidualBlock
 from tests.conftest import ROOT
 from tests.models.reference import FAMILIES
 from tests.pretended import PretendedTensor, pretended_gpu
-from tools import bench_step, bench_ways, gpu, gpu_speed, gpu_stages
+from tools import bench_kernels, bench_step, bench_ways, gpu, gpu_speed, gpu_stages
 from tools.gpu import FAILED, NOT_PRETENDED, PASSED, SKIPPED, Parts, Results, Stage
 
 ABSENT = ["pydantic", "datasets", "torchdata", "bitsandbytes", "peft", "pytest", "hypothesis"]
@@ -247,6 +247,8 @@ def test_a_way_that_does_not_fit_is_named_and_the_next_is_timed(
     monkeypatch.setattr(gpu_speed, "gpu_of", lambda _: torch.device("cpu"))
     monkeypatch.setattr(bench_step, "read_rows", lambda _: None)
     monkeypatch.setattr(bench_step, "measure", measure)
+    # The shapes for a GPU take hours and all memory on a CPU.
+    monkeypatch.setattr(bench_kernels, "Sizes", lambda: bench_kernels.QUICK)
     gpu_speed.speed(Parts(Results(tmp_path / "gpu.jsonl"), "stage", is_pretended=False))
     failed, passed = failed_and_passed(tmp_path)
     assert list(failed) == ["1B: transformers, flattened"]
