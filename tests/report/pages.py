@@ -56,7 +56,7 @@ def verified() -> str:
             (HOSTILE_TEXT, "word " * 40),
             seconds=12.3,
             proves=rule.proves,
-            remedy=rule.meaning_of_failure,
+            remedy=rule.remedy,
         )
         for rule, passed in zip(RULES, (True, False, None), strict=False)
     ]

@@ -129,10 +129,26 @@ class Audit:
     @property
     def problems(self) -> list[str]:
         """The reasons not to train on this data, one sentence each; empty if there are none."""
-        return [*self._problems(), *self.masks.problems]
+        return [*self.problems_of_labels, *filter(None, [self.problem_of_stops]), *self.masks.problems]
 
-    def _problems(self) -> Iterator[str]:
-        turns, first = self.turns, self._first
+    @property
+    def problem_of_stops(self) -> str:
+        """The answers whose stop token is not trained, in a sentence; "" if there are none."""
+        turns = self.turns
+        if not turns.num_stop_not_trained:
+            return ""
+        return (
+            f"{turns.num_stop_not_trained:,} of {turns.num_turns:,} assistant turns do not train their stop token, "
+            f"so the model is not taught to stop there; the first is {self._first['stops not trained']}."
+        )
+
+    @property
+    def problems_of_labels(self) -> list[str]:
+        """The problems of what is trained, but for stop tokens."""
+        return [*self._problems_of_labels()]
+
+    def _problems_of_labels(self) -> Iterator[str]:
+        first = self._first
         if self.num_rows and not self.num_kept:
             yield f"None of {self.num_rows:,} rows was kept; the reasons are below."
         for name, roles in (("rows", self.row_roles), ("packs", self.pack_roles)):
@@ -140,11 +156,6 @@ class Audit:
                 yield f"No token is trained among the {roles.num_tokens:,} tokens of the {name}."
         if 0 < (num := self._counts["num_untrained"]) < self.num_kept:
             yield f"{num:,} of {self.num_kept:,} kept rows train no token; the first is {first['num_untrained']}."
-        if turns.num_stop_not_trained:
-            yield (
-                f"{turns.num_stop_not_trained:,} of {turns.num_turns:,} assistant turns do not train their stop token, "
-                f"so the model is not taught to stop there; the first is {first['stops not trained']}."
-            )
         if num := self._counts["num_wrong_labels"]:
             where = first["num_wrong_labels"]
             yield f"{num:,} labels are not the next token of their conversation; the first is in {where}."

@@ -57,10 +57,6 @@ def _spec(subject: Subject) -> LoraSpec:
 
 
 def base_unchanged(subject: Subject) -> Finding:
-    """Steps of the real optimizer change no bit of a weight that is not configured to be trained.
-
-    The adapter would belong to another model than its base. Do not train; report the tensors that are named.
-    """
     steps = _take_steps(subject)
     wrong = sorted(name for name, digest in steps.base_before.items() if steps.base_after[name] != digest)
     measured = f"{_NUM_STEPS} steps change {len(wrong) or 'none'} of {len(steps.base_before)} tensors"
@@ -68,11 +64,6 @@ def base_unchanged(subject: Subject) -> Finding:
 
 
 def adapters_move(subject: Subject) -> Finding:
-    """Each parameter of the configured adapters exists, has a gradient and moves; no other parameter is trained.
-
-    Another model would be trained than lora describes, such as without the named adapter, or one over a fused matrix.
-    Do not train; report it.
-    """
     steps, expected = _take_steps(subject), configured_shapes(subject)
     wrong = [f"{name} {list(expected[name])} is configured and not trained" for name in expected.keys() - steps.trained]
     wrong += [f"{name} is trained and not configured" for name in steps.trained.keys() - expected.keys()]
@@ -185,12 +176,6 @@ def _documents(subject: Subject) -> list[list[int]]:
 
 
 def exported_is_trained(subject: Subject) -> Finding:
-    """The exported adapter, loaded by peft into transformers' model, computes what was trained, and is read back to the
-    bit.
-
-    Others would load another adapter than was trained. Do not train; run `sftron check --adapter` on an export, and
-    report it.
-    """
     documents, folder = _documents(subject), subject.scratch / "exported-adapter"
     source = ExportSource.read(subject.setup.model.folder)
     write_adapter(folder, adapter_tensors(subject.model), _spec(subject), source=source, base_model="base")
@@ -202,18 +187,13 @@ def exported_is_trained(subject: Subject) -> Finding:
     del reference
     gc.collect()
     checks = (logits, kl, again)
-    measured = f"logits {logits.measured.split()[0]} apart, {len(wrong)} wrong keys"
+    measured = f"logits {logits.value:.2e} apart, {len(wrong)} wrong keys"
     detail = (*wrong[:5], *(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks))
     is_right = not wrong and all(each.passed for each in checks)
     return Finding(is_right, measured, f"<= {FP32_TOLERANCE.logits:.0e}, none", detail)
 
 
 def adapter_is_merged(subject: Subject) -> Finding:
-    """The merged model computes what the adapters compute: in float32, and up to its rounding in the export's type.
-
-    The merged export would not be the trained model. If only the KL is too large, the export's type rounds the adapters
-    away: set model.compute_dtype: float32, or lora.merge: false and serve the adapter. Else report it.
-    """
     options, dtype = subject.config.lora, subject.setup.model.compute_dtype
     assert options is not None
     if not options.merge:

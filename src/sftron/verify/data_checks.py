@@ -1,6 +1,6 @@
 """Checks of the data on the user's own rows: ids, masks, forged tokens, packs and their order (laws 1 to 3, 5 and 6).
 
-The docstring of a check is printed in reports: the law that a pass proves, and the meaning and remedy of a failure.
+verify_run.py says what a pass of each proves, and what a failure means.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str)
 
 
 def template(subject: Subject) -> Finding:
-    """Each conversation has exactly the ids of the tokenizer's own apply_chat_template.
-
-    The model would be trained on another format than it is used with. Please report the row that is named; until then
-    set tokenizer.chat_template to a template that can be followed.
-    """
     problems, num_control, num_doubled, left_out = [], 0, 0, Counter[str]()
     for conversation, row in subject.chats:
         try:
@@ -77,11 +72,6 @@ def template(subject: Subject) -> Finding:
 
 
 def prompt(subject: Subject) -> Finding:
-    """What is trained begins where the generation prompt ends.
-
-    The model learns to answer after other tokens than those that it is prompted with. Bring the data into the
-    template's form (a reasoning part, most often: data.reasoning), or set tokenizer.chat_template.
-    """
     problems, num_left = [], 0
     decode = subject.chat_tokenizer.decode
     for conversation, row in subject.chats:
@@ -110,17 +100,12 @@ def prompt(subject: Subject) -> Finding:
 
 
 def stop_tokens(subject: Subject) -> Finding:
-    """Each answer trains the token that ends it, so the model learns to stop there.
-
-    The model would not stop after its answer. Look at the named turn with `sftron inspect`; the template has to write a
-    control token after each answer.
-    """
     rows = [row for _, row in subject.chats]
     audit, stops = _audit(subject, rows), Counter(chain.from_iterable(row.tokenized.stop_ids for row in rows))
     turns = audit.turns
     if not turns.num_turns:
         raise NotMeasuredError("no answer in the rows is trained to its end" if rows else _NO_CHATS)
-    names, detail = [], [problem for problem in audit.problems if "stop token" in problem]
+    names, detail = [], list(filter(None, [audit.problem_of_stops]))
     for token_id, count in stops.most_common():
         names.append(subject.chat_tokenizer.decode([token_id]))
         is_new = token_id not in subject.own_stop_ids
@@ -139,18 +124,13 @@ def _audit(subject: Subject, rows: Iterable[Row]) -> Audit:
 
 
 def masks(subject: Subject) -> Finding:
-    """What is trained is what the model itself has to write; each label is the next token of its own conversation.
-
-    The run would train on prompts, or leave out parts of the answers. Look at the named row with `sftron inspect` and
-    do not train before it is right.
-    """
     audit, count = _audit(subject, subject.rows), MaskCount()
     for pack in subject.packs:
         audit.add_pack(pack)
     for conversation, row in subject.chats:
         trained, stop_ids = subject.preparation.trained, subject.own_stop_ids
         count.add(subject.chat_tokenizer, trained, conversation, row.tokenized, row.labeled, stop_ids)
-    problems = [problem for problem in audit.problems if "stop token" not in problem] + count.problems
+    problems = [*audit.problems_of_labels, *count.problems]
     num_trained = sum(int((row.labeled.labels != IGNORE_INDEX).sum()) for row in subject.rows)
     num_tokens = sum(len(row.labeled) for row in subject.rows)
     measured = share = f"{num_trained:,} of {num_tokens:,} tokens trained ({num_trained / max(1, num_tokens):.0%})"
@@ -171,11 +151,6 @@ _NUM_FORGED_ROWS = 40
 
 
 def forgery(subject: Subject) -> Finding:
-    """Text that spells a control token or a whole turn stays plain text, and nothing of it is trained.
-
-    A text of the data could end a turn or begin another, in your data and in anyone's prompt. Please report the
-    tokenizer and the row.
-    """
     tokenizer, problems, num_refused = subject.chat_tokenizer, [], 0
     control = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids)]
     texts = [text for text in ("".join(control), " ".join(control), _forged_turn(subject)) if text]
@@ -240,10 +215,6 @@ _NUM_PACKS, _STOPS = 6, (1, 4)
 
 
 def toggles(subject: Subject) -> Finding:
-    """train_on_completions_only and remove_cross_attention change no pack: an ablation compares nothing else.
-
-    Runs with other toggles would have other batches, and could not be compared. Please report this configuration.
-    """
     packs, data, wrong = subject.packs[:_NUM_PACKS], subject.config.data, []
     same = ("input_ids", "role_ids", "conversation_bounds")
     for completions, isolated in ((True, True), (True, False), (False, True), (False, False)):
@@ -256,10 +227,6 @@ def toggles(subject: Subject) -> Finding:
 
 
 def data_order(subject: Subject) -> Finding:
-    """A run that is stopped resumes with exactly the next pack, also on two ranks.
-
-    A resume would repeat rows or lose them. If no file was changed while this ran, please report it.
-    """
     expected = list(islice(_loader(subject), _NUM_PACKS))
     found, state = {}, ""
     for num_before in _STOPS:

@@ -31,10 +31,6 @@ from sftron.verify.subject import Subject
 
 
 def start_up(subject: Subject) -> Finding:
-    """`sftron train` accepts configuration, data and model.
-
-    `sftron train` would end with this message and status 2; the message has the remedy.
-    """
     setup = subject.setup_or_refusal
     if isinstance(setup, ValueError):
         message = str(setup).splitlines()
@@ -51,10 +47,6 @@ _NUM_DOCUMENTS, _NUM_PROMPTS, _LONGEST_PROMPT, _NUM_NEW_TOKENS = 4, 3, 256, 12
 
 
 def weights(subject: Subject) -> Finding:
-    """Hugging Face to sftron and back loses no bit of any tensor.
-
-    The export would hold other weights than were trained. Is the folder whole, and its config.json its own?
-    """
     folder = _require_own_rows(subject)
     with subject.at_start() as native:
         check = check_round_trip(native, folder)
@@ -62,11 +54,6 @@ def weights(subject: Subject) -> Finding:
 
 
 def reference(subject: Subject) -> Finding:
-    """The model computes what transformers computes, and gives the same greedy answers.
-
-    Training would start from another function than the model's own. Do not train; run `sftron check` for the full
-    comparison, and report it.
-    """
     folder = _require_own_rows(subject)
     documents = [each.input_ids.tolist() for each in subject.documents[:_NUM_DOCUMENTS]]
     prompts, tolerance = _short_prompts(subject), FP32_TOLERANCE
@@ -75,7 +62,7 @@ def reference(subject: Subject) -> Finding:
     model = load_rounded_reference(subject.setup)
     with subject.at_start(), subject.in_fp32() as native, torch.inference_mode():
         checks = list(check_logits(native.eval(), model, documents, tolerance))
-        measured, notes = f"logits {checks[0].measured.split()[0]} apart", []
+        measured, notes = f"logits {checks[0].value:.2e} apart", []
         if prompts:
             greedy, answers = check_generation(
                 native, model, prompts, _NUM_NEW_TOKENS, stop_ids_of(folder), tolerance.logits
@@ -125,10 +112,6 @@ def _isolated_documents(subject: Subject) -> tuple[LabeledConversation, ...]:
 
 
 def isolation(subject: Subject) -> Finding:
-    """With this attention backend no conversation sees its neighbors in the pack, and no token those after it.
-
-    Answers would be learned from other conversations' text. Set model.attention: sdpa, and report the backend.
-    """
     model, documents = subject.model.eval(), _isolated_documents(subject)
     batch, longest = subject.batch(documents), max(documents, key=len)
 
@@ -149,10 +132,6 @@ def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:
 
 
 def gradients_apart(subject: Subject) -> Finding:
-    """No conversation's loss has a gradient at another one's tokens.
-
-    The backward pass would leak between conversations. Set model.attention: sdpa, and report the backend.
-    """
     documents = _isolated_documents(subject)
     batch = subject.batch(documents)
     bounds, own, others = _bounds(documents), [], []
@@ -211,10 +190,6 @@ _NUM_MICRO_BATCHES, _NUM_ROUNDED = 4, 3
 
 
 def packed_as_single(subject: Subject) -> Finding:
-    """A pack has the loss and the gradients of its conversations alone: positions, bounds and masks are right.
-
-    Packing would change what is learned. Set data.packing.strategy: none until it is found, and report it.
-    """
     documents = _isolated_documents(subject)
     with subject.in_fp32():
         loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
@@ -224,10 +199,6 @@ def packed_as_single(subject: Subject) -> Finding:
 
 
 def packed_in_its_type(subject: Subject) -> Finding:
-    """A pack has the loss and the gradients of its conversations in the run's own type too, up to its rounding.
-
-    This backend or loss is less exact than its type. Set model.attention: sdpa and model.loss: native.
-    """
     model, documents = subject.model, _isolated_documents(subject)
     if model.compute_dtype == torch.float32:
         raise NotMeasuredError("model.compute_dtype is float32: the row above measures it")
@@ -310,11 +281,6 @@ class _GradientsOnly(torch.optim.Optimizer):
 
 
 def accumulation(subject: Subject) -> Finding:
-    """The step's loss is one ratio: the same tokens give the same gradient in 1, 2 or 4 micro-batches.
-
-    The weight of a token would depend on the other conversations in its micro-batch. Set
-    tokens.batch_accumulation_per_replica: 1, and report it.
-    """
     model, documents = subject.model, subject.require_documents(2)
 
     def split(num_batches: int) -> list[Batch]:

@@ -181,7 +181,7 @@ def _own_error(
 
 
 def _bounded(name: str, value: float, bound: float, note: str = "") -> Check:
-    return Check(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}")
+    return Check(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}", value=value)
 
 
 def check_logits(

@@ -73,10 +73,6 @@ def torchrun(num_ranks: int) -> list[str]:
 
 
 def ranks(subject: Subject) -> Finding:
-    """Several processes take the steps that one process takes.
-
-    A run on several GPUs would be another run. Train on one, and report it.
-    """
     num_ranks = subject.num_ranks
     one = _in_fp32(short_run(subject, "one", batch_accumulation_per_replica=num_ranks))
     several = _in_fp32(short_run(subject, "several", batch_accumulation_per_replica=1))
@@ -98,10 +94,6 @@ def ranks(subject: Subject) -> Finding:
 
 
 def context(subject: Subject) -> Finding:
-    """Ranks that share each pack (parallelism.context) take the steps that one process takes.
-
-    A run with parallelism.context would be another run. Leave it at 1, and report it.
-    """
     num_ranks, hidden = subject.num_sharing, list[Tensor]()
     one = _in_fp32(short_run(subject, "unshared"))
     shared = _in_fp32(short_run(subject, "shared"))

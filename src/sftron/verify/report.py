@@ -32,6 +32,7 @@ class Check:
         proves: The meaning of a pass.
         remedy: The meaning of a failure for training, and what fixes it; empty unless the check failed.
         raised: Whether an exception ended the check, which shows nothing; a report with such a check has not passed.
+        value: The number that was measured, if it is one.
     """
 
     name: str
@@ -43,14 +44,24 @@ class Check:
     proves: str = ""
     remedy: str = ""
     raised: bool = False
+    value: float | None = None
 
     @classmethod
     def of(cls, rule: Rule, found: Finding, seconds: float) -> Check:
         """Returns the row of what a rule has found."""
-        remedy = (found.remedy or rule.meaning_of_failure) if found.passed is False else ""
+        remedy = (found.remedy or rule.remedy) if found.passed is False else ""
         detail = tuple(filter(None, found.detail))
         return cls(
-            rule.name, found.passed, found.measured, found.allowed, detail, seconds, rule.proves, remedy, found.raised
+            rule.name,
+            found.passed,
+            found.measured,
+            found.allowed,
+            detail,
+            seconds,
+            rule.proves,
+            remedy,
+            found.raised,
+            found.value,
         )
 
     @property
@@ -69,12 +80,13 @@ class Finding:
     remedy: str = ""
     """The remedy for what was measured; by default that of the rule."""
     raised: bool = False
+    value: float | None = None
 
     @classmethod
-    def of_exception(cls, error: Exception) -> Finding:
-        """Returns that an exception ended a check: its class, the first line of its message, and its place."""
+    def of_exception(cls, error: Exception, ended: str = "not measured:") -> Finding:
+        """Builds the finding of a check that raised: the error's class, its message's first line, and its place."""
         (first, *_) = str(error).strip().splitlines() or [""]
-        measured = f"not measured: {type(error).__name__}: {first} ({place_of(error)})"
+        measured = f"{ended} {type(error).__name__}: {first} ({place_of(error)})"
         detail = tuple("".join(traceback.format_exception(error)).splitlines()[-8:])
         return cls(None, measured, detail=detail, raised=True)
 
@@ -84,26 +96,15 @@ class Rule:
     """One row of the table before it is measured.
 
     Attributes:
-        measure: Measures the subject; may raise NotMeasuredError. The first paragraph of its docstring is the law that
-            a pass proves, and the second is the remedy, if none is given.
+        measure: Measures the subject; may raise NotMeasuredError.
+        proves: The law that holds if the check passes.
         remedy: The meaning of a failure for training, and what fixes it, unless the finding has its own.
     """
 
     name: str
     measure: Callable[[Any], Finding]
+    proves: str = ""
     remedy: str = ""
-
-    @property
-    def proves(self) -> str:
-        return self._paragraphs[0]
-
-    @property
-    def meaning_of_failure(self) -> str:
-        return self.remedy or "".join(self._paragraphs[1:2])
-
-    @property
-    def _paragraphs(self) -> list[str]:
-        return [" ".join(paragraph.split()) for paragraph in (self.measure.__doc__ or "").split("\n\n")]
 
 
 def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = False) -> Iterator[Check]:
@@ -120,10 +121,10 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
         except NotMeasuredError as error:
             found = Finding(None, str(error))
         except Exception as error:
-            found = Finding.of_exception(error)
             if is_own_code:
-                measured = found.measured.replace("not measured:", "raised", 1)
-                found = replace(found, passed=False, measured=measured, allowed="no error", raised=False)
+                found = replace(Finding.of_exception(error, "raised"), passed=False, allowed="no error", raised=False)
+            else:
+                found = Finding.of_exception(error)
         yield Check.of(rule, found, time.perf_counter() - started)
 
 

@@ -113,10 +113,6 @@ def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def resume(subject: Subject) -> Finding:
-    """A run that is stopped and resumed is, to the bit, the run without a stop.
-
-    A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.
-    """
     config = short_run(subject, "whole")
     needed = _bytes_of_checkpoints(subject, config)
     free = shutil.disk_usage(subject.scratch).free
@@ -166,11 +162,6 @@ _SHOWN = 0.0005
 
 
 def learning(subject: Subject) -> Finding:
-    """With this optimizer and rate the loss falls on your data, and the stop token becomes likelier.
-
-    The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; look at what is trained with
-    `sftron inspect`.
-    """
     with subject.at_start() as model:
         return _learning(subject, model)
 

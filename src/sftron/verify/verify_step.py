@@ -15,9 +15,25 @@ from sftron.verify.report import Check, Report, Rule, measure_all
 from sftron.verify.verify_trainer import REQUIRED
 from sftron.verify.verify_trainer import RULES as RULES_OF_TRAINERS
 
-_OWN: dict[str, Callable[[Any], Any]] = {"loss": step_checks.loss, "generation": step_checks.generation}
+_OWN = (
+    Rule(
+        "loss",
+        step_checks.loss,
+        proves=(
+            "The loss of a step is one ratio: the sum over all trained tokens of its micro-batches, by their number."
+        ),
+    ),
+    Rule(
+        "generation",
+        step_checks.generation,
+        proves=(
+            "The saved folder stops where the model is trained to stop, and its template gives the ids that are "
+            "trained."
+        ),
+    ),
+)
 RULES = tuple(
-    Rule(each.name, _OWN.get(each.name, each.measure)) for each in RULES_OF_TRAINERS if each.name != "gradients"
+    next((own for own in _OWN if own.name == each.name), each) for each in RULES_OF_TRAINERS if each.name != "gradients"
 )
 """docs/verify-any-loop.md describes what differs from the rows of verify_trainer."""
 

@@ -17,24 +17,76 @@ from sftron.verify.trainer.on_ranks import num_ranks, verify_on_ranks
 from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject
 
-RULES = tuple(
-    Rule(name, measure, remedy="")  # each failed finding has its own
-    for name, measure in {
-        "ids": data_checks.ids,
-        "trained tokens": label_checks.trained_tokens,
-        "stop tokens": label_checks.stop_tokens,
-        "isolation": model_checks.isolation,
-        "positions": data_checks.positions,
-        "truncation": data_checks.truncation,
-        "loss": model_checks.loss,
-        "gradients": model_checks.gradients,
-        "padding": model_checks.padding,
-        "forgery": data_checks.forgery,
-        "adapters": saved_checks.adapters,
-        "generation": saved_checks.generation,
-    }.items()
+RULES = (
+    Rule(
+        "ids",
+        data_checks.ids,
+        proves="Each document has the ids that the tokenizer's own template gives for its row, with one beginning.",
+    ),
+    Rule(
+        "trained tokens",
+        label_checks.trained_tokens,
+        proves="What is trained is what the model itself has to write; each label is the token at the same index.",
+    ),
+    Rule(
+        "stop tokens",
+        label_checks.stop_tokens,
+        proves="Each answer that is whole trains the token that ends it, so the model learns to stop there.",
+    ),
+    Rule(
+        "isolation",
+        model_checks.isolation,
+        proves="No conversation of a batch sees another, with the arguments that the model is really called with.",
+    ),
+    Rule(
+        "positions",
+        data_checks.positions,
+        proves="Positions restart with each document, and no document's first token is predicted from its neighbor.",
+    ),
+    Rule(
+        "truncation",
+        data_checks.truncation,
+        proves=(
+            "No answer is cut off, no conversation loses its beginning, and no row is dropped or has nothing to train."
+        ),
+    ),
+    Rule(
+        "loss",
+        model_checks.loss,
+        proves="The loss of a step is one ratio: the sum over all trained tokens of its batches, by their number.",
+    ),
+    Rule(
+        "gradients",
+        model_checks.gradients,
+        proves="The steps of one accumulation leave the gradients of their loss in each trained tensor, and no others.",
+    ),
+    Rule(
+        "padding",
+        model_checks.padding,
+        proves="Padding is neither trained, nor attended to, nor counted.",
+    ),
+    Rule(
+        "forgery",
+        data_checks.forgery,
+        proves="Text that spells a control token stays plain text.",
+    ),
+    Rule(
+        "adapters",
+        saved_checks.adapters,
+        proves=(
+            "Each trainable tensor moves within two steps, no frozen one does, and no token without training is frozen."
+        ),
+    ),
+    Rule(
+        "generation",
+        saved_checks.generation,
+        proves=(
+            "The saved folder stops where the model is trained to stop, and its template gives the ids that are "
+            "trained."
+        ),
+    ),
 )
-"""docs/verify-any-trainer.md describes the method of each."""
+"""docs/verify-any-trainer.md describes the method of each. Each failed finding has its own remedy."""
 
 REQUIRED = ("ids", "trained tokens", "stop tokens", "isolation", "truncation")
 """The checks that must be measured for a report to pass."""

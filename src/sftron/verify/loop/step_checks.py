@@ -1,7 +1,4 @@
-"""Checks of a loop's step: the weight of each token in its loss, the gradient that it keeps, and what it saves.
-
-The docstring of a check is the law that a pass proves, and is printed in reports.
-"""
+"""Checks of a loop's step: the weight of each token in its loss, the gradient that it keeps, and what it saves."""
 
 from __future__ import annotations
 
@@ -27,10 +24,6 @@ _TOLERANCE, _LOST = 0.01, 0.05
 
 
 def loss(subject: StepSubject) -> Finding:
-    """The loss of a step is one ratio: the sum over all trained tokens of its micro-batches, by their number.
-
-    Each token has the same weight, whatever its micro-batch and row, and the gradients of all micro-batches are kept.
-    """
     steps = [each for each in subject.steps if any(batch.num_trained for batch in each)]
     if not steps:
         raise NotMeasuredError("no token of the micro-batches is trained")
@@ -214,7 +207,6 @@ def _with_unlike_steps(subject: StepSubject, found: Finding) -> Finding:
 
 
 def generation(subject: StepSubject) -> Finding:
-    """The saved folder stops where the model is trained to stop, and its template gives the ids that are trained."""
     stops = sorted(
         {
             int(each.ids[turn.stop])

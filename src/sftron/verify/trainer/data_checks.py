@@ -1,6 +1,6 @@
 """Checks of a trainer's batches, of the training and of the evaluation: ids, labels, bounds and forged tokens.
 
-The docstring of a check is the law that a pass proves, and is printed in reports.
+verify_trainer.py says what a pass of each proves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def _counted(counts: Mapping[str, Sequence[Any]]) -> str:
 
 @with_evaluation
 def ids(view: View) -> Finding:
-    """Each document has the ids that the tokenizer's own template gives for its row, with one beginning."""
     encoder, documents = view.encoder, view.documents
     num_known = sum(bool(each.source) for each in documents)
     if not num_known and encoder.problem and encoder.refused:
@@ -70,7 +69,6 @@ def _ids_remedy(view: View, wrong: Sequence[Document]) -> str:
 
 
 def positions(subject: Subject) -> Finding:
-    """Positions restart with each document, and no document's first token is predicted from its neighbor."""
     rows, trainer = subject.training.documents_of_rows, subject.trainer
     if not rows:
         raise NotMeasuredError("no document has known bounds")
@@ -129,7 +127,6 @@ def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], 
 
 @with_evaluation
 def truncation(view: View) -> Finding:
-    """No answer is cut off, no conversation loses its beginning, and no row is dropped or has nothing to train."""
     documents = [each for each in view.documents if each.source]
     cut, begins = [each for each in documents if each.is_cut_after], [each for each in documents if each.num_cut_before]
     empty = [each[0] for batch, row, each in view.documents_of_rows if (batch.labels[row, 1:] == IGNORE_INDEX).all()]
@@ -162,7 +159,6 @@ def truncation(view: View) -> Finding:
 
 
 def forgery(subject: Subject) -> Finding:
-    """Text that spells a control token stays plain text."""
     documents, tokenizer = subject.training.documents, subject.training.tokenizer
     if lone := with_lone_answers(documents):
         measured = f"{len(lone):,} documents have an answer without a label, as those that a text spells"

@@ -1,6 +1,6 @@
 """Checks of a trainer's labels, of the training and of the evaluation: which tokens are trained, and stop tokens.
 
-The docstring of a check is the law that a pass proves, and is printed in reports.
+verify_trainer.py says what a pass of each proves.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ def _remedy_of_mask(view: View, meaning: str) -> str:
 
 @with_evaluation
 def trained_tokens(view: View) -> Finding:
-    """What is trained is what the model itself has to write; each label is the token at the same index."""
     count = _LabelCount.of(view)
     words = {
         "labels": "labels are other tokens",
@@ -185,7 +184,6 @@ def trained_tokens(view: View) -> Finding:
 
 @with_evaluation
 def stop_tokens(view: View) -> Finding:
-    """Each answer that is whole trains the token that ends it, so the model learns to stop there."""
     if view.trained_roles == "all" and all(each.tokens is None and each.source for each in view.documents):
         return _ends_of_texts(view)
     documents, lone = view.with_roles(), with_lone_answers(view.with_roles())  # of the lone ones, forgery reports

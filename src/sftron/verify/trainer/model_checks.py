@@ -1,6 +1,6 @@
 """Checks of a trainer's model on its own batches: isolation, loss and padding.
 
-The docstring of a check is the law that a pass proves, and is printed in reports.
+verify_trainer.py says what a pass of each proves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from sftron.verify.trainer.subject import TrainerSubject
 
 
 def isolation(subject: Subject) -> Finding:
-    """No conversation of a batch sees another, with the arguments that the model is really called with."""
     found, problem = subject.isolations
     leaking = [(kind, each) for kind, each in found if not each.isolated]
     if "in one row" not in dict(leaking):
@@ -98,7 +97,6 @@ _MOST_WITHOUT_GRADIENT = 0.1
 
 
 def loss(subject: TrainerSubject) -> Finding:
-    """The loss of a step is one ratio: the sum over all trained tokens of its batches, by their number."""
     step, trainer = subject.step, subject.trainer
     counts = [batch.num_trained for batch in step.batches]
     num_trained, num_items = sum(counts), None if step.num_items is None else int(step.num_items)
@@ -212,7 +210,6 @@ _GRADIENT_TOLERANCE, _ROUNDED_GRADIENT_TOLERANCE = 1e-3, 2**-4
 
 
 def gradients(subject: TrainerSubject) -> Finding:
-    """The steps of one accumulation leave the gradients of their loss in each trained tensor, and no others."""
     step, trainer, is_rounded = subject.step, subject.trainer, subject.model.is_rounded
     if not any(each.requires_grad for each in subject.model.trained.parameters()):
         raise NotMeasuredError("no tensor is trainable; see adapters")
@@ -255,7 +252,6 @@ def _is_ratio(subject: TrainerSubject) -> bool:
 
 
 def padding(subject: Subject) -> Finding:
-    """Padding is neither trained, nor attended to, nor counted."""
     view, num_padding, num_trained = subject.training, 0, 0
     for number, batch in enumerate(view.batches):
         is_padding = _padding_of(batch, [each for each in view.documents if each.batch == number])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,18 +18,53 @@ from sftron.verify.trainer.exchange import Exchange, time_limit_of_trainer
 from sftron.verify.trainer.rank_subject import RankSubject
 from sftron.verify.trainer.state import untouched
 
-_ADDED: dict[str, tuple[tuple[str, Callable[[RankSubject], Finding]], ...]] = {
-    "ids": (("rows", rank_rows.rows),),
-    "positions": (("across ranks", part_checks.across_ranks),),
-    "truncation": (("rotations", part_checks.rotations),),
-    "loss": (("denominators", rank_checks.denominators),),
-    "padding": (("borders", part_checks.borders),),
-    "adapters": (("replicas", rank_checks.replicas),),
+_ADDED = {
+    "ids": Rule(
+        "rows",
+        rank_rows.rows,
+        proves="Each row of the data is computed once in an epoch, by one rank or in parts by those that share it.",
+    ),
+    "positions": Rule(
+        "across ranks",
+        part_checks.across_ranks,
+        proves="No conversation sees another, neither on its own rank nor on another, and no token those after it.",
+    ),
+    "truncation": Rule(
+        "rotations",
+        part_checks.rotations,
+        proves="Each part of a row has the positions and the rotations that its tokens have in the whole row.",
+    ),
+    "loss": Rule(
+        "denominators",
+        rank_checks.denominators,
+        proves="The loss is divided on every rank by the number of labels of all ranks.",
+    ),
+    "padding": Rule(
+        "borders",
+        part_checks.borders,
+        proves="Each label of a row is trained by the token before it, also where a part of the row ends.",
+    ),
+    "adapters": Rule(
+        "replicas",
+        rank_checks.replicas,
+        proves="What every rank holds is the same on all of them, before the first step and after it.",
+    ),
 }
-"""The checks between ranks, in front of those of one process."""
-_REPLACED: dict[str, Callable[[Any], Finding]] = {
-    "loss": rank_checks.loss,
-    "gradients": rank_checks.gradients,
+"""The rules between ranks, each by the rule of one process that it precedes."""
+_REPLACED = {
+    "loss": Rule(
+        "loss",
+        rank_checks.loss,
+        proves=(
+            "The mean over the ranks of what a step returns is one ratio: the loss of all trained tokens, by their "
+            "number."
+        ),
+    ),
+    "gradients": Rule(
+        "gradients",
+        rank_checks.gradients,
+        proves="After the trainer's own reduction, every rank has the gradients that one process computes of all rows.",
+    ),
 }
 _LEAD_S = 0.5
 _REQUIRED = ("rows", "loss", "gradients", "replicas")
@@ -40,7 +76,6 @@ def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], 
     def check(subject: RankSubject) -> Finding:
         return subject.exchange.of_first("the finding of rank 0", lambda: measure(subject))
 
-    check.__doc__ = measure.__doc__
     return check
 
 
@@ -80,9 +115,11 @@ def rules_of_ranks(rules: Sequence[Rule]) -> list[Rule]:
     """Returns the rules of one process with those between ranks."""
     found = list[Rule]()
     for rule in rules:
-        found += [Rule(name, measure) for name, measure in _ADDED.get(rule.name, ())]
-        measure = on_first_rank(rule.measure) if rule.name == "generation" else rule.measure
-        found.append(Rule(rule.name, _REPLACED.get(rule.name, measure)))
+        if rule.name in _ADDED:
+            found.append(_ADDED[rule.name])
+        if rule.name == "generation":
+            rule = replace(rule, measure=on_first_rank(rule.measure))
+        found.append(_REPLACED.get(rule.name, rule))
     return found
 
 

@@ -1,6 +1,6 @@
 """Checks of rows that several ranks of a trainer share, and of conversations on different ranks.
 
-The docstring of a check is the law that a pass proves, and is printed in reports. Each of them is a collective.
+Each of them is a collective; on_ranks.py says what a pass proves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ def _require_parts(subject: RankSubject) -> None:
 
 
 def rotations(subject: RankSubject) -> Finding:
-    """Each part of a row has the positions and the rotations that its tokens have in the whole row."""
     _require_parts(subject)
     chosen = subject.exchange.gather("the lengths of rows", _of_all_lengths(subject))[0]
     wrong, largest, num_compared = Counter[str](), 0.0, 0
@@ -90,11 +89,8 @@ def _apart(own: Sequence[np.ndarray], expected: Sequence[np.ndarray], index: np.
 
 
 def borders(subject: RankSubject) -> Finding:
-    """Each label of a row is trained by the token before it, also where a part of the row ends.
-
-    For this every token has a label.
-    """
     _require_parts(subject)
+    # Every token gets a label, so that a border is seen wherever it falls.
     micro = max(subject.computed_micro_batches, key=lambda each: each.whole.ids.size)
     labels, places = subject.labelled_everywhere(micro)
     by_rank = subject.exchange.gather("the trained tokens", (micro.index, places, labels))
@@ -118,7 +114,6 @@ def borders(subject: RankSubject) -> Finding:
 
 
 def across_ranks(subject: RankSubject) -> Finding:
-    """No conversation sees another, neither on its own rank nor on another, and no token those after it."""
     micro_batches, world_size = subject.computed_micro_batches, subject.exchange.world_size
     documents = [_documents(subject, micro) for micro in micro_batches]
     numbers = subject.exchange.gather("the documents", [len(each) for each in documents])

@@ -1,6 +1,6 @@
 """Checks of a trainer's ranks: their rows, their loss, their gradients, and the parts of rows that they share.
 
-The docstring of a check is the law that a pass proves, and is printed in reports. Each of them is a collective.
+Each of them is a collective; on_ranks.py says what a pass proves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def _named_factor(factor: float, world_size: int, declared: int) -> str:
 
 
 def gradients(subject: RankSubject) -> Finding:
-    """After the trainer's own reduction, every rank has the gradients that one process computes of all rows."""
     tolerance, world_size = _tolerance(subject), subject.exchange.world_size
     found = subject.differences
     worst_rank = max(range(world_size), key=lambda rank: found[rank].worst_apart)
@@ -85,7 +84,6 @@ def _digests(subject: RankSubject) -> set[str]:
 
 
 def loss(subject: RankSubject) -> Finding:
-    """The mean over the ranks of what a step returns is one ratio: the loss of all trained tokens, by their number."""
     returned, reference = subject.run.returned, subject.reference
     totals = [sum(each) for each in returned]
     total, ratio = sum(totals) / len(totals), reference.loss
@@ -113,7 +111,6 @@ def _rounded_down(count: int, world_size: int) -> tuple[int, int]:
 
 
 def denominators(subject: RankSubject) -> Finding:
-    """The loss is divided on every rank by the number of labels of all ranks."""
     own = subject.step.num_items
     counts = subject.exchange.gather("the denominators", None if own is None else float(own))
     num_own = sum(batch.num_trained for batch in subject.step.batches)
@@ -150,7 +147,6 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def replicas(subject: RankSubject) -> Finding:
-    """What every rank holds is the same on all of them, before the first step and after it."""
     before = _differing(subject, "before", _tensors(subject))
     _ = subject.run
     optimizer: Any = subject.wrapped.optimizer

@@ -1,6 +1,6 @@
 """Which rows of the data each rank of a trainer computes.
 
-The docstring of a check is the law that a pass proves, and is printed in reports. Each of them is a collective.
+Each of them is a collective; on_ranks.py says what a pass proves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from sftron.verify.trainer.rank_subject import RankSubject
 
 
 def rows(subject: RankSubject) -> Finding:
-    """Each row of the data is computed once in an epoch, by one rank or in parts by those that share it."""
     world_size, wrong, notes = subject.exchange.world_size, list[str](), list[str]()
     if len(set(subject.seen_batches)) > 1:
         counts = ", ".join(map(str, subject.seen_batches))

@@ -1,6 +1,6 @@
 """Checks of what a trainer changes and keeps: the tensors that move in a step, and the folder that it saves.
 
-The docstring of a check is the law that a pass proves, and is printed in reports.
+verify_trainer.py says what a pass of each proves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _MOST_NAMED, _LEAST_DISTANCE, _MOST_BYTES = 4, 0.1, 2 * 2**30
 
 
 def adapters(subject: Subject) -> Finding:
-    """Each trainable tensor moves within two steps, no frozen one does, and no token without training is frozen."""
     model = subject.model.trained
     named, is_adapter = dict(model.named_parameters()), hasattr(model, "peft_config")
     trainable = [name for name, each in named.items() if each.requires_grad]
@@ -119,7 +118,6 @@ def _untrained_tokens(subject: Subject) -> dict[str, str]:
 
 
 def generation(subject: TrainerSubject) -> Finding:
-    """The saved folder stops where the model is trained to stop, and its template gives the ids that are trained."""
     tokenizer, documents = subject.training.tokenizer, subject.training.with_roles()
     stops = Counter(
         int(each.ids[turn.stop])
