@@ -84,7 +84,7 @@ chaos: install
 	$(BIN)/python tools/chaos.py --kills 25 --hops 10
 
 simulate: install
-	$(BIN)/python tools/simulate.py $(if $(SEED),--seed $(SEED),--runs 100000 --workers 2)
+	$(BIN)/python -m tests.simulator.simulate $(if $(SEED),--seed $(SEED),--runs 100000 --workers 2)
 
 fuzz: install
 	for target in row encode config manifest lane_state; do $(BIN)/python tests/fuzz/targets.py $$target --runs 5000 || exit 1; done

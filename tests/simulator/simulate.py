@@ -1,9 +1,8 @@
-#!/usr/bin/env python
-"""Train under simulated faults, and see that nothing is lost: `python tools/simulate.py --seed 7` replays one seed,
-`python tools/simulate.py [--runs 10000] [--first-seed 0] [--workers 1] [--out FILE.json]` runs many.
+"""Train under simulated faults, and see that nothing is lost: `python -m tests.simulator.simulate --seed 7` replays one
+seed, `python -m tests.simulator.simulate [--runs 10000] [--first-seed 0] [--workers 1] [--out FILE.json]` runs many.
 
 A seed decides the settings of a run, its layouts, the order in which ranks go on, and all faults. Real lanes, loader,
-saves and resumes run over a simulated disk, clock, ranks and workers (tools/simulator); docs/decisions.md says what is
+saves and resumes run over a simulated disk, clock, ranks and workers (tests/simulator); docs/decisions.md says what is
 simulated. Exit 1 if anything did not hold, with the schedule of the seed.
 """
 
@@ -22,13 +21,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from sftron import __version__
 from sftron.errors import exit_with, show
-from tools.simulator.drill import Drill, Found
-from tools.simulator.life import Clock
-from tools.simulator.run import simulated
+from tests.simulator.drill import Drill, Found
+from tests.simulator.life import Clock
+from tests.simulator.run import simulated
 
 _SEEDS_AT_ONCE = 50
 

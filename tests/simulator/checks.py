@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tools.simulator.data import is_dropped
+from tests.simulator.data import is_dropped
 
 
 def steps_in(checkpoints: Path) -> dict[int, Path]:

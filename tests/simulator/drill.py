@@ -15,7 +15,7 @@ from typing import Any
 from sftron.checkpoint.shards import CheckpointError
 from sftron.data.loader import WorkerError
 from sftron.train.ranks import RankError
-from tools.simulator.checks import (
+from tests.simulator.checks import (
     End,
     is_intact,
     last_step,
@@ -26,10 +26,10 @@ from tools.simulator.checks import (
     wrong_counts,
     wrong_exports,
 )
-from tools.simulator.disk import Disk, Ordering, broken_medium, no_space
-from tools.simulator.draws import Fault, config_of, draw_checkpoints, draw_data, draw_faults, draw_layout
-from tools.simulator.life import Clock, Layout, Life
-from tools.simulator.machine import Machine, Task
+from tests.simulator.disk import Disk, Ordering, broken_medium, no_space
+from tests.simulator.draws import Fault, config_of, draw_checkpoints, draw_data, draw_faults, draw_layout
+from tests.simulator.life import Clock, Layout, Life
+from tests.simulator.machine import Machine, Task
 
 _FAULTY_LIVES, _MOST_LIVES = 4, 7
 """Rot before the first life without a fault is found in it, and moved away before the next one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sftron.config import Config
-from tools.simulator.life import Layout
+from tests.simulator.life import Layout
 
 Kind = Literal[
     "kill a rank",

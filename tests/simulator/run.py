@@ -41,11 +41,11 @@ from sftron.train.build_data import make_dataset
 from sftron.train.flops import StepFlops
 from sftron.train.logs import console, run_logs
 from sftron.train.run import Setup
-from tools.simulator import life, model
-from tools.simulator.data import SimulatedLoader, prepared
-from tools.simulator.disk import REAL, REAL_OPEN, Raw
-from tools.simulator.life import Clock, here
-from tools.simulator.machine import SimulatedRanks
+from tests.simulator import life, model
+from tests.simulator.data import SimulatedLoader, prepared
+from tests.simulator.disk import REAL, REAL_OPEN, Raw
+from tests.simulator.life import Clock, here
+from tests.simulator.machine import SimulatedRanks
 
 _WINDOW = 16
 """The rows of a stream that are shuffled together; by default, all rows of so small a stream would be."""

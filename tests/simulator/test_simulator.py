@@ -18,8 +18,8 @@ from sftron.data.lanes.lane import EpochFetcher
 from sftron.data.loader import PackLoader
 from sftron.train import outputs, saving
 from sftron.train.logs import run_logs
-from tools.simulate import main, run_seeds
-from tools.simulator.draws import Kind
+from tests.simulator.draws import Kind
+from tests.simulator.simulate import main, run_seeds
 
 # --- Faults that are put back on purpose ---
 

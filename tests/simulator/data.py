@@ -21,7 +21,7 @@ from sftron.data.sources import RowList, StreamedSource
 from sftron.data.sources.streaming import RowStream
 from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, LabeledConversation, Role
 from sftron.train.build_data import data_options
-from tools.simulator.life import here
+from tests.simulator.life import here
 
 _AHEAD = 2
 """The most packs that a worker makes ahead; torchdata's prefetch_factor."""

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from sftron.config import Config
 from sftron.train import run_directory, trainer
-from tools.simulator.disk import Disk
-from tools.simulator.machine import Group, Machine
+from tests.simulator.disk import Disk
+from tests.simulator.machine import Group, Machine
 
 
 @dataclass(frozen=True, slots=True)

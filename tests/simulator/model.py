@@ -22,8 +22,8 @@ from sftron.train.outputs import RunExports
 from sftron.train.ranks import Ranks
 from sftron.train.run import Setup
 from sftron.train.step import StepResult
-from tools.simulator.data import num_rows_of, prepared
-from tools.simulator.life import here
+from tests.simulator.data import num_rows_of, prepared
+from tests.simulator.life import here
 
 _PRIME = 8191
 _NUM_EPOCHS = 4
