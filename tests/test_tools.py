@@ -12,6 +12,7 @@ import pytest
 from sftron.__main__ import main
 from sftron.errors import exit_with, refuse, show
 from tests.conftest import ROOT
+from tools.budget import weights
 
 SECRET = "a-token-of-somebody"
 ARGUMENTS = {
@@ -136,3 +137,23 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert ended.stderr == ""
     with pytest.raises(BrokenPipeError):  # where the reader goes before the last line is printed
         refuse(BrokenPipeError(32, "Broken pipe"), "sweep")
+
+
+def test_the_budget_counts_each_package_by_itself_and_those_of_its_parts_together(tmp_path: Path) -> None:
+    files = {"src/one/__init__.py": 1, "src/one/a/b/c.py": 4, "src/two/__init__.py": 2, "src/two/a/d.py": 8}
+    files |= {"tests/e.py": 16, "docs/f/g.md": 32, "docs/h.svg": 64}
+    for name, num_lines in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("line\n" * num_lines, encoding="utf-8")
+    counted = {name.strip(): num_lines for name, (num_lines, _) in weights(tmp_path).items()}
+    assert counted == {
+        "one": 5,
+        "one/*.py": 1,
+        "one/a": 4,
+        "two": 10,
+        "two/*.py": 2,
+        "two/a": 8,
+        "tests": 16,
+        "tools": 0,
+        "docs": 32,
+    }
