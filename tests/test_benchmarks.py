@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from sftron.train.measured_memory import LiveMemory
-from tests.conftest import ASSETS, ROOT
-from tools import bench_kernels, bench_step, bench_ways
-
-with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
-    from tools import bench_data
+from tests.conftest import ROOT
+from tools import bench_kernels, bench_step
 
 OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -111,12 +106,12 @@ def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
 def test_a_way_to_train_that_computes_something_else_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = bench_ways.lay_out
+    whole = bench_step.lay_out
 
     def leaking(*arguments: object, **options: object) -> object:
         return whole(*arguments, **{**options, "remove_cross_attention": False})  # pyright: ignore
 
-    monkeypatch.setattr(bench_ways, "lay_out", leaking)
+    monkeypatch.setattr(bench_step, "lay_out", leaking)
     assert bench_step.main(["--quick"]) == 1
     assert "sftron, minibatch does not compute what transformers, padded does" in capsys.readouterr().err
 
@@ -142,35 +137,3 @@ def test_arguments_that_cannot_be_used_are_refused(
 )
 def test_conversations_a_step_are_as_given(arguments: list[str], per_step: int) -> None:
     assert bench_step.parse_arguments(arguments).per_step == per_step
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    pairs = [{"question": f"What is {n} + {n}?", "answer": f"It is {n + n}. " * (n % 7 + 1)} for n in range(24)]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
-    return path
-
-
-def test_every_way_to_prepare_data_gives_the_same_tokens(rows: Path, tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    arguments = ["--tokenizer", str(ASSETS / "tokenizer"), "--data", str(rows), "--rounds=1", "--json", str(path)]
-    assert bench_data.main(arguments) == 0
-    records = json.loads(path.read_text(encoding="utf-8"))
-    assert len(records) == 3 * 4
-    assert len({record["rows"] for record in records}) == 3
-
-
-def test_ways_to_prepare_data_that_differ_are_an_error(
-    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_data, "FAST", "encode_batch")
-    whole = bench_data.ways_of
-
-    def one_lies(*arguments: object) -> dict[str, object]:
-        return whole(*arguments) | {"a liar": lambda: 1}  # pyright: ignore
-
-    monkeypatch.setattr(bench_data, "ways_of", one_lies)
-    arguments = ["--tokenizer", str(ASSETS / "tokenizer"), "--data", str(rows), "--rounds=1", "--rows=8"]
-    assert bench_data.main(arguments) == 1
-    assert "the ways give different numbers of tokens" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from sftron.models.block import ResidualBlock
 from tests.conftest import ROOT
 from tests.models.reference import FAMILIES
 from tests.pretended import PretendedTensor, pretended_gpu
-from tools import bench_kernels, bench_step, bench_ways, gpu, gpu_speed, gpu_stages
+from tools import bench_kernels, bench_step, gpu, gpu_speed, gpu_stages
 from tools.gpu import FAILED, NOT_PRETENDED, PASSED, SKIPPED, Parts, Results, Stage
 
 ABSENT = ["pydantic", "datasets", "torchdata", "bitsandbytes", "peft", "pytest", "hypothesis"]
@@ -254,8 +254,8 @@ def test_a_way_that_does_not_fit_is_named_and_the_next_is_timed(
     assert list(failed) == ["1B: transformers, flattened"]
     assert "OutOfMemoryError: CUDA out of memory" in failed["1B: transformers, flattened"]
     assert {"1B: sftron, minibatch", "1B: transformers, padded", "8B: sftron, LoRA", "8B: peft, flattened"} <= {*passed}
-    monkeypatch.setattr(bench_ways, "find_spec", lambda _: True)
-    known = bench_ways.ways_of(SimpleNamespace(gpu=True))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(bench_step, "find_spec", lambda _: True)
+    known = bench_step.ways_of(SimpleNamespace(gpu=True))  # pyright: ignore[reportArgumentType]
     assert {way for _, ways in gpu_speed.SHAPES.values() for way in ways} <= known.keys()
 
 

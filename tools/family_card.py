@@ -45,7 +45,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.train.objective import hidden_states, loss_of
 from sftron.verify.check_isolation import POSITIONS_ALONE
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_neighbors
-from tools.bench_ways import random_rows
+from tools.bench_step import random_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "models" / "index.md"
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 8192}

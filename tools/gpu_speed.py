@@ -38,7 +38,6 @@ COMPILED = ("Llama 3.1", "Gemma 3", "OLMo 2", "Cohere", "Phi 3", "Qwen 3.5", "LF
 def speed(parts: Parts) -> None:
     device = gpu_of(parts)
     from tools import bench_kernels, bench_step
-    from tools.bench_ways import NEEDS
 
     for shape, (arguments, ways) in SHAPES.items():
         options = bench_step.parse_arguments([*arguments, "--ways", *ways])
@@ -53,7 +52,7 @@ def speed(parts: Parts) -> None:
             return {key: value for key, value in numbers.items() if value is not None}
 
         for way in ways:
-            parts.run(f"{shape}: {way}", partial(measure, way), needs=NEEDS.get(way, ()))
+            parts.run(f"{shape}: {way}", partial(measure, way), needs=bench_step.NEEDS.get(way, ()))
     for name in bench_kernels.CASES:
         parts.run(f"kernels: {name}", partial(_kernel_rates, name, device))
 

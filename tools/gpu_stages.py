@@ -198,7 +198,7 @@ def _delta_rule(device: torch.device) -> Numbers:
 def batch_of(lengths: Sequence[int], vocab_size: int) -> Any:
     from sftron.data.loader import collate
     from sftron.data.packing import lay_out
-    from tools.bench_ways import random_rows
+    from tools.bench_step import random_rows
 
     rows = random_rows(lengths, vocab_size)
     return collate(lay_out(rows, token_budget=sum(lengths), remove_cross_attention=True, pad_id=0), keep_tail=True)
@@ -213,7 +213,7 @@ def step(parts: Parts) -> None:
 def _steps(device: torch.device, mode: str) -> Numbers:
     from sftron.train.step import train_step
     from tests.models.reference import make_native, make_reference
-    from tools.bench_ways import make_optimizer
+    from tools.bench_step import make_optimizer
 
     sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     reference = make_reference(initializer_range=0.1, **sizes)
