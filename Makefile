@@ -11,7 +11,7 @@
 # make versions-torch  the fast tests with the CUDA build of a newer torch and its triton, and what that build alone
 #                   can show without a GPU: the code that torch.compile makes for one. The first time downloads 4 GB
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
-# make mutants      100 changes of the code in which the laws stand, drawn at random, and which no test of a law finds
+# make mutants      100 changes of the code in which the laws stand, drawn at random; prints those that survive the tests
 # make docs         the documentation as a site in build/site, with the reference of the Python API
 # make install      .venv with everything both need
 # make bench-gpu    tools/gpu.py: everything that needs a GPU, in stages, in under ten minutes; the same command again

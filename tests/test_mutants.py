@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import replace
+from pathlib import Path
 
 from tests.conftest import ROOT, LazyModule
 from tools import mutants
@@ -37,23 +38,40 @@ def test_the_tests_of_the_laws_are_files_of_tests() -> None:
     assert all((ROOT / each).is_file() for each in files)
 
 
-def test_tests_near_a_module_come_first_and_a_test_of_each_file_before_the_second_of_one() -> None:
+def test_tests_of_a_package_come_first_the_shortest_before_all_up_to_a_number_of_seconds() -> None:
     seconds = {
         "tests/train/test_chat.py::quick": 0.1,
         "tests/data/test_labels.py::a": 0.3,
         "tests/data/test_labels.py::b": 0.4,
-        "tests/data/test_families.py::c": 0.5,
         "tests/data/test_chat_tokenizer.py::slow": 5.0,
     }
     path = "src/sftron/data/chat/tokenizer.py"
-    mutant = mutants.Mutant(path, "core/AddNot", 0, 7, 0, 7)
-    coverage = mutants.Coverage({path: {7: sorted(seconds)}}, seconds)
-    expected = [
-        "tests/data/test_chat_tokenizer.py::slow",
-        "tests/data/test_labels.py::a",
-        "tests/data/test_families.py::c",
-        "tests/data/test_labels.py::b",
-        "tests/train/test_chat.py::quick",
-    ]
+    mutant = mutants.Mutant(path, "core/AddNot", 0, 7, 0, 8)
+    coverage = mutants.Coverage({path: {"6": ["tests/data/test_labels.py::a"], "8": sorted(seconds)}}, seconds)
+    expected = [*list(seconds)[1:], "tests/train/test_chat.py::quick"]
     assert coverage.chosen(mutant) == expected
-    assert replace(coverage, most_seconds=5.5).chosen(mutant) == expected[:2]
+    assert coverage.chosen(mutant, most_seconds=5.7) == expected[:3]
+    assert coverage.chosen(replace(mutant, line=6, last_line=7)) == expected[:1]
+
+
+def test_a_mutant_survives_the_tests_that_do_not_notice_it_and_no_test(tmp_path: Path) -> None:
+    path = ROOT / "src/sftron/data/types.py"
+    (mutant, *_) = (
+        each for each in mutants.mutants_of(path) if mutants.difference(each)[0].startswith("-IGNORE_INDEX")
+    )
+    (tmp_path / mutant.path).parent.mkdir(parents=True)
+    (tmp_path / mutant.path).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    test = "def test_labels():\n    assert '\\nIGNORE_INDEX = -100\\n' in open('src/sftron/data/types.py').read()\n"
+    for name, text in {
+        "notices": test,
+        "sleeps": "def test_nothing():\n    pass\n",
+        "broken": "assert False\n",
+    }.items():
+        (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
+    survived = [mutants.survives(mutant, tests, tmp_path, 60) for tests in ([], *_TESTS)]
+    assert survived == [True, False, True, True]
+    assert (tmp_path / mutant.path).read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+
+
+_TESTS = (["test_notices.py"], ["test_sleeps.py"], ["test_broken.py"])
+"""Of these, the last one fails without the change, too."""
