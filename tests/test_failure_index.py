@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("trl", reason="needs the extra dev")
 pytest.importorskip("peft", reason="needs the extra lora")
 
-from tools.failure_index import PAGE, PROGRAMS, RESULTS, cells, environment
+from tools.failure_index import PAGE, PROGRAMS, RESULTS, as_json, cells, condensed, environment
 from tools.failures import materials, of_trl
-from tools.failures.cell import made, mutated_check
+from tools.failures.cells import made, mutated_check
 from tools.failures.faults import FAULTS
 from tools.failures.mutants import MUTANTS
 from tools.failures.page import NOT_MEASURED, ROWS, _span, page, status
@@ -26,22 +26,43 @@ OLD, NEW = (next(each for each in RELEASES if each.name == name) for name in ("t
 KNOWN: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
-def passed(mutant: str = "FAIL") -> dict[str, Any]:
-    return {"status": "PASS", "measured": "fine", "mutant": {"status": mutant, "measured": "12 of 34 tokens"}}
-
-
 def small() -> dict[str, Any]:
     """Results of two releases: one row fails in the old one alone, one fails in both, and one has no program."""
-    failed = {"status": "FAIL", "measured": "4 conversations | leak", "remedy": "", "detail": []}
-    rows = {"ids": failed, "loss": failed, "isolation": passed(), "padding": passed("PASS")}
-    rows["adapters"] = {"status": "SKIP", "measured": "nothing to measure"}
-    cell = {"option": "`packing=True`", "rows": rows}
-    other = {"option": "`packing=True`", "rows": rows | {"ids": passed()}}
+    rows = {"ids": "FAIL", "loss": "FAIL", "isolation": "PASS", "padding": "PASS", "adapters": "SKIP"}
+    measured = {"ids": "4 conversations | leak", "loss": "4 conversations | leak", "adapters": "nothing to measure"}
+    missed = {"padding": ["PASS", "12 of 34 tokens"]}
+    cell = {"option": "`packing=True`", "rows": rows, "measured": measured, "missed": missed}
+    other = cell | {"rows": rows | {"ids": "PASS"}}
     missing = {"not_run": "has none"}
     return {
         "trl-1.9.0": {"cells": {"thoughts": cell, "jinja": missing}, "programs": {"trl_thoughts": True}},
         "trl-1.16.0": {"cells": {"thoughts": other, "jinja": missing}, "programs": {"trl_thoughts": False}},
     }
+
+
+def test_results_keep_statuses_what_did_not_pass_and_a_digest_of_everything_measured() -> None:
+    def found(measured: str = "fine", mutant: str = "FAIL") -> dict[str, Any]:
+        passed = {"status": "PASS", "measured": measured, "mutant": {"status": mutant, "measured": "12 tokens"}}
+        failed = {"status": "FAIL", "measured": "4 leak", "remedy": "Do.", "detail": ["at 3"]}
+        return {"option": "`x`", "rows": {"ids": passed, "loss": failed}, "trace": "a line"}
+
+    kept = condensed(found())
+    rows, measured = {"ids": "PASS", "loss": "FAIL"}, {"loss": "4 leak"}
+    assert kept == {"option": "`x`", "rows": rows, "measured": measured, "digest": kept["digest"]}
+    assert condensed(found(mutant="SKIP"))["missed"] == {"ids": ["SKIP", "12 tokens"]}
+    assert len({condensed(each)["digest"] for each in (found(), found("other"), found(mutant="SKIP"))}) == 3
+    assert condensed({"not_run": "raises", "option": "`x`", "trace": "a line"}) == {
+        "not_run": "raises",
+        "option": "`x`",
+    }
+
+
+def test_results_are_written_a_fact_a_line_in_order_and_without_a_path() -> None:
+    text = as_json(KNOWN)
+    assert json.loads(text) == KNOWN
+    assert text == as_json(shuffled(KNOWN)) == RESULTS.read_text(encoding="utf-8")
+    assert as_json({"a": {"cells": {"b": {"broken": 'in "/x/lib/site-packages/y.py"'}}}}).count("site-packages") == 0
+    assert len(text.splitlines()) < 1500
 
 
 def test_the_page_has_the_span_of_each_failure_and_what_was_not_run() -> None:
@@ -158,7 +179,8 @@ def test_two_runs_of_a_configuration_give_the_same_page() -> None:
     first, second = cells(sys.executable, "of_trl", ["prompt_completion", "prompt_completion"])
     assert first == second
     assert {row["status"] for row in first[1]["rows"].values()} == {"PASS"}
-    pages = {page({"trl-1.16.0": {"cells": dict([each]), "programs": {}}}) for each in (first, second)}
+    kept = [{name: condensed(found)} for name, found in (first, second)]
+    pages = {page({"trl-1.16.0": {"cells": each, "programs": {}}}) for each in kept}
     assert len(pages) == 1
 
 

@@ -43,7 +43,7 @@ PAGE = ROOT / "docs" / "silent-failures.md"
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 SECONDS = 600
 """The most that one program may take."""
-SHARED = ("materials.py", "capture.py", "mutants.py", "cell.py")
+SHARED = ("materials.py", "capture.py", "mutants.py", "cells.py")
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
@@ -122,38 +122,76 @@ def _known(path: Path, key: str) -> Any:
     return stored["result"] if stored.get("key") == key else None
 
 
-def _store(path: Path, key: str, result: Any) -> None:
+def _store(path: Path, key: str, result: Any, told: str) -> Any:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"key": key, "result": result}, indent=1), encoding="utf-8")
+    show(f"{path.parents[1].name:24} {path.stem:40} {told}")
+    return result
 
 
 def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]:
     """Returns what is known of a release: its cells, and which programs show their fault in it."""
     python = environment(release, folder)
-    own, sources = python.parents[1], sorted((ROOT / "src" / "sftron").rglob("*.py"))
+    own, sources = python.parents[1], sorted((ROOT / "src").rglob("*.py"))
     key = _hash(own / "pins.txt", FAILURES / f"{release.module}.py", *(FAILURES / name for name in SHARED), *sources)
-    paths = {name: own / "cells" / f"{name}.json" for name in names}
-    known = {name: found for name, path in paths.items() if (found := _known(path, key)) is not None}
-    waiting = [name for name in names if name not in known]
-    for name, found in cells(python, release.module, waiting) if waiting else ():
-        failed = [row for row, each in found.get("rows", {}).items() if each["status"] == "FAIL"]
-        told = found.get("not_run") or found.get("broken") or ", ".join(failed) or "nothing failed"
-        show(f"{release.name:24} {name:20} {told}")
-        known[name] = found
-        if "broken" not in found:
-            _store(paths[name], key, found)
+    found = {name: _known(own / "cells" / f"{name}.json", key) for name in names}
+    waiting = [name for name in names if found[name] is None]
+    for name, each in cells(python, release.module, waiting) if waiting else ():
+        failed = [row for row, row_found in each.get("rows", {}).items() if row_found["status"] == "FAIL"]
+        told = each.get("not_run") or each.get("broken") or ", ".join(failed) or "nothing failed"
+        # What broke is run again.
+        found[name] = _store(own / "cells" / f"{name}.json", "" if "broken" in each else key, each, told)
     shown: dict[str, bool] = {}
     for program in sorted({each.program for each in FAULTS if each.library == release.library}):
         path, key = own / "programs" / f"{program}.json", _hash(own / "pins.txt", PROGRAMS / f"{program.split()[0]}.py")
         shows_it = _known(path, key)
         if shows_it is None:
             shows_it = shows(python, program)
-            _store(path, key, shows_it)
-            show(f"{release.name:24} {program:40} {'shows it' if shows_it else 'does not show it'}")
+            _store(path, key, shows_it, "shows it" if shows_it else "does not show it")
         shown[program] = shows_it
-    for each in known.values():
-        each.pop("trace", None)
-    return {"cells": known, "programs": shown}
+    return {"cells": {name: condensed(each) for name, each in found.items()}, "programs": shown}
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def condensed(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what tools/failures/results.json keeps of a configuration.
+
+    It has the status of each row, what was measured where a row did not pass, the status and measurement of each row
+    that passed and whose mutant it missed, and a digest of all that was measured.
+    """
+    rows = found.get("rows")
+    if rows is None:
+        return {key: found[key] for key in ("option", "not_run", "broken") if key in found}
+    mutants = {row: each["mutant"] for row, each in rows.items() if "mutant" in each}
+    parts = {
+        "measured": {row: each["measured"] for row, each in rows.items() if each["status"] != "PASS"},
+        "missed": {
+            row: [each["status"], each["measured"]] for row, each in mutants.items() if each["status"] != "FAIL"
+        },
+    }
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
+    statuses = {row: each["status"] for row, each in rows.items()}
+    return {
+        "option": found["option"],
+        "rows": statuses,
+        **{key: part for key, part in parts.items() if part},
+        "digest": digest,
+    }
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """Returns the results as JSON, each fact of a configuration on a line, and without a path of a machine."""
+
+    def written(value: Any, depth: int) -> str:
+        if depth == 5 or not isinstance(value, dict) or len(value) == 1:
+            return json.dumps(value, sort_keys=True)
+        indent = " " * depth
+        lines = [f"{indent}{json.dumps(key)}: {written(value[key], depth + 1)}" for key in sorted(value)]
+        return "{\n" + ",\n".join(lines) + f"\n{indent[1:]}}}"
+
+    return re.sub(r'[^\s("]*/site-packages/', "", written(results, 1)) + "\n"
 
 
 def read_results() -> dict[str, Any]:
@@ -176,9 +214,7 @@ def main() -> None:
         known = results.setdefault(release.name, {"cells": {}, "programs": {}})
         known["cells"].update(found["cells"])
         known["programs"] = found["programs"]
-        # No path of a machine.
-        text = re.sub(r'[^\s("]*/site-packages/', "", json.dumps(results, indent=1, sort_keys=True))
-        RESULTS.write_text(text + "\n", encoding="utf-8")
+        RESULTS.write_text(as_json(results), encoding="utf-8")
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
 

@@ -4,6 +4,6 @@ releases.py     the releases, with the versions of their packages, and the confi
 materials.py    the conversations, tokenizer and models that all configurations share
 of_*.py         one function for each configuration of a library, which returns its trainer
 mutants.py      one fault for each row, for any trainer
-cell.py         one configuration in one process: the report of verify_trainer, and what the mutants do to it
+cells.py        each configuration in one process: the report of verify_trainer, and what the mutants do to it
 page.py         docs/silent-failures.md, from results.json alone
 """

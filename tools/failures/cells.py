@@ -2,25 +2,87 @@
 
     python -m tools.failures.cells of_trl packing lora
 
-The libraries are imported once, and each process is a fork. Prints one line of JSON for each configuration.
+The libraries are imported once, and each process is a fork. Prints one line of JSON for each configuration: the report
+of verify_trainer, and what each row that passed says of the same trainer with the fault of its mutant.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import multiprocessing
+import random
 import shutil
 import sys
+import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 
-from tools.failures.cell import hush, run
-from tools.failures.materials import SCRATCH
+from sftron.verify.report import Check, carry_out
+from sftron.verify.trainer.state import untouched
+from sftron.verify.trainer.subject import TrainerSubject
+from sftron.verify.verify_trainer import RULES, verify_trainer
+from tools.failures.materials import FORGED, SCRATCH, Configuration
+from tools.failures.mutants import MUTANTS
 
 SECONDS = 600
 """The most that one configuration may take."""
+
+
+def run(module: str, name: str) -> dict[str, Any]:
+    """Returns what is known of one configuration: `rows`, or `not_run` with the reason."""
+    configuration: Configuration | None = importlib.import_module(f"tools.failures.{module}").CONFIGURATIONS.get(name)
+    if configuration is None:
+        return {"not_run": "has none"}
+    found: dict[str, Any] = {"option": configuration.option}
+    try:
+        trainer = made(configuration)
+    except Exception as error:
+        return found | {"not_run": f"raises {_first_line(error)}"}
+    try:
+        report = verify_trainer(trainer, configuration.conversations, configuration.roles)
+    except ValueError as error:
+        return found | {"not_run": f"cannot be checked: {_first_line(error)}"}
+    return found | {"rows": {each.name: _row(each, trainer, configuration) for each in report.checks}}
+
+
+def made(configuration: Configuration, *more: Any) -> Any:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    return configuration.make([*configuration.rows, *more])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+
+
+def _row(check: Check, trainer: Any, configuration: Configuration) -> dict[str, Any]:
+    row: dict[str, Any] = {"status": check.status, "measured": check.measured}
+    if check.passed is False:
+        row |= {"remedy": check.remedy, "detail": list(check.detail)}
+    if check.passed:
+        mutated = mutated_check(check.name, trainer, configuration)
+        row["mutant"] = {"status": mutated.status, "measured": mutated.measured}
+    return row
+
+
+def mutated_check(row: str, trainer: Any, configuration: Configuration) -> Check:
+    """Returns the row of the same trainer with the fault of its mutant."""
+    conversations = configuration.conversations
+    if row == "forgery":
+        trainer = made(configuration, FORGED)
+        conversations = None if conversations is None else [*conversations, {**conversations[0], "messages": FORGED}]
+    with untouched(trainer):
+        MUTANTS.get(row, lambda _: None)(trainer)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        subject = TrainerSubject(trainer, tokenizer, conversations, configuration.roles)
+        (check,) = carry_out([rule for rule in RULES if rule.name == row], subject)
+    return check
 
 
 def _send(module: str, name: str, sender: Connection) -> None:
@@ -45,12 +107,13 @@ def limited(module: str, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    hush()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    __import__(f"tools.failures.{sys.argv[1]}")
+    importlib.import_module(f"tools.failures.{sys.argv[1]}")
     try:
-        for configuration in sys.argv[2:]:
-            found = limited(sys.argv[1], configuration)
-            print("\n" + json.dumps({"configuration": configuration, "result": found}), flush=True)
+        for chosen in sys.argv[2:]:
+            print("\n" + json.dumps({"configuration": chosen, "result": limited(sys.argv[1], chosen)}), flush=True)
     finally:
         shutil.rmtree(SCRATCH, ignore_errors=True)

@@ -24,7 +24,8 @@ INTRODUCTION = """\
 Which standard configurations of which releases fail which row of [`verify_trainer`](verify-any-trainer.md), and since
 when. Each runs with the same few conversations, a random model of two layers, in float32 on a CPU; torch is the same
 for all. `python tools/failure_index.py` makes an environment for each release (`tools/failures/releases.py`), runs what
-has changed, and writes this page from `tools/failures/results.json`, which has what each row measured.
+has changed, and writes this page from `tools/failures/results.json`: the status of each row, and what it measured if it
+did not pass.
 
 A row is **FAIL** if a program without sftron shows the fault in the same environment; it is "open" until there is one,
 and "documented" if the library's own documentation or log says what happens, so that it is meant. The page assumes that
@@ -48,9 +49,9 @@ def page(results: Results) -> str:
 
 def status(release: Release, configuration: str, row: str, results: Results) -> str:
     """Returns "PASS", "FAIL", "SKIP", "open" for a failure that no program confirms, or "" if it was not run."""
-    found = results[release.name]["cells"].get(configuration, {}).get("rows", {}).get(row)
-    if found is None or found["status"] != "FAIL":
-        return found["status"] if found else ""
+    found = _cell(release, configuration, results).get("rows", {}).get(row, "")
+    if found != "FAIL":
+        return found
     shown = results[release.name]["programs"]
     return "FAIL" if any(shown.get(each.program) for each in _faults(release.library, configuration, row)) else "open"
 
@@ -134,7 +135,7 @@ def _line_of(fault: Fault, run: Sequence[Release], results: Results) -> list[str
     measured = dict[str, str]()
     for name, row in cells:
         if status(last, name, row, results) == "FAIL":
-            measured.setdefault(row, _cell(last, name, results)["rows"][row]["measured"])
+            measured.setdefault(row, _cell(last, name, results)["measured"][row])
     where = _span([each.version for each in failing], [each.version for each in run])
     if len(run) > 1 and len(failing) == len(run):
         where += ", all that were run"
@@ -167,7 +168,7 @@ def _rest(library: str, run: Sequence[Release], results: Results) -> str:
             for word in ("SKIP", "open"):
                 found = [each for each in run if status(each, name, row, results) == word]
                 if found:
-                    measured = _cell(found[-1], name, results)["rows"][row]["measured"]
+                    measured = _cell(found[-1], name, results)["measured"][row]
                     key = f"skip: {measured}" if word == "SKIP" else f"open: {row}: {measured}"
                     reasons.setdefault(key, []).append(f"{title} ({row})" if word == "SKIP" else title)
     return "\n".join(f"- {why}: {'; '.join(names)}." for why, names in sorted(reasons.items())) + "\n"
@@ -184,14 +185,10 @@ def _of_mutants(run: Sequence[Release], results: Results) -> list[str]:
     num_passed, num_red, others = Counter[str](), Counter[str](), Counter[tuple[str, str, str]]()
     for release in run:
         for cell in results[release.name]["cells"].values():
-            for row, found in cell.get("rows", {}).items():
-                if found["status"] != "PASS":
-                    continue
-                num_passed[release.library] += 1
-                if found["mutant"]["status"] == "FAIL":
-                    num_red[release.library] += 1
-                else:
-                    others[row, found["mutant"]["status"], _without_numbers(found["mutant"]["measured"])] += 1
+            num_here, missed = [*cell.get("rows", {}).values()].count("PASS"), cell.get("missed", {})
+            num_passed[release.library] += num_here
+            num_red[release.library] += num_here - len(missed)
+            others.update((row, word, _without_numbers(measured)) for row, (word, measured) in missed.items())
     total = f"{num_red.total():,} of {num_passed.total():,}"
     by_library = "; ".join(f"{name} {num_red[name]:,} of {number:,}" for name, number in num_passed.items())
     text = (
