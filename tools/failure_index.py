@@ -25,7 +25,6 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,15 +36,11 @@ from tools.failures.releases import CONFIGURATIONS, RELEASES, Release
 
 ROOT = Path(__file__).parents[1]
 FAILURES = ROOT / "tools" / "failures"
-PROGRAMS = FAILURES / "programs"
-RESULTS = FAILURES / "results.json"
-PAGE = ROOT / "docs" / "silent-failures.md"
+PROGRAMS, RESULTS, PAGE = FAILURES / "programs", FAILURES / "results.json", ROOT / "docs" / "silent-failures.md"
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 SECONDS = 600
 """The most that one program may take."""
 SHARED = ("materials.py", "capture.py", "mutants.py", "cells.py")
-
-# -- environments ------------------------------------------------------------------------------------------------------
 
 
 def environment(release: Release, folder: Path) -> Path:
@@ -72,22 +67,17 @@ def environment(release: Release, folder: Path) -> Path:
     return python
 
 
-# -- configurations ----------------------------------------------------------------------------------------------------
-
-
 def cells(python: Path | str, module: str, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the result of each configuration of tools/failures/MODULE.py in an environment, as soon as it is there.
 
     Raises:
         RuntimeError: The library cannot be imported.
     """
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command = [str(python), "-m", "tools.failures.cells", module, *names]
+    environ = os.environ | QUIET | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
-        subprocess.Popen(
-            command, env=os.environ | QUIET | {"PYTHONPATH": paths}, cwd=ROOT, stdout=PIPE, stderr=errors, text=True
-        ) as process,
+        subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         for line in process.stdout or ():
             if line.startswith('{"configuration": '):
@@ -122,11 +112,10 @@ def _known(path: Path, key: str) -> Any:
     return stored["result"] if stored.get("key") == key else None
 
 
-def _store(path: Path, key: str, result: Any, told: str) -> Any:
+def _store(path: Path, key: str, result: Any, told: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"key": key, "result": result}, indent=1), encoding="utf-8")
+    path.write_text(json.dumps({"key": key, "result": result}), encoding="utf-8")
     show(f"{path.parents[1].name:24} {path.stem:40} {told}")
-    return result
 
 
 def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]:
@@ -136,49 +125,37 @@ def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]
     key = _hash(own / "pins.txt", FAILURES / f"{release.module}.py", *(FAILURES / name for name in SHARED), *sources)
     found = {name: _known(own / "cells" / f"{name}.json", key) for name in names}
     waiting = [name for name in names if found[name] is None]
-    for name, each in cells(python, release.module, waiting) if waiting else ():
-        failed = [row for row, row_found in each.get("rows", {}).items() if row_found["status"] == "FAIL"]
-        told = each.get("not_run") or each.get("broken") or ", ".join(failed) or "nothing failed"
-        # What broke is run again.
-        found[name] = _store(own / "cells" / f"{name}.json", "" if "broken" in each else key, each, told)
+    for name, cell in cells(python, release.module, waiting) if waiting else ():
+        failed = [row for row, each in cell.get("rows", {}).items() if each["status"] == "FAIL"]
+        told = cell.get("not_run") or cell.get("broken") or ", ".join(failed) or "nothing failed"
+        _store(own / "cells" / f"{name}.json", "" if "broken" in cell else key, cell, told)  # what broke runs again
+        found[name] = cell
     shown: dict[str, bool] = {}
     for program in sorted({each.program for each in FAULTS if each.library == release.library}):
         path, key = own / "programs" / f"{program}.json", _hash(own / "pins.txt", PROGRAMS / f"{program.split()[0]}.py")
-        shows_it = _known(path, key)
-        if shows_it is None:
-            shows_it = shows(python, program)
-            _store(path, key, shows_it, "shows it" if shows_it else "does not show it")
-        shown[program] = shows_it
-    return {"cells": {name: condensed(each) for name, each in found.items()}, "programs": shown}
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
+        shown[program] = known if (known := _known(path, key)) is not None else shows(python, program)
+        if known is None:
+            _store(path, key, shown[program], "shows it" if shown[program] else "does not show it")
+    return {"cells": {name: condensed(cell) for name, cell in found.items()}, "programs": shown}
 
 
 def condensed(found: dict[str, Any]) -> dict[str, Any]:
     """Returns what tools/failures/results.json keeps of a configuration.
 
     It has the status of each row, what was measured where a row did not pass, the status and measurement of each row
-    that passed and whose mutant it missed, and a digest of all that was measured.
+    that passed and missed the fault of its mutant, and a digest of all that was measured.
     """
-    rows = found.get("rows")
-    if rows is None:
-        return {key: found[key] for key in ("option", "not_run", "broken") if key in found}
-    mutants = {row: each["mutant"] for row, each in rows.items() if "mutant" in each}
-    parts = {
-        "measured": {row: each["measured"] for row, each in rows.items() if each["status"] != "PASS"},
-        "missed": {
-            row: [each["status"], each["measured"]] for row, each in mutants.items() if each["status"] != "FAIL"
-        },
-    }
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
-    statuses = {row: each["status"] for row, each in rows.items()}
-    return {
-        "option": found["option"],
-        "rows": statuses,
-        **{key: part for key, part in parts.items() if part},
-        "digest": digest,
-    }
+    if "rows" not in found:
+        return found
+    kept = {"option": found["option"], "rows": {}, "measured": {}, "missed": {}}
+    for row, each in found["rows"].items():
+        kept["rows"][row] = each["status"]
+        if each["status"] != "PASS":
+            kept["measured"][row] = each["measured"]
+        elif each["mutant"]["status"] != "FAIL":
+            kept["missed"][row] = [each["mutant"]["status"], each["mutant"]["measured"]]
+    kept["digest"] = hashlib.sha256(json.dumps(found["rows"], sort_keys=True).encode()).hexdigest()[:12]
+    return {key: part for key, part in kept.items() if part}
 
 
 def as_json(results: dict[str, Any]) -> str:
@@ -206,11 +183,8 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "failure-index", metavar="FOLDER")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     chosen = parser.parse_args()
-    for release in RELEASES:
-        if chosen.page or release.name not in chosen.only:
-            continue
-        found = measured(release, chosen.environments.resolve(), chosen.configurations)
-        results = read_results()
+    for release in (each for each in RELEASES if each.name in chosen.only and not chosen.page):
+        found, results = measured(release, chosen.environments.resolve(), chosen.configurations), read_results()
         known = results.setdefault(release.name, {"cells": {}, "programs": {}})
         known["cells"].update(found["cells"])
         known["programs"] = found["programs"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tools.failures.faults import FAULTS, Fault
@@ -32,41 +32,39 @@ and "documented" if the library's own documentation or log says what happens, so
 you want a loss over whole answers, each conversation by itself, ended and served as it was trained. A library's remedy
 is in the last column.
 """
+_FAULT_COLUMNS = ("configuration", "row and what was measured", "fails in", "what it is", "upstream", "program",
+                  "how to avoid it")  # fmt: skip
+_WORDS = {"PASS": "pass", "FAIL": "**FAIL**", "SKIP": "skip"}
 
 
 def page(results: Results) -> str:
     """Returns the page. `results` has, by the name of a release, its `cells` and its `programs`."""
     run = [each for each in RELEASES if each.name in results]
-    libraries = list(dict.fromkeys(each.library for each in run))
     parts = [INTRODUCTION]
-    for library in libraries:
+    for library in dict.fromkeys(each.library for each in run):
         parts += _of_library(library, [each for each in run if each.library == library], results)
-    parts += _of_mutants(run, results)
-    parts.append("## Not run\n")
-    parts.append("\n".join(f"- {name}: {why}." for name, why in NOT_RUN.items()) + "\n")
-    return "\n".join(parts)
+    parts += [*_of_mutants(run, results), "## Not run\n", *(f"- {name}: {why}." for name, why in NOT_RUN.items())]
+    return "\n".join(parts) + "\n"
 
 
 def status(release: Release, configuration: str, row: str, results: Results) -> str:
-    """Returns "PASS", "FAIL", "SKIP", "open" for a failure that no program confirms, or "" if it was not run."""
+    """Returns "PASS", "FAIL", "documented", "SKIP", "open" for a failure that no program confirms, or "" if not run."""
     found = _cell(release, configuration, results).get("rows", {}).get(row, "")
     if found != "FAIL":
         return found
     shown = results[release.name]["programs"]
-    return "FAIL" if any(shown.get(each.program) for each in _faults(release.library, configuration, row)) else "open"
+    confirmed = [
+        each.is_documented
+        for each in FAULTS
+        if (each.library, True) == (release.library, shown.get(each.program))
+        and configuration in each.configurations
+        and row in each.rows
+    ]
+    return "open" if not confirmed else "documented" if all(confirmed) else "FAIL"
 
 
-def _is_documented(release: Release, configuration: str, row: str, results: Results) -> bool:
-    """Returns whether all faults that programs confirm in a cell are documented."""
-    shown = results[release.name]["programs"]
-    confirmed = [each for each in _faults(release.library, configuration, row) if shown.get(each.program)]
-    return all(each.is_documented for each in confirmed)
-
-
-def _faults(library: str, configuration: str, row: str) -> Iterator[Fault]:
-    for each in FAULTS:
-        if each.library == library and configuration in each.configurations and row in each.rows:
-            yield each
+def _cell(release: Release, configuration: str, results: Results) -> dict[str, Any]:
+    return results[release.name]["cells"].get(configuration, {})
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -74,111 +72,79 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(each.replace('|', chr(92) + '|') for each in row)} |" for row in rows) + "\n"
 
 
-# -- one library -------------------------------------------------------------------------------------------------------
-
-
 def _of_library(library: str, run: Sequence[Release], results: Results) -> list[str]:
-    versions = ", ".join(f"{each.version} ({each.beside})" for each in run)
-    parts = [f"## {library}\n", f"Run: {versions}.\n"]
-    empty = sorted({name for each in run for name in each.empty})
-    if empty:
+    parts = [f"## {library}\n", f"Run: {', '.join(f'{each.version} ({each.beside})' for each in run)}.\n"]
+    if empty := sorted({name for each in run for name in each.empty}):
         parts.append(f"An empty module stands for {', '.join(f'`{name}`' for name in empty)}.\n")
-    named = [name for name in CONFIGURATIONS if any(_cell(each, name, results).get("rows") for each in run)]
-    lines = [[_described(name, run, results), *(_word(name, row, run, results) for row in ROWS)] for name in named]
+    lines = list[list[str]]()
+    for name, title in CONFIGURATIONS.items():
+        cells = [cell for each in run if (cell := _cell(each, name, results)).get("rows")]
+        if cells:
+            words = [{each.version: status(each, name, row, results) for each in run} for row in ROWS]
+            lines.append([f"{title}: {cells[-1]['option']}", *map(_spans, words)])
     parts.append(_table(["configuration", *ROWS], lines))
-    faults = [line for each in FAULTS if each.library == library and (line := _line_of(each, run, results))]
-    if faults:
-        parts.append(_table(["configuration", "row and what was measured", "fails in", "what it is", "upstream",
-                             "program", "how to avoid it"], faults))  # fmt: skip
-    parts.append(_rest(library, run, results))
-    return parts
+    if faults := [line for each in FAULTS if each.library == library and (line := _line_of(each, run, results))]:
+        parts.append(_table(_FAULT_COLUMNS, faults))
+    return [*parts, _rest(run, results)]
 
 
-def _cell(release: Release, configuration: str, results: Results) -> dict[str, Any]:
-    return results[release.name]["cells"].get(configuration, {})
-
-
-def _described(name: str, run: Sequence[Release], results: Results) -> str:
-    options = [option for each in run if (option := _cell(each, name, results).get("option"))]
-    return f"{CONFIGURATIONS[name]}: {options[-1]}"
-
-
-def _word(name: str, row: str, run: Sequence[Release], results: Results) -> str:
-    words = {each.version: status(each, name, row, results) for each in run}
-    for each in run:
-        if words[each.version] == "FAIL" and _is_documented(each, name, row, results):
-            words[each.version] = "documented"
-    found = [word for word in words.values() if word]
-    shown = {"PASS": "pass", "FAIL": "**FAIL**", "SKIP": "skip"}
-    if len(set(found)) == 1:
-        return shown.get(found[0], found[0])
-    grouped = {word: [version for version in words if words[version] == word] for word in dict.fromkeys(found)}
-    return ", ".join(f"{shown.get(word, word)} {_span(versions, list(words))}" for word, versions in grouped.items())
+def _spans(words: dict[str, str]) -> str:
+    """Returns the word of all versions that have one, or each word with its versions."""
+    found = list(dict.fromkeys(filter(None, words.values())))
+    if len(found) == 1:
+        return _WORDS.get(found[0], found[0])
+    grouped = {word: [version for version in words if words[version] == word] for word in found}
+    return ", ".join(f"{_WORDS.get(word, word)} {_span(versions, list(words))}" for word, versions in grouped.items())
 
 
 def _span(versions: Sequence[str], all_versions: Sequence[str]) -> str:
     """Returns "1.9.0 to 1.16.0" for versions that follow each other among those run; else all of them."""
     first, last = all_versions.index(versions[0]), all_versions.index(versions[-1])
-    if len(versions) == 1:
-        return versions[0]
-    is_span = list(all_versions[first : last + 1]) == list(versions)
+    is_span = len(versions) > 1 and list(all_versions[first : last + 1]) == list(versions)
     return f"{versions[0]} to {versions[-1]}" if is_span else ", ".join(versions)
 
 
 def _line_of(fault: Fault, run: Sequence[Release], results: Results) -> list[str]:
     """Returns the line of a fault; empty if it was not found."""
-    cells = [(name, row) for name in fault.configurations for row in fault.rows]
-    failing = [each for each in run if any(status(each, name, row, results) == "FAIL" for name, row in cells)]
+    measured, failing = dict[str, str](), list[str]()
+    for release in run:
+        cells = [(name, row) for name in fault.configurations for row in fault.rows]
+        failed = [each for each in cells if status(release, *each, results) in ("FAIL", "documented")]
+        if failed:
+            failing.append(release.version)
+            measured = {row: _cell(release, name, results)["measured"][row] for name, row in reversed(failed)}
     if not failing:
         return []
-    last = failing[-1]
-    measured = dict[str, str]()
-    for name, row in cells:
-        if status(last, name, row, results) == "FAIL":
-            measured.setdefault(row, _cell(last, name, results)["measured"][row])
-    where = _span([each.version for each in failing], [each.version for each in run])
-    if len(run) > 1 and len(failing) == len(run):
-        where += ", all that were run"
-    file = fault.program.split()[0]
+    where = _span(failing, [each.version for each in run])
+    links = [f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in fault.threads]
     return [
         "; ".join(CONFIGURATIONS[name] for name in fault.configurations),
-        "; ".join(f"{row}: {text}" for row, text in measured.items()),
-        where,
+        "; ".join(f"{row}: {measured[row]}" for row in fault.rows if row in measured),
+        where + (", all that were run" if len(run) > 1 and len(failing) == len(run) else ""),
         f"{fault.what} Documented." if fault.is_documented else fault.what,
-        ", ".join(map(_link, fault.threads)) or "none known",
-        f"[{fault.program}](../tools/failures/programs/{file}.py)",
+        ", ".join(links) or "none known",
+        f"[{fault.program}](../tools/failures/programs/{fault.program.split()[0]}.py)",
         fault.avoid,
-    ]  # fmt: skip
+    ]
 
 
-def _link(thread: str) -> str:
-    return f"[{thread}](https://github.com/{thread.replace('#', '/issues/')})"
-
-
-def _rest(library: str, run: Sequence[Release], results: Results) -> str:
+def _rest(run: Sequence[Release], results: Results) -> str:
     """Returns what was not run, and why rows were skipped or are open."""
     reasons: dict[str, list[str]] = {}
     for name, title in CONFIGURATIONS.items():
-        whys = {each.version: _why_not(_cell(each, name, results)) for each in run}
+        cells = {each.version: _cell(each, name, results) for each in run}
+        whys = {version: cell.get("not_run") or cell.get("broken") or "" for version, cell in cells.items()}
         for why in dict.fromkeys(filter(None, whys.values())):
             versions = [version for version in whys if whys[version] == why]
             where = "" if len(versions) == len(run) else f" ({_span(versions, list(whys))})"
             reasons.setdefault(f"not run: {why}" if why != "has none" else why, []).append(f"{title}{where}")
         for row in ROWS:
-            for word in ("SKIP", "open"):
-                found = [each for each in run if status(each, name, row, results) == word]
-                if found:
-                    measured = _cell(found[-1], name, results)["measured"][row]
-                    key = f"skip: {measured}" if word == "SKIP" else f"open: {row}: {measured}"
-                    reasons.setdefault(key, []).append(f"{title} ({row})" if word == "SKIP" else title)
+            last = {status(each, name, row, results): _cell(each, name, results) for each in run}
+            if "SKIP" in last:
+                reasons.setdefault(f"skip: {last['SKIP']['measured'][row]}", []).append(f"{title} ({row})")
+            if "open" in last:
+                reasons.setdefault(f"open: {row}: {last['open']['measured'][row]}", []).append(title)
     return "\n".join(f"- {why}: {'; '.join(names)}." for why, names in sorted(reasons.items())) + "\n"
-
-
-def _why_not(cell: dict[str, Any]) -> str:
-    return cell.get("not_run") or cell.get("broken") or ""
-
-
-# -- mutants -----------------------------------------------------------------------------------------------------------
 
 
 def _of_mutants(run: Sequence[Release], results: Results) -> list[str]:
@@ -188,18 +154,15 @@ def _of_mutants(run: Sequence[Release], results: Results) -> list[str]:
             num_here, missed = [*cell.get("rows", {}).values()].count("PASS"), cell.get("missed", {})
             num_passed[release.library] += num_here
             num_red[release.library] += num_here - len(missed)
-            others.update((row, word, _without_numbers(measured)) for row, (word, measured) in missed.items())
-    total = f"{num_red.total():,} of {num_passed.total():,}"
+            for row, (word, measured) in missed.items():
+                words = ["N" if each.replace(",", "").isdigit() else each for each in measured.split()]
+                others[row, word, " ".join(words)] += 1
     by_library = "; ".join(f"{name} {num_red[name]:,} of {number:,}" for name, number in num_passed.items())
     text = (
         "## What a pass is worth\n\n"
         "For each row that passed, the same trainer gets a fault of that row (`tools/failures/mutants.py`): another "
         "token, a label too many, a masked stop token, an attention mask of ones, and so on; and the row is measured "
-        f"again. {total} rows that passed fail then ({by_library}). The others:\n"
+        f"again. {num_red.total():,} of {num_passed.total():,} rows that passed fail then ({by_library}). The others:\n"
     )
     lines = [[row, word, measured, f"{number:,}"] for (row, word, measured), number in sorted(others.items())]
     return [text, _table(["row", "with the fault", "measured", "rows"], lines) if lines else "none.\n"]
-
-
-def _without_numbers(text: str) -> str:
-    return " ".join("N" if word.replace(",", "").isdigit() else word for word in text.split())
