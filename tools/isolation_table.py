@@ -13,8 +13,9 @@ import datetime
 import inspect
 import logging
 import sys
+import textwrap
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,12 +242,30 @@ def measure_or_reason(case: Case) -> list[Row] | str:
 # The page
 
 HEADER = ("model type", "attention", "`position_ids` alone", "every key", "with a cache", "from alone", "verdict")
+USUAL = ("isolated", "isolated", "leaks")
+"""The kinds of the rows that share a list instead of having a line of the table each."""
 
 
 def as_cells(row: Row) -> list[str]:
     found = ["refuses" if isinstance(each, str) else f"{each:.2g}" for each in row.found]
     verdict = row.verdict if row.verdict == "isolated" else f"**{row.verdict}**"
     return [str(row.case), ", ".join(row.attentions), *found, f"{row.from_alone:.0e}", verdict]
+
+
+def as_list(rows: list[Row]) -> list[str]:
+    """Returns the lines for rows of USUAL kinds: the range of their numbers, and their types by attention."""
+    with_cache, by_attention = [float(row.found[2]) for row in rows], defaultdict[str, list[str]](list)
+    for row in rows:
+        by_attention[", ".join(row.attentions)].append(str(row.case))
+    most_alone = max(row.from_alone for row in rows)
+    parts = [
+        "Isolated with `position_ids` alone and with every key. With a cache, logits change by "
+        f"{min(with_cache):.2g} to {max(with_cache):.2g}; from alone, by {most_alone:.0e} at most.",
+        "",
+    ]
+    parts += [f"- {attention}: {'; '.join(names)}" for attention, names in by_attention.items()]
+    return [line for part in parts for line in textwrap.wrap(part, 120, subsequent_indent="  " * part.startswith("-"),
+                                                             break_on_hyphens=False) or [""]]  # fmt: skip
 
 
 def as_text(found: Mapping[Case, list[Row] | str]) -> str:
@@ -260,7 +279,10 @@ def as_text(found: Mapping[Case, list[Row] | str]) -> str:
         + f"; {len(not_built)} could not be built.",
         "",
     ]
-    lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, ["---"] * len(HEADER), *map(as_cells, rows))]
+    if usual := [row for row in rows if row.kinds == USUAL]:
+        lines += [*as_list(usual), ""]
+    others = [as_cells(row) for row in rows if row.kinds != USUAL]
+    lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, ["---"] * len(HEADER), *others)]
     refusals: dict[str, list[str]] = {}
     for row in rows:
         if row.verdict == "refuses":

@@ -12,7 +12,14 @@ from tools.isolation_table import BEGIN, CASES, END, PAGE, Case, Row, as_cells, 
 
 TEXT = PAGE.read_text(encoding="utf-8")
 TABLE = TEXT.partition(BEGIN)[2].partition(END)[0]
-CELLS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines() if line[:3] == "| `"]
+LINES = re.sub(r"\n  +", " ", TABLE).splitlines()  # with each item of a list on a line
+USUAL_CELLS = ["0", "0", "9", "", "isolated"]
+CELLS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in LINES if line.startswith("| `")]
+CELLS += [
+    [case, attention, *USUAL_CELLS]
+    for attention, cases in (line[2:].split(": ", 1) for line in LINES if line.startswith(("- eager", "- sdpa")))
+    for case in cases.split("; ")
+]
 MADE_WITH = re.search(r"transformers (\S+) and torch", TABLE)
 
 MUST_BE_ISOLATED = (
