@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,30 @@ class Fault:
     threads: tuple[str, ...] = ()
     is_documented: bool = False
 
+
+_FORGED = Fault(
+    "", "", ("control_text",), ("forgery",),
+    "The text becomes control tokens, and so a turn that nobody wrote.",
+    "Refuse or escape such texts where the rows are made.",
+    ("huggingface/transformers#29279",),
+)  # fmt: skip
+_CUT = Fault(
+    "", "", ("truncation",), ("truncation",),
+    "Answers end where the limit is, without a stop token.",
+    "`max_length` above the longest conversation.",
+    is_documented=True,
+)  # fmt: skip
+_THOUGHTS = Fault(
+    "", "", ("thoughts",), ("ids",),
+    "The thoughts of earlier answers are kept, and the template that is saved with the model leaves them out.",
+    "Rows whose thought is in the last answer alone.",
+)  # fmt: skip
+_TOOLS = Fault(
+    "", "", ("tool_calls",), ("ids",),
+    "Without a system prompt, two line breaks are in front of `# Tools`, and Qwen 3's own template writes none.",
+    "A system prompt in rows with tools.",
+)  # fmt: skip
+"""Those above are faults that several libraries have."""
 
 _TRL = (
     Fault(
@@ -67,18 +91,8 @@ _TRL = (
         ("huggingface/trl#5824",),
         is_documented=True,
     ),
-    Fault(
-        "trl_max_length_cuts", "TRL", ("truncation",), ("truncation",),
-        "Answers end where the limit is, without a stop token.",
-        "`max_length` above the longest conversation.",
-        is_documented=True,
-    ),
-    Fault(
-        "trl_control_text", "TRL", ("control_text",), ("forgery",),
-        "The text becomes control tokens, and so a turn that nobody wrote.",
-        "Refuse or escape such texts where the rows are made.",
-        ("huggingface/transformers#29279",),
-    ),
+    replace(_CUT, program="trl_max_length_cuts", library="TRL"),
+    replace(_FORGED, program="trl_control_text", library="TRL"),
 )  # fmt: skip
 
 _TRANSFORMERS = (
@@ -95,12 +109,7 @@ _TRANSFORMERS = (
         "Another `pad_token`, or labels of one's own with `DataCollatorForSeq2Seq`.",
         ("huggingface/transformers#23530",),
     ),
-    Fault(
-        "transformers_cuts", "transformers", ("truncation",), ("truncation",),
-        "Answers end where the limit is, without a stop token.",
-        "`max_length` above the longest conversation.",
-        is_documented=True,
-    ),
+    replace(_CUT, program="transformers_cuts", library="transformers"),
     Fault(
         "transformers_control_text", "transformers", ("control_text",), ("forgery",),
         "The text becomes control tokens, and so a turn that nobody wrote.",
@@ -150,12 +159,7 @@ _AXOLOTL = (
         "`sequence_len` above the longest conversation.",
         is_documented=True,
     ),
-    Fault(
-        "axolotl_faults control_text", "axolotl", ("control_text",), ("forgery",),
-        "The text becomes control tokens, and so a turn that nobody wrote.",
-        "Refuse or escape such texts where the rows are made.",
-        ("huggingface/transformers#29279",),
-    ),
+    replace(_FORGED, program="axolotl_faults control_text", library="axolotl"),
 )  # fmt: skip
 
 _LLAMA_FACTORY = (
@@ -178,29 +182,18 @@ _LLAMA_FACTORY = (
         "A release that admits transformers 5.10.1 (its source was read).",
         ("huggingface/transformers#46204",),
     ),
-    Fault(
-        "llamafactory_faults thoughts", "LLaMA-Factory", ("thoughts",), ("ids",),
-        "The thoughts of earlier answers are kept, and the template that is saved with the model leaves them out.",
-        "Rows whose thought is in the last answer alone.",
-        ("hiyouga/LlamaFactory#10773",),
+    replace(
+        _THOUGHTS, program="llamafactory_faults thoughts", library="LLaMA-Factory",
+        threads=("hiyouga/LlamaFactory#10773",),
     ),
-    Fault(
-        "llamafactory_faults tools", "LLaMA-Factory", ("tool_calls",), ("ids",),
-        "Without a system prompt, two line breaks are in front of `# Tools`, and Qwen 3's own template writes none.",
-        "A system prompt in rows with tools.",
-    ),
+    replace(_TOOLS, program="llamafactory_faults tools", library="LLaMA-Factory"),
     Fault(
         "llamafactory_faults truncation", "LLaMA-Factory", ("truncation",),
         ("ids", "trained tokens", "stop tokens", "truncation"),
         "The question and the answer are cut each by itself, and the header between them is lost.",
         "`cutoff_len` above the longest conversation.",
     ),
-    Fault(
-        "llamafactory_faults control_text", "LLaMA-Factory", ("control_text",), ("forgery",),
-        "The text becomes control tokens, and so a turn that nobody wrote.",
-        "Refuse or escape such texts where the rows are made.",
-        ("huggingface/transformers#29279",),
-    ),
+    replace(_FORGED, program="llamafactory_faults control_text", library="LLaMA-Factory"),
 )  # fmt: skip
 
 _SWIFT = (
@@ -216,28 +209,15 @@ _SWIFT = (
         "`template_backend: swift`, the default.",
         ("modelscope/ms-swift#9277",),
     ),
-    Fault(
-        "swift_faults thoughts", "ms-swift", ("thoughts",), ("ids",),
-        "The thoughts of earlier answers are kept, and the template that is saved with the model leaves them out.",
-        "Rows whose thought is in the last answer alone.",
-    ),
-    Fault(
-        "swift_faults tools", "ms-swift", ("tool_calls",), ("ids",),
-        "Without a system prompt, two line breaks are in front of `# Tools`, and Qwen 3's own template writes none.",
-        "A system prompt in rows with tools.",
-    ),
+    replace(_THOUGHTS, program="swift_faults thoughts", library="ms-swift"),
+    replace(_TOOLS, program="swift_faults tools", library="ms-swift"),
     Fault(
         "swift_faults truncation", "ms-swift", ("truncation",), ("truncation",),
         "Answers end where the limit is, without a stop token; the default drops such rows.",
         "`max_length` above the longest conversation.",
         is_documented=True,
     ),
-    Fault(
-        "swift_faults control_text", "ms-swift", ("control_text",), ("forgery",),
-        "The text becomes control tokens, and so a turn that nobody wrote.",
-        "Refuse or escape such texts where the rows are made.",
-        ("huggingface/transformers#29279",),
-    ),
+    replace(_FORGED, program="swift_faults control_text", library="ms-swift"),
 )  # fmt: skip
 
 FAULTS = (*_TRL, *_TRANSFORMERS, *_AXOLOTL, *_LLAMA_FACTORY, *_SWIFT)
