@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sftron.checkpoint.hf_export import export_hf as export_hf
+    from sftron.checkpoint.export import export_hf as export_hf
     from sftron.checkpoint.hf_weights import load_model as load_model
     from sftron.checkpoint.shards import CheckpointError as CheckpointError
     from sftron.config import Config as Config
@@ -51,7 +51,7 @@ _MODULES = {
     "Trainer": "sftron.train.trainer",
     "IsolationError": "sftron.verify.check_isolation",
     "check_isolation": "sftron.verify.check_isolation",
-    "export_hf": "sftron.checkpoint.hf_export",
+    "export_hf": "sftron.checkpoint.export",
     "generate": "sftron.train.exports.chat",
     "inspect": "sftron.verify.inspect_run",
     "load_config": "sftron.config",

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.adapter import WEIGHTS, model_projections, read_adapter, vllm_limits, write_adapter
 from sftron.checkpoint.adapter_config import CONFIG, adapter_config
 from sftron.checkpoint.export import check_export
-from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_config, read_json
+from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import LoraSpec, add_adapters, peft_name
 from sftron.models.llama import LlamaForSFT
 from sftron.models.wrappers import TEXT_MODEL

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint, write_checkpoint
 from sftron.checkpoint.export import check_export, differing, hf_to_checkpoint, opened, plan_export, write_export
-from sftron.checkpoint.hf_export import ExportSource
+from sftron.checkpoint.source import ExportSource
 from sftron.commands.convert import main
 from tests.models.reference import make_reference
 from tests.train.conftest import model_folder as model_folder

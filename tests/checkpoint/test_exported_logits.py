@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_json
 from sftron.models.families.table import FAMILIES as MODEL_TYPES

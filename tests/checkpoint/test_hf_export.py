@@ -13,9 +13,10 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sftron.checkpoint.hf_export import ExportSource, export_hf, lacking_for_loaders
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import file_digests, load_model
 from sftron.checkpoint.model_folder import read_config
+from sftron.checkpoint.source import ExportSource, lacking_for_loaders
 from tests.models.reference import FAMILIES, make_reference
 
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint.adapter import read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, state_text, write_checkpoint
-from sftron.checkpoint.export import BASE_WEIGHTS, differing_weights
-from sftron.checkpoint.hf_export import export_hf, stop_ids_of
+from sftron.checkpoint.export import BASE_WEIGHTS, differing_weights, export_hf
 from sftron.checkpoint.hf_weights import digest_of, file_digests, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.model_folder import stop_ids_of
 from sftron.checkpoint.shards import own_shards
 from sftron.commands.convert import main
 from sftron.models.adapters import LoraSpec

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.models.families.table import FAMILIES as MODEL_TYPES
 from tests.checkpoint.test_exported_logits import quiet as quiet

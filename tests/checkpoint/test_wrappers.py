@@ -11,10 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.adapter import model_projections, read_adapter, tensor_shapes, write_adapter
-from sftron.checkpoint.hf_export import ExportSource, export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.model_folder import read_config
+from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import LlamaConfig
 from sftron.verify.reference import load_reference

@@ -10,9 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import load_checkpoint, shards_to_store, state_text, write_checkpoint
-from sftron.checkpoint.hf_export import ExportSource, export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import read_json
+from sftron.checkpoint.source import ExportSource
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import describe_backends
 from sftron.models.fusion import expected_shapes

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.models.architecture import FAMILIES as MODEL_TYPES
 from sftron.models.generation import greedy_generate

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.checkpoint.model_folder import read_config
 from sftron.models.mxfp4 import dequantize

@@ -81,7 +81,7 @@ def _make_setup(*_: Any, **__: Any) -> Setup:
         loss="native",
         peak=SimpleNamespace(tflops=None),
         router_aux_loss_coef=0.0,
-        export_parts=(),
+        export_source=(),
     )
     data: Any = SimpleNamespace(
         dataset=packs,

@@ -39,7 +39,9 @@ def test_a_run_whose_source_folder_vanishes_exports_as_if_it_were_there(
     exported, again = trainer.directory.hf(1), tmp_path / "again"
     # As the best checkpoint is exported when a run ends.
     checkpoint = trainer.directory.checkpoints / "step-1"
-    export_checkpoint(trainer.config, checkpoint, again, parts=trainer.setup.model.export_parts)
+    setup = trainer.setup
+    read = {"source": setup.model.export_source, "chat_tokenizer": setup.data.chat_tokenizer}
+    export_checkpoint(trainer.config, checkpoint, again, **read)
     assert (again / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
     assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in exported.iterdir())
     assert (exported / "LICENSE").read_text() == "terms"

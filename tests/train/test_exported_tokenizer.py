@@ -6,14 +6,16 @@ import shutil
 import pytest
 
 from sftron.train.build_data import load_chat_tokenizer
-from sftron.train.exports.parts import read_export_parts
+from sftron.train.revisions import export_source
 from sftron.train.revisions import model_folder as model_folder_of
 from tests.conftest import ASSETS
 from tests.train.runs import make_config
 
 
-def _parts(config):
-    return read_export_parts(config, model_folder_of(config), load_chat_tokenizer(config))
+def _chat_tokenizer_of_export(config):
+    chat_tokenizer = load_chat_tokenizer(config)
+    export_source(config, model_folder_of(config), chat_tokenizer)
+    return chat_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def test_an_export_whose_model_type_replaces_pieces_of_the_tokenizer_is_refused_
     del settings["tokenizer_class"]
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     config = make_config(tmp_path, model_folder, tokenizer__path=str(tokenizer), tokenizer__add_tokens=add_tokens)
-    assert _parts(config).chat_tokenizer.added_tokens == tuple(add_tokens)  # a llama's export has the same pieces
+    assert _chat_tokenizer_of_export(config).added_tokens == tuple(add_tokens)  # a llama's export has the same pieces
     copy = tmp_path / "model"
     shutil.copytree(model_folder, copy)
     settings = json.loads((copy / "config.json").read_text())
@@ -39,4 +41,4 @@ def test_an_export_whose_model_type_replaces_pieces_of_the_tokenizer_is_refused_
     (copy / "config.json").write_text(json.dumps({**settings, "model_type": model_type, "use_sliding_window": False}))
     config = make_config(tmp_path, copy, tokenizer__path=str(tokenizer), tokenizer__add_tokens=add_tokens)
     with pytest.raises(ValueError, match=r"the export of this run.*(pre_tokenizer|normalizer) is"):
-        _parts(config)
+        _chat_tokenizer_of_export(config)

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders
 from sftron.checkpoint.model_folder import read_json
+from sftron.checkpoint.source import ExportSource, lacking_for_loaders
 from sftron.commands import check as check_sft
 from sftron.models.generation import Generation
 from sftron.models.sdpa_attention import SdpaAttention, attend_causally

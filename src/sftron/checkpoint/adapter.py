@@ -27,10 +27,10 @@ from sftron.checkpoint.adapter_config import (
     spec_of,
 )
 from sftron.checkpoint.atomic import publish
-from sftron.checkpoint.hf_export import ExportSource, write_json
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, listed, wrong_tensors
-from sftron.checkpoint.model_folder import check_files
+from sftron.checkpoint.model_folder import check_files, write_json
 from sftron.checkpoint.shards import write_tensors
+from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import (
     ALL_LINEAR,
     MAGNITUDE,

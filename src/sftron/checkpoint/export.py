@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
+from sftron.checkpoint.atomic import publish
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
-from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
-from sftron.checkpoint.model_folder import read_config
-from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, own_shards
+from sftron.checkpoint.model_folder import read_config, stop_ids_of, write_json
+from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, file_name, own_shards, write_tensors
+from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import LoraSpec, peft_name
 from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.fusion import NamedTensors, split_state_dict
@@ -30,6 +31,12 @@ from sftron.models.mixtures import spelling_of
 
 BASE_WEIGHTS = "the model's base weights"
 """The entry of a checkpoint's fingerprint for the hash of the base model, if it holds adapters."""
+
+_BYTES_PER_SHARD = 5 * 1000**3
+"""The maximum size of a weight file, which is transformers' default; loaders read several files in parallel."""
+
+
+# --- Planning ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,9 @@ def plan_export(
     return ExportPlan(source=source, dtype=dtype, stop_token_ids=stops, vocab_size=vocab_size, **options)
 
 
+# --- Writing ---
+
+
 def write_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> MergeReport | None:
     """Writes an export atomically.
 
@@ -113,6 +123,115 @@ def write_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> Merge
     if report is not None and plan.card is not None:  # the report is complete only now
         (folder / "README.md").write_text(plan.card(report), encoding="utf-8")
     return report
+
+
+def export_hf(
+    weights: NamedTensors,
+    folder: Path,
+    *,
+    source_folder: Path | ExportSource,
+    dtype: torch.dtype,
+    stop_token_ids: Collection[int],
+    tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
+    vocab_size: int | None = None,
+    model_card: str | None = None,
+    bytes_per_shard: int = _BYTES_PER_SHARD,
+) -> None:
+    """Writes a Hugging Face folder atomically: it is renamed to `folder` after everything is on disk (atomic.py).
+
+    Args:
+        weights: The names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`. They are consumed
+            one at a time, so a sharded model can be gathered while it is written. At most one weight file is held in
+            memory.
+        source_folder: The Hugging Face folder that training started from, whose config is copied; or what was read of
+            it earlier, so that it need not exist anymore.
+        tokenizer_folder: The folder of tokenizer and template, by default source_folder.
+        chat_template: The Jinja source of the template used in training, if it is not the tokenizer's own.
+        vocab_size: The number of embedding rows if tokens were added, by default the source's.
+        model_card: The content of README.md.
+        dtype: The type of the tensors on disk.
+        stop_token_ids: The ids that end a trained turn. They are added to eos_token_id in generation_config.json;
+            without them, generation would continue after the end of the turn.
+
+    Raises:
+        ValueError: The keys are not exactly those of the source (law 9), or a weight is not finite.
+    """
+    read = isinstance(source_folder, ExportSource)
+    source = source_folder if read else ExportSource.read(source_folder, tokenizer_folder)
+    source = source if chat_template is None else source.with_chat_template(chat_template)
+
+    def write(unfinished: Path) -> None:
+        names = _write_weights(_with_carried(_as_stored(weights, source, dtype), source), unfinished, bytes_per_shard)
+        if different := names ^ {*source.stored_names.values(), *source.carried}:
+            raise ValueError(
+                f"The weights to export and those of {source.folder} differ in these keys: "
+                f"{', '.join(sorted(different))}. Give every parameter of the model once, by its name."
+            )
+        write_json(unfinished / "config.json", source.exported_config(dtype, vocab_size))
+        write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
+        source.write_files(unfinished, model_card)
+
+    publish(folder, write)
+
+
+def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:
+    config = source.architecture
+    # Some checkpoints with tied embeddings store the head as well; their exports do the same.
+    repeats_head = config.tie_word_embeddings and HEAD in source.stored_names
+    for name, tensor in split_state_dict(weights, config, spelling_of(source.stored_names)):
+        own_dtype = torch.promote_types(dtype, source.wide.get(name, dtype))
+        stored = tensor.detach().to(device="cpu", dtype=own_dtype)
+        if not all(bound.isfinite() for bound in stored.aminmax()):  # a NaN makes both bounds NaN
+            raise ValueError(
+                f"The weights to export are not finite as {dtype}: {name} holds NaN or infinity. Export another "
+                "checkpoint."
+            )
+        yield name, stored
+        if name == EMBEDDINGS and repeats_head:
+            yield HEAD, stored.clone()
+
+
+def _with_carried(weights: NamedTensors, source: ExportSource) -> NamedTensors:
+    """Yields the weights under their stored names, and then what is carried along, bit for bit."""
+    for name, tensor in weights:
+        yield source.stored_names.get(name, name), tensor
+    for name, read in source.carried.items():
+        yield name, read()
+
+
+def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> set[str]:
+    """Writes the weight files, and the index if there are several; returns the names of all tensors."""
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    num_pending_bytes = num_bytes = 0
+
+    def write_pending() -> None:
+        write_tensors(folder / f"part-{len(shards)}", pending, {"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in weights:
+        if pending and num_pending_bytes + tensor.nbytes > bytes_per_shard:
+            write_pending()
+            num_pending_bytes = 0
+        pending[name] = tensor.contiguous()
+        num_pending_bytes += tensor.nbytes
+        num_bytes += tensor.nbytes
+    write_pending()
+    weight_map = {}
+    for number, names in enumerate(shards):
+        # The number of files is part of each name, and is known only now.
+        final = file_name("model", number, len(shards))
+        (folder / f"part-{number}").rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+    return set(weight_map)
+
+
+# --- Checking ---
 
 
 def check_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> tuple[int, list[str]]:

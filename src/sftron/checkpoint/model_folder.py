@@ -169,6 +169,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def stop_ids_of(folder: Path) -> dict[int, None]:
+    """Returns the ids that end a generation of the model in `folder`, in the order of its files.
+
+    Raises:
+        ValueError: eos_token_id is neither an id nor a list of ids; the message has the name of the file.
+    """
+    stops: dict[int, None] = {}
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if wrong := [token_id for token_id in ids if type(token_id) is not int or token_id < 0]:
+            raise ValueError(f"{path}: eos_token_id: {wrong[0]!r} is not the id of a token, nor a list of them")
+        stops |= dict.fromkeys(ids)
+    return stops
+
+
 def read_config(folder: Path) -> LlamaConfig:
     """Returns the architecture of the model in `folder`.
 

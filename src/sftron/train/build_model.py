@@ -34,11 +34,10 @@ from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.models.wrappers import text_config
-from sftron.train.exports.parts import read_export_parts
 from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks
-from sftron.train.revisions import model_folder
+from sftron.train.revisions import export_source, model_folder
 from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
 
 DEFAULT_RANK, ALPHA_OF_RANK = 16, 2
@@ -74,7 +73,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         loss=resolve_loss(config.model.loss, ranks.device, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=ids_to_initialize(config, folder, data.chat_tokenizer, data.sample.control_ids),
-        export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
+        export_source=export_source(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
         adapters=resolve_adapters(config, architecture),
         router_aux_loss_coef=_router_aux_loss_coef(config, architecture, folder),
     )

@@ -101,9 +101,14 @@ class RunExports:
         return folder
 
     def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
-        config, parts, folder = self.setup.config, self.setup.model.export_parts, self.directory.folder
-        assert parts is not None
-        return Exporter(config, parts, state, folder, vocab_size=vocab_size, repository=repository)
+        config, source, chat_tokenizer = (
+            self.setup.config,
+            self.setup.model.export_source,
+            self.setup.data.chat_tokenizer,
+        )
+        assert source is not None
+        options = {"vocab_size": vocab_size, "repository": repository}
+        return Exporter(config, source, chat_tokenizer, state, self.directory.folder, **options)
 
     def _push(self, pusher: HubPusher, exported: Path) -> None:
         """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
@@ -180,14 +185,15 @@ class RunExports:
     def _write_best(self, step: int) -> None:
         """Exports the checkpoint of a step, unless that is done. Raises ValueError or OSError."""
         setup, directory = self.setup, self.directory
-        config, parts, checkpoint = setup.config, setup.model.export_parts, directory.checkpoints / f"step-{step}"
-        assert parts is not None
+        config, source, checkpoint = setup.config, setup.model.export_source, directory.checkpoints / f"step-{step}"
+        assert source is not None
         if directory.is_exported(config, step):
             return
         if config.lora is None:
-            export_checkpoint(config, checkpoint, directory.hf(step), parts=parts)
+            read = {"source": source, "chat_tokenizer": setup.data.chat_tokenizer}
+            export_checkpoint(config, checkpoint, directory.hf(step), **read)
             return
-        with opened(checkpoint, parts.source) as (state, read, vocab_size):
+        with opened(checkpoint, source) as (state, read, vocab_size):
             tensors = dict(read())
         logits = []
         if config.lora.merge:  # it is compared with the model of that step, which is loaded for it

@@ -5,13 +5,16 @@ A branch may move. So a run asks the Hub once, at its first start, and records t
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 from sftron.checkpoint.checkpoint import steps_in
 from sftron.checkpoint.model_folder import local_folder, model_commit
+from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
 from sftron.config.data_schema import Rows
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.sources import HubSplit, find_files
 from sftron.hub_revision import COMMIT
 from sftron.regular_file import read_json_value
@@ -31,6 +34,25 @@ def tokenizer_folder(config: Config, *, download: bool = True) -> Path:
     """Returns the folder of the tokenizer; see `local_folder`. Raises ValueError."""
     path, revision = config.tokenizer_path, config.tokenizer_revision
     return local_folder(path, revision, with_weights=False, download=download)
+
+
+def export_source(config: Config, folder: Path, chat_tokenizer: ChatTokenizer) -> ExportSource:
+    """Returns what exports take from the folders of the model and the tokenizer.
+
+    Raises:
+        ValueError: A folder lacks a file that an export needs, or an export would have another tokenizer.
+    """
+    path = config.model.path
+    if config.tokenizer.add_tokens:
+        with tempfile.TemporaryDirectory() as saved:
+            chat_tokenizer.tokenizer.save_pretrained(saved)
+            source = ExportSource.read(folder, Path(saved), path=path)
+    else:
+        source = ExportSource.read(folder, tokenizer_folder(config, download=False), path=path)
+    if config.tokenizer.chat_template:
+        source = source.with_chat_template(chat_tokenizer.template.source)
+    source.require_tokenizer(chat_tokenizer, has_model=config.lora is None or config.lora.merge)
+    return source
 
 
 def pinned(config: Config) -> Config:

@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from sftron.checkpoint.export import BASE_WEIGHTS
+from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
@@ -27,7 +28,6 @@ from sftron.errors import without_secrets
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.quantization import NF4
-from sftron.train.exports.parts import ExportParts
 from sftron.train.flops import Peak, TrainedMatrices
 from sftron.train.optimizer import learning_rate_factor
 from sftron.train.progress import Progress
@@ -153,7 +153,7 @@ class RunModel:
     peak: Peak
     initialize_ids: list[int]
     """The ids of tokens whose embeddings are initialized to the mean of all embeddings."""
-    export_parts: ExportParts | None
+    export_source: ExportSource | None
     """None if the run exports nothing."""
     adapters: RunAdapters | None = None
     """None for full fine-tuning."""

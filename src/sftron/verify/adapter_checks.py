@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sftron.checkpoint.adapter import WEIGHTS, write_adapter
-from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of, merged_weights
+from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import (
     ALL_LINEAR,
     MAGNITUDE,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.checkpoint.model_folder import stop_ids_of
 from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.attention import describe_backends
 from sftron.models.llama import LlamaForSFT

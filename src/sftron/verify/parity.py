@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sftron.checkpoint.adapter import read_adapter
-from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import kl_divergences
-from sftron.checkpoint.model_folder import read_config, read_json
+from sftron.checkpoint.model_folder import read_config, read_json, stop_ids_of
+from sftron.checkpoint.source import ExportSource, lacking_for_loaders
 from sftron.models.adapters import AdapterStart
 from sftron.models.attention import describe_backends
 from sftron.models.experts import rounds_with_neighbors

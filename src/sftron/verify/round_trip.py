@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
 from sftron.checkpoint.export import same_bits
-from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder
+from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import is_adapter
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT

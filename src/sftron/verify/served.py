@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import read_config, read_json
+from sftron.checkpoint.model_folder import read_config, read_json, stop_ids_of
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
 from sftron.models.generation import greedy_generate

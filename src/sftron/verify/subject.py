@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from sftron import __version__
 from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.checkpoint import trained_parameters
-from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.model_folder import read_config
+from sftron.checkpoint.model_folder import read_config, stop_ids_of
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.dataset import PackedDataset

@@ -10,9 +10,9 @@ import torch
 
 from sftron.checkpoint.checkpoint import MANIFEST, load_checkpoint, steps_in
 from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, opened, require_base
-from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
 from sftron.checkpoint.hf_weights import load_model
-from sftron.checkpoint.model_folder import check_files, is_run_directory, read_config
+from sftron.checkpoint.model_folder import check_files, is_run_directory, read_config, stop_ids_of
+from sftron.checkpoint.source import ExportSource
 from sftron.config import load_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role

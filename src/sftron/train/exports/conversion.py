@@ -19,15 +19,15 @@ from sftron.checkpoint.export import (
     plan_export,
     write_export,
 )
-from sftron.checkpoint.hf_export import ExportSource, stop_ids_of
+from sftron.checkpoint.model_folder import stop_ids_of
+from sftron.checkpoint.source import ExportSource, hub_id
 from sftron.config import load_config
 from sftron.errors import show
 from sftron.models.fusion import NamedTensors
 from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.exports.exporter import Exporter
 from sftron.train.exports.model_card import AdapterFacts, plain_model_card
-from sftron.train.exports.parts import hub_id, read_base_model, read_export_parts
-from sftron.train.revisions import model_folder
+from sftron.train.revisions import export_source, model_folder
 
 
 def convert(
@@ -62,33 +62,31 @@ def convert(
         return _merge_adapter(source, target, model, dtype or torch.bfloat16, stop_token_ids)
     if not (source / MANIFEST).is_file():
         return hf_to_checkpoint(source, target)
-    run_config, parts, config = source.resolve().parents[1] / "config.yaml", None, None
+    run_config, config, chat_tokenizer = source.resolve().parents[1] / "config.yaml", None, None
     if model is not None:
-        export_source = ExportSource.read(model)
+        base = ExportSource.read(model)
     elif run_config.is_file():
         config = load_config(run_config, overrides)
-        parts = read_export_parts(config, model_folder(config), load_chat_tokenizer(config))
-        export_source = parts.source
+        chat_tokenizer = load_chat_tokenizer(config)
+        base = export_source(config, model_folder(config), chat_tokenizer)
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
-    with opened(source, export_source, stop_token_ids) as (state, read, vocab_size):
-        if config is not None and parts is not None:
-            plan = Exporter(config, parts, state, run_config.parent, vocab_size=vocab_size).plan(
-                dtype=dtype, merge=merge
-            )
+    with opened(source, base, stop_token_ids) as (state, read, vocab_size):
+        if config is not None and chat_tokenizer is not None:
+            exporter = Exporter(config, base, chat_tokenizer, state, run_config.parent, vocab_size=vocab_size)
+            plan = exporter.plan(dtype=dtype, merge=merge)
         else:
-            base = read_base_model(str(model), export_source.folder)
             spec = None if merge else lora_of(state)
-            card = plain_model_card(base, state["step"], None if spec is None else AdapterFacts(spec=spec))
+            card = plain_model_card(base.model, state["step"], None if spec is None else AdapterFacts(spec=spec))
             plan = plan_export(
                 state,
-                export_source,
+                base,
                 vocab_size,
                 dtype=dtype,
                 model_dtype=torch.bfloat16,
                 merge=merge,
-                base_model=base.name if hub_id(base.name) else str(model),
-                base_revision=base.revision,
+                base_model=base.model.name if hub_id(base.model.name) else str(model),
+                base_revision=base.model.revision,
                 card=lambda _: card,
             )
         compared = _write_and_check(plan, read, target)
@@ -109,7 +107,7 @@ def _merge_adapter(
         raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")
     has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     base = ExportSource.read(model, source if has_tokenizer else None)
-    adapter, card = read_adapter(source, base.architecture), plain_model_card(read_base_model(str(model), model), None)
+    adapter, card = read_adapter(source, base.architecture), plain_model_card(base.model, None)
     plan = ExportPlan(
         source=base,
         dtype=dtype,

@@ -16,16 +16,17 @@ from sftron.checkpoint.atomic import remove
 from sftron.checkpoint.export import ExportPlan, opened, plan_export, write_export
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
+from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed, dtype_name
 from sftron.regular_file import read_regular
 from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.exports.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card
-from sftron.train.exports.parts import ExportParts, read_export_parts
 from sftron.train.logs import console
-from sftron.train.revisions import model_folder
+from sftron.train.revisions import export_source, model_folder
 from sftron.train.run import frozen_dtype
 
 
@@ -41,19 +42,21 @@ class Exporter:
     def __init__(
         self,
         config: Config,
-        parts: ExportParts,
+        source: ExportSource,
+        chat_tokenizer: ChatTokenizer,
         state: Mapping[str, Any],
         run_folder: Path,
         *,
         vocab_size: int,
         repository: str | None = None,
     ) -> None:
-        self._config, self._parts, self._state = config, _with_verify_card(parts, run_folder), state
-        self._run_folder, self._vocab_size, self._repository = run_folder, vocab_size, repository
+        self._config, self._source, self._state = config, _with_verify_card(source, run_folder), state
+        self._chat_tokenizer, self._run_folder = chat_tokenizer, run_folder
+        self._vocab_size, self._repository = vocab_size, repository
 
     def plan(self, *, dtype: torch.dtype | None = None, merge: bool = False) -> ExportPlan:
         """Returns the plan of an export; see `plan_export`."""
-        config, parts, lora = self._config, self._parts, self._config.lora
+        config, source, lora = self._config, self._source, self._config.lora
 
         def card(report: MergeReport | None) -> str:
             facts = None
@@ -65,21 +68,21 @@ class Exporter:
                 config,
                 self._state,
                 run_folder=self._run_folder,
-                base=parts.base,
-                chat_tokenizer=parts.chat_tokenizer,
+                base=source.model,
+                chat_tokenizer=self._chat_tokenizer,
                 adapter=facts,
                 repository=self._repository if is_in_root else None,
             )
 
         plan = plan_export(
             self._state,
-            parts.source,
+            source,
             self._vocab_size,
             dtype=dtype,
             model_dtype=getattr(torch, config.model.compute_dtype),
             merge=merge,
-            base_model=parts.base.name,
-            base_revision=parts.base.revision,
+            base_model=source.model.name,
+            base_revision=source.model.revision,
             read_base=partial(as_computed, dtype=frozen_dtype(config)),
             card=card,
         )
@@ -148,16 +151,15 @@ class Exporter:
         return {"dtype": dtype_name(plan.dtype), **measures}
 
 
-def _with_verify_card(parts: ExportParts, run_folder: Path) -> ExportParts:
+def _with_verify_card(source: ExportSource, run_folder: Path) -> ExportSource:
     """Adds the card of `sftron verify` to the files of an export, if the run directory has one."""
     if not (card := run_folder / VERIFY_CARD).is_file():
-        return parts
+        return source
     try:
-        files = {**parts.source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)}
+        return replace(source, files={**source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)})
     except (OSError, ValueError) as error:
         console.write(f"WARNING    {card} is not exported: it {error}")
-        return parts
-    return replace(parts, source=replace(parts.source, files=files))
+        return source
 
 
 def export_checkpoint(
@@ -165,16 +167,20 @@ def export_checkpoint(
     checkpoint: Path,
     folder: Path,
     *,
-    parts: ExportParts | None = None,
+    source: ExportSource | None = None,
+    chat_tokenizer: ChatTokenizer | None = None,
     merge: bool = False,
 ) -> MergeReport | None:
     """Exports a checkpoint of the run with this configuration to `folder`; see `plan_export` and `write_export`.
 
     Args:
-        parts: The files besides the weights; by default, they are read from the folders that the configuration names.
+        source, chat_tokenizer: By default, they are read from the folders that the configuration names.
     """
-    if parts is None:
-        parts = read_export_parts(config, model_folder(config), load_chat_tokenizer(config))
-    with opened(checkpoint, parts.source) as (state, read, vocab_size):
-        exporter = Exporter(config, parts, state, checkpoint.resolve().parents[1], vocab_size=vocab_size)
+    if chat_tokenizer is None:
+        chat_tokenizer = load_chat_tokenizer(config)
+    if source is None:
+        source = export_source(config, model_folder(config), chat_tokenizer)
+    with opened(checkpoint, source) as (state, read, vocab_size):
+        run_folder = checkpoint.resolve().parents[1]
+        exporter = Exporter(config, source, chat_tokenizer, state, run_folder, vocab_size=vocab_size)
         return write_export(exporter.plan(merge=merge), read(), folder)

@@ -26,6 +26,7 @@ from sftron.checkpoint.adapter import vllm_limits
 from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport
+from sftron.checkpoint.source import BaseModel, hub_id, license_id
 from sftron.config import Config, dump_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
@@ -33,7 +34,6 @@ from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
 from sftron.train.build_data import token_budget
 from sftron.train.divergence import divergence
-from sftron.train.exports.parts import BaseModel, hub_id, license_id
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.run import Settings, period_words, shown
 from sftron.train.run_directory import intact_records

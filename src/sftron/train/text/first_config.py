@@ -16,6 +16,7 @@ import jinja2
 
 from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.model_folder import check_files, read_config, read_json
+from sftron.checkpoint.source import hub_id
 from sftron.config import Config, load_config
 from sftron.config.data_schema import Data
 from sftron.config.load import with_overrides
@@ -30,7 +31,6 @@ from sftron.report.counts import LengthCount
 from sftron.train import build_data
 from sftron.train.build_model import ALPHA_OF_RANK, DEFAULT_RANK
 from sftron.train.build_run import download, open_run
-from sftron.train.exports.parts import hub_id
 from sftron.train.logs import console
 from sftron.train.measured_memory import total_memory
 from sftron.train.memory import StepMemory, predict_run, with_reserve
