@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sftron.data.types import Role as Role
     from sftron.models.llama import LlamaForSFT as LlamaForSFT
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
-    from sftron.train.exports.chat import generate as generate
+    from sftron.train.chat import generate as generate
     from sftron.train.trainer import Trainer as Trainer
     from sftron.verify.check_isolation import IsolationError as IsolationError
     from sftron.verify.check_isolation import check_isolation as check_isolation
@@ -52,7 +52,7 @@ _MODULES = {
     "IsolationError": "sftron.verify.check_isolation",
     "check_isolation": "sftron.verify.check_isolation",
     "export_hf": "sftron.checkpoint.export",
-    "generate": "sftron.train.exports.chat",
+    "generate": "sftron.train.chat",
     "inspect": "sftron.verify.inspect_run",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",

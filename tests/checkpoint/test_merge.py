@@ -19,7 +19,7 @@ from sftron.commands.convert import main
 from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import architecture_facts
 from sftron.models.fusion import split_state_dict
-from sftron.train.exports.conversion import convert
+from sftron.train.exports import convert
 from tests.checkpoint.test_adapter import ALL_CASES, IDS, logits_of, make_base, native_model
 from tests.conftest import rest_nightly
 from tests.models.reference import FAMILIES, make_reference

@@ -18,7 +18,7 @@ from sftron.checkpoint.atomic import gather_or_raise, publish
 from sftron.checkpoint.shards import Shard, ShardedTensors, StoredShards, write_tensors
 from sftron.data.types import Batch, Pack
 from sftron.train.evaluation import SetLoss
-from sftron.train.outputs import RunExports
+from sftron.train.exports import RunExports
 from sftron.train.ranks import Ranks
 from sftron.train.run import Setup
 from sftron.train.step import StepResult

@@ -36,7 +36,7 @@ from sftron.config import Config
 from sftron.data import dataset
 from sftron.data.lanes.order import StreamOrder
 from sftron.data.types import ContextRank
-from sftron.train import build_run, evaluation, loop, outputs, ranks, resume, run_directory, saving, step, trainer
+from sftron.train import build_run, evaluation, exports, loop, ranks, resume, run_directory, saving, step, trainer
 from sftron.train.build_data import make_dataset
 from sftron.train.flops import StepFlops
 from sftron.train.logs import console, run_logs
@@ -220,8 +220,8 @@ def _replacements(clock: Clock) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield saving, {"_in_background": _Written}
     yield saving.Saver, {"_succeeded": lambda saver: _succeeded(saver)}
     yield evaluation, {"measure_set": model.measure_set, "whole_head": nullcontext}
-    yield outputs, {"export_checkpoint": model.export_checkpoint}
-    yield outputs.RunExports, {"_exporter": _nothing, "_export_model": model.export_model}
+    yield exports, {"export_checkpoint": model.export_checkpoint}
+    yield exports.RunExports, {"_exporter": _nothing, "_export_model": model.export_model}
     yield dataset, {"StreamOrder": partial(StreamOrder, window=_WINDOW)}
 
 

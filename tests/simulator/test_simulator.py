@@ -16,7 +16,7 @@ import pytest
 from sftron.checkpoint import atomic, checkpoint, shards
 from sftron.data.lanes.lane import EpochFetcher
 from sftron.data.loader import PackLoader
-from sftron.train import outputs, saving
+from sftron.train import exports, saving
 from sftron.train.logs import run_logs
 from tests.simulator.draws import Kind
 from tests.simulator.simulate import main, run_seeds
@@ -50,7 +50,7 @@ def _restart_epoch(self: EpochFetcher, state: str, real: Callable[..., None] = E
 
 
 def _point_before_export(
-    self: outputs.RunExports, real: Callable[..., Path] = outputs.RunExports.export, **options: Any
+    self: exports.RunExports, real: Callable[..., Path] = exports.RunExports.export, **options: Any
 ) -> Path:
     if self.setup.ranks.is_main:
         self.directory.point("latest", self.directory.hf(self.progress.step))
@@ -82,7 +82,7 @@ FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "metrics.jsonl counts a step twice after a resume": [(run_logs, "_kept_size", _keep_all_lines)],
     "a lane restarts its epoch": [(EpochFetcher, "load_state", _restart_epoch)],
-    "latest names an export that is not written yet": [(outputs.RunExports, "export", _point_before_export)],
+    "latest names an export that is not written yet": [(exports.RunExports, "export", _point_before_export)],
     "weights that are not finite replace a healthy checkpoint": [
         (saving.Saver, "is_healthy", lambda *_: True),
     ],

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from sftron.data.dataset import PackedDataset
-from sftron.train import evaluation, loop, objective, outputs, saving, trainer
+from sftron.train import evaluation, exports, loop, objective, saving, trainer
 from tests.train.ranks import train
 
 
@@ -78,7 +78,7 @@ def _prepare(fault: Fault, came: Path) -> None:
     elif fault.at == "answers":
         before(evaluation.Evaluator, "_answer")
     elif fault.at == "export":
-        before(outputs, "gather_or_raise")  # of the export alone
+        before(exports, "gather_or_raise")  # of the export alone
     elif fault.at in ("worker", "data"):
         give = PackedDataset._pack
 

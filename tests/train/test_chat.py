@@ -16,7 +16,7 @@ from sftron.checkpoint.model_folder import check_files, read_config
 from sftron.commands import check, convert, generate
 from sftron.data.types import Message, Role
 from sftron.models.generation import Sampler, greedy_generate, most_likely
-from sftron.train.exports.chat import Chat, ChatModel, open_chat_model, stream_text
+from sftron.train.chat import Chat, ChatModel, open_chat_model, stream_text
 from tests.conftest import ASSETS
 from tests.train.conftest import FinishedRun
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from sftron.commands.train import run as main
-from sftron.train.exports.exporter import export_checkpoint
+from sftron.train.exports import export_checkpoint
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config
 

@@ -16,9 +16,9 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from sftron.config import ConfigError, Hub
-from sftron.train.exports import hub
-from sftron.train.exports.exporter import export_checkpoint
-from sftron.train.exports.hub import HubPusher, require_hub
+from sftron.train import hub
+from sftron.train.exports import export_checkpoint
+from sftron.train.hub import HubPusher, require_hub
 from sftron.train.loop import Steps
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, on_each_step, result, run, stop_in
@@ -205,7 +205,7 @@ def test_a_process_ends_though_the_hub_never_answers(tmp_path: Path, silence: fl
     """The real client; a request without an answer fails after a time, and a push that goes on ends with its run."""
     write(tmp_path / "1")
     script = (
-        "import sys; from pathlib import Path; from sftron.config import Hub; from sftron.train.exports import hub\n"
+        "import sys; from pathlib import Path; from sftron.config import Hub; from sftron.train import hub\n"
         f"hub._SILENCE_S, hub._SHORT_TIME_S, folder = {silence}, {0.3 if silence > 1 else 60.0}, Path(sys.argv[1])\n"
         "pusher = hub.HubPusher(Hub(push_to='me/tiny'), folder)\n"
         "pusher.start(), pusher.push(folder / '1', 1)\n"

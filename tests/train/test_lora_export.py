@@ -15,8 +15,8 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import logits_of
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.train.build_model import adapter_tensors
-from sftron.train.exports.chat import open_chat_model
-from sftron.train.exports.exporter import export_checkpoint
+from sftron.train.chat import open_chat_model
+from sftron.train.exports import export_checkpoint
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, make_model_folder, run, write_rows
 

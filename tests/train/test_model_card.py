@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 from sftron.checkpoint.source import BaseModel, hub_id, license_id, read_base_model
 from sftron.commands import convert as convert_checkpoint
 from sftron.config import Config
-from sftron.train.exports.model_card import code, fill_template, shareable
+from sftron.train.model_card import code, fill_template, shareable
 from sftron.train.progress import DataSetCount, Progress
 from sftron.visible_text import visible_text
 from tests.train.conftest import FinishedRun

@@ -20,7 +20,7 @@ from sftron.checkpoint.checkpoint import CheckpointError, newest_checkpoint, rea
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
 from sftron.train import saving
-from sftron.train.outputs import RunExports
+from sftron.train.exports import RunExports
 from sftron.train.run_directory import RunDirectory
 from sftron.train.trainer import Trainer
 from tests.train.conftest import FinishedRun

@@ -12,7 +12,7 @@ import yaml
 from sftron import __version__
 from sftron.commands import verify
 from sftron.config import load_config
-from sftron.train.exports.model_card import _verified, config_digest
+from sftron.train.model_card import _verified, config_digest
 from sftron.verify.card import _shortened
 from tests.train.runs import run, settings, write_config
 from tests.verify.test_verify_run import let_text_write_control_tokens

@@ -212,7 +212,7 @@ def write_adapter(
         write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"})
         base = {"base_model_name_or_path": base_model, "revision": base_revision}
         write_json(unfinished / CONFIG, adapter_config(spec, model_projections(config), config, prefix) | base)
-        # peft does not read it; a merge does (exports/conversion.py), and so can those who load the adapter.
+        # peft does not read it; a merge does (train/exports.py), and so can those who load the adapter.
         write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
         source.write_files(unfinished, model_card)
 

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help takes no time.
     import torch
 
-    from sftron.train.exports.conversion import convert
+    from sftron.train.exports import convert
 
     with writing(options.target, "choose another TARGET"):
         num_tensors, different = convert(

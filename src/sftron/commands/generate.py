@@ -19,7 +19,7 @@ from sftron.commands.arguments import device, make_parser, positive, refusing, w
 from sftron.errors import show
 
 if TYPE_CHECKING:
-    from sftron.train.exports.chat import Chat
+    from sftron.train.chat import Chat
 
 
 def show_answer(chat: Chat, question: str) -> None:
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from sftron.models.generation import Sampler
-    from sftron.train.exports.chat import open_chat
+    from sftron.train.chat import open_chat
 
     disable_progress_bar()
     chat = open_chat(

@@ -24,11 +24,11 @@ from sftron.train.build_run import build_run, require_one_folder
 from sftron.train.divergence import divergence
 from sftron.train.dry_run import measure_step_memory
 from sftron.train.evaluation import Evaluator
-from sftron.train.exports.hub import require_hub
+from sftron.train.exports import RunExports
+from sftron.train.hub import require_hub
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs, make_loggers, require_loggers
 from sftron.train.loop import Steps
-from sftron.train.outputs import RunExports
 from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, find_finished, find_start, load_start, require_whole_epochs, run_state

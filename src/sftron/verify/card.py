@@ -1,6 +1,6 @@
 """The card of a verified run (verify.yaml): every check, and the versions and hashes of what was checked.
 
-docs/verify.md describes the keys. train/exports/model_card.py links the card that is in a run directory.
+docs/verify.md describes the keys. train/model_card.py links the card that is in a run directory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sftron import __version__
 from sftron.checkpoint.hf_weights import file_digests
 from sftron.config import Config, dump_config
 from sftron.errors import without_secrets
-from sftron.train.exports.model_card import VERIFY_CARD_SCHEMA, config_digest
 from sftron.train.logs.run_logs import git_state
+from sftron.train.model_card import VERIFY_CARD_SCHEMA, config_digest
 from sftron.verify.report import Report
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import select

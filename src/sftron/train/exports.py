@@ -1,0 +1,494 @@
+"""The exports of a run: when they are written and where, and what is pushed to the Hub; and `sftron convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sftron.checkpoint.adapter import read_adapter, vllm_limits
+from sftron.checkpoint.adapter_config import CONFIG as ADAPTER
+from sftron.checkpoint.atomic import gather_or_raise, main_or_raise, remove
+from sftron.checkpoint.checkpoint import MANIFEST
+from sftron.checkpoint.export import (
+    ExportPlan,
+    check_export,
+    hf_to_checkpoint,
+    lora_of,
+    opened,
+    plan_export,
+    write_export,
+)
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
+from sftron.checkpoint.model_folder import stop_ids_of
+from sftron.checkpoint.source import ExportSource, hub_id
+from sftron.config import Config, load_config
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.types import Dropped
+from sftron.errors import show
+from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.models.fusion import NamedTensors
+from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import as_computed, dtype_name
+from sftron.models.sharding import whole
+from sftron.regular_file import read_regular
+from sftron.train.build_data import load_chat_tokenizer
+from sftron.train.build_model import adapter_tensors, load_whole_model
+from sftron.train.evaluation import Best
+from sftron.train.hub import HubPusher
+from sftron.train.logs import console
+from sftron.train.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card, plain_model_card
+from sftron.train.progress import Progress
+from sftron.train.resume import run_facts
+from sftron.train.revisions import export_source, model_folder
+from sftron.train.run import RunData, Settings, Setup, frozen_dtype
+from sftron.train.run_directory import RunDirectory
+
+_NUM_TEXTS, _MOST_TOKENS = 4, 128
+
+
+# --- When and where ---
+
+
+@dataclass
+class RunExports:
+    """Exports the weights of a run, and pushes them to the Hub. All ranks call the same methods at the same step."""
+
+    setup: Setup
+    directory: RunDirectory
+    model: LlamaForSFT
+    progress: Progress
+    settings: Settings
+    is_healthy: Callable[[int, str], bool]
+    """That of the saver: whether the weights after a step may be exported."""
+
+    def __post_init__(self) -> None:
+        lora = self.setup.config.lora
+        self._is_merged = lora is not None and lora.merge
+        hub, is_main = self.setup.config.hub, self.setup.ranks.is_main
+        self.pusher = HubPusher(hub, self.directory.folder) if hub.push_to is not None and is_main else None
+
+    def start(self) -> None:
+        """Starts the pushes to the Hub."""
+        if self.pusher:
+            self.pusher.start()
+
+    def finish(self, should_hurry: Callable[[], bool]) -> None:
+        """Waits for the pushes to the Hub, and adds them to result.json; see `HubPusher.finish`."""
+        if self.pusher:
+            self.directory.add_to_result(hub=self.pusher.finish(should_hurry))
+
+    def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
+        """Exports if an export is due. A failed one does not end the run: the checkpoints hold the same weights."""
+        interval, step = self.setup.config.checkpoints.export_interval, self.progress.step
+        if not interval or step == 0 or step % interval:
+            return
+        if (only_if_missing and self.is_there(step)) or not self.is_healthy(step, "exported"):
+            return
+        try:
+            self.export(is_last=False)
+        except OSError as error:
+            console.write(f"WARNING    the export of step {step} could not be written: {error}")
+
+    def is_there(self, step: int) -> bool:
+        """Returns whether all exports of a step have been written."""
+        return self.setup.ranks.any(self.setup.ranks.is_main and self.directory.is_exported(self.setup.config, step))
+
+    def export(self, *, is_last: bool, is_pushed: bool = True) -> Path:
+        """Exports the weights after the last step and points the link `latest` at them. Raises OSError on all ranks.
+
+        With adapters, it writes adapter/step-N and, merged, hf/step-N; otherwise hf/step-N. Exports that hub.every
+        selects are pushed to the Hub if `is_pushed`.
+        """
+        self.setup.ranks.at("the export")
+        setup, step, hub = self.setup, self.progress.step, self.setup.config.hub
+        is_due = is_last or hub.every == "exports" or (isinstance(hub.every, int) and step % hub.every == 0)
+        pusher = self.pusher if is_due and is_pushed else None
+        facts, vocab_size = run_facts(setup, self.progress, self.settings), setup.model.architecture.vocab_size
+        exporter = self._exporter(facts, vocab_size, repository=hub.push_to if pusher else None)
+        if setup.model.adapters is not None:
+            tensors, texts = adapter_tensors(self.model), texts_of(setup.data)
+            logits = logits_of(self.model, texts) if self._is_merged else []
+            write = partial(self._write_adapters, exporter, step, tensors, logits)
+            folder = Path(main_or_raise(self.setup.ranks, lambda: str(write())))
+        else:
+            folder = self.directory.hf(step)
+            self._export_model(exporter, folder)
+        if self.setup.ranks.is_main:
+            self.directory.point("latest", folder)
+            if pusher:
+                self._push(pusher, folder)
+        return folder
+
+    def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
+        config, source, chat_tokenizer = (
+            self.setup.config,
+            self.setup.model.export_source,
+            self.setup.data.chat_tokenizer,
+        )
+        assert source is not None
+        options = {"vocab_size": vocab_size, "repository": repository}
+        return Exporter(config, source, chat_tokenizer, state, self.directory.folder, **options)
+
+    def _push(self, pusher: HubPusher, exported: Path) -> None:
+        """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
+
+        With lora.merge, the adapter is pushed to the folder adapter, whether the merge was accepted or not.
+        """
+        step = self.progress.step
+        adapter = self.directory.adapter(step)
+        if self._is_merged:
+            pusher.push(adapter, step, "adapter")
+        if exported != adapter or not self._is_merged:
+            pusher.push(exported, step)
+
+    def _export_model(self, exporter: Exporter, folder: Path) -> None:
+        weights = ((name, whole(each.detach())) for name, each in self.model.named_parameters())
+
+        def gather_the_rest() -> None:  # the other ranks wait for this one, as each holds a shard of the weights
+            for _ in weights:
+                pass
+
+        def write() -> None:
+            try:
+                write_export(exporter.plan(), weights, folder)
+            finally:
+                gather_the_rest()
+
+        gather_or_raise(self.setup.ranks, write if self.setup.ranks.is_main else gather_the_rest)
+
+    def _write_adapters(
+        self, exporter: Exporter, step: int, tensors: Mapping[str, Tensor], logits: Sequence[Tensor]
+    ) -> Path:
+        """Writes adapter/step-N and, if it is wanted and accepted, the merge hf/step-N. Returns the last one.
+
+        Args:
+            tensors: The tensors of the adapter by `peft_name`.
+            logits: The logits of the adapted model for `texts_of`; not used without a merge.
+        """
+        folder, merged_folder = self.directory.adapter(step), self.directory.hf(step)
+        exporter.write_adapter(tensors, folder)
+        if not self._is_merged:
+            return folder
+        texts = texts_of(self.setup.data)
+        merge = exporter.write_merged(tensors, merged_folder, trained=self.model, texts=texts, logits=logits)
+        self.directory.record_merge(step, merge)
+        return merged_folder if merge["is_accepted"] else folder
+
+    def export_at_end(self, best: Best | None, *, is_pushed: bool) -> Path:
+        """Exports the final model, and `best` unless its folder exists already. Raises OSError for the former.
+
+        If the best one cannot be exported, a warning is printed; the run is complete without it.
+        """
+        exported, directory = self.export(is_last=True, is_pushed=is_pushed), self.directory
+        if best is None:
+            return exported
+
+        def write() -> str:
+            try:
+                self._write_best(best.step)
+            except ValueError as error:  # the checkpoint has been damaged since it was saved
+                raise OSError(str(error)) from error
+            is_model = directory.hf(best.step).is_dir()
+            folder = directory.hf(best.step) if is_model else directory.adapter(best.step)
+            directory.point("best", folder)
+            return str(folder)
+
+        try:
+            folder = main_or_raise(self.setup.ranks, write)
+            also = f" (also {directory.folder / 'best'})" if directory.names("best", Path(folder)) else ""
+            console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder}{also}")
+        except OSError as error:
+            console.write(f"WARNING    the best, step {best.step}, could not be exported: {error}")
+        return exported
+
+    def _write_best(self, step: int) -> None:
+        """Exports the checkpoint of a step, unless that is done. Raises ValueError or OSError."""
+        setup, directory = self.setup, self.directory
+        config, source, checkpoint = setup.config, setup.model.export_source, directory.checkpoints / f"step-{step}"
+        assert source is not None
+        if directory.is_exported(config, step):
+            return
+        if config.lora is None:
+            read = {"source": source, "chat_tokenizer": setup.data.chat_tokenizer}
+            export_checkpoint(config, checkpoint, directory.hf(step), **read)
+            return
+        with opened(checkpoint, source) as (state, read, vocab_size):
+            tensors = dict(read())
+        logits = []
+        if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
+            start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
+            logits = logits_of(load_whole_model(setup, start), texts_of(setup.data))
+        self._write_adapters(self._exporter(state, vocab_size, repository=None), step, tensors, logits)
+
+
+def texts_of(data: RunData) -> list[list[int]]:
+    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
+    return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
+
+
+# --- The exports of one state ---
+
+
+class Exporter:
+    """Plans and writes the exports of one state of a run, on the main rank.
+
+    Args:
+        state: The state of a checkpoint; see `resume.run_facts`.
+        vocab_size: The number of rows of the embeddings.
+        repository: The repository on the Hub that the exports are pushed to, if any.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: ExportSource,
+        chat_tokenizer: ChatTokenizer,
+        state: Mapping[str, Any],
+        run_folder: Path,
+        *,
+        vocab_size: int,
+        repository: str | None = None,
+    ) -> None:
+        self._config, self._source, self._state = config, _with_verify_card(source, run_folder), state
+        self._chat_tokenizer, self._run_folder = chat_tokenizer, run_folder
+        self._vocab_size, self._repository = vocab_size, repository
+
+    def plan(self, *, dtype: torch.dtype | None = None, merge: bool = False) -> ExportPlan:
+        """Returns the plan of an export; see `plan_export`."""
+        config, source, lora = self._config, self._source, self._config.lora
+
+        def card(report: MergeReport | None) -> str:
+            facts = None
+            if plan.spec is not None and (plan.is_adapter or report is not None):
+                facts = AdapterFacts(spec=plan.spec, base_sha256=plan.base_sha256, merge=report)
+            # An adapter whose merge has the root of the repository is in a folder of it.
+            is_in_root = not (plan.is_adapter and lora is not None and lora.merge)
+            return model_card(
+                config,
+                self._state,
+                run_folder=self._run_folder,
+                base=source.model,
+                chat_tokenizer=self._chat_tokenizer,
+                adapter=facts,
+                repository=self._repository if is_in_root else None,
+            )
+
+        plan = plan_export(
+            self._state,
+            source,
+            self._vocab_size,
+            dtype=dtype,
+            model_dtype=getattr(torch, config.model.compute_dtype),
+            merge=merge,
+            base_model=source.model.name,
+            base_revision=source.model.revision,
+            read_base=partial(as_computed, dtype=frozen_dtype(config)),
+            card=card,
+        )
+        return plan
+
+    def write_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
+        plan = self.plan()
+        write_export(plan, tensors.items(), folder)
+        console.write(f"adapter    {folder}, which peft loads onto {plan.base_model}")
+        for limit in vllm_limits(plan.spec) if plan.spec else ():
+            console.write(f"           {limit}")
+
+    def write_merged(
+        self,
+        tensors: Mapping[str, Tensor],
+        folder: Path,
+        *,
+        trained: LlamaForSFT,
+        texts: Sequence[Sequence[int]],
+        logits: Sequence[Tensor],
+    ) -> dict[str, Any]:
+        """Writes the merged model, unless its next tokens differ too much from those of the trained model.
+
+        Args:
+            trained: The model that was trained; the merged one is computed in the same way.
+            texts, logits: A few texts, and the logits of the trained model for each.
+
+        Returns:
+            The measurements of the merge, as JSON values; is_accepted is False if the folder was not written.
+
+        Raises:
+            OSError: The folder cannot be written, or the base model has changed since the run started.
+        """
+        unchecked, plan = folder.with_name(f"{folder.name}.unchecked"), self.plan(merge=True)
+        try:
+            report = write_export(plan, tensors.items(), unchecked)
+        except ValueError as error:
+            raise OSError(f"the adapter cannot be merged: {error}") from error
+        assert report is not None
+        merged = load_model(
+            unchecked,
+            trained.attention,
+            trained.compute_dtype,
+            trained.rope_tables.num_positions,
+            adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
+            frozen_dtype=plan.dtype,
+            device=trained.head_weight.device,
+        )
+        kl = largest_kl(logits, logits_of(merged, texts))
+        is_accepted = kl <= MOST_KL  # False for NaN
+        measured = f"KL {kl:.1e} at most from the trained model, and {MOST_KL:g} is allowed"
+        if is_accepted:
+            remove(folder)
+            unchecked.rename(folder)
+            console.write(f"merged     {folder}: {measured}")
+        else:
+            remove(unchecked)
+            console.write(
+                f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
+                "(`sftron convert --dtype float32`)"
+            )
+        for line in report.lines():
+            console.write(f"           {line}")
+        measures = {"lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL, "is_accepted": is_accepted}
+        return {"dtype": dtype_name(plan.dtype), **measures}
+
+
+def _with_verify_card(source: ExportSource, run_folder: Path) -> ExportSource:
+    """Adds the card of `sftron verify` to the files of an export, if the run directory has one."""
+    if not (card := run_folder / VERIFY_CARD).is_file():
+        return source
+    try:
+        return replace(source, files={**source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)})
+    except (OSError, ValueError) as error:
+        console.write(f"WARNING    {card} is not exported: it {error}")
+        return source
+
+
+def export_checkpoint(
+    config: Config,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    source: ExportSource | None = None,
+    chat_tokenizer: ChatTokenizer | None = None,
+    merge: bool = False,
+) -> MergeReport | None:
+    """Exports a checkpoint of the run with this configuration to `folder`; see `plan_export` and `write_export`.
+
+    Args:
+        source, chat_tokenizer: By default, they are read from the folders that the configuration names.
+    """
+    if chat_tokenizer is None:
+        chat_tokenizer = load_chat_tokenizer(config)
+    if source is None:
+        source = export_source(config, model_folder(config), chat_tokenizer)
+    with opened(checkpoint, source) as (state, read, vocab_size):
+        run_folder = checkpoint.resolve().parents[1]
+        exporter = Exporter(config, source, chat_tokenizer, state, run_folder, vocab_size=vocab_size)
+        return write_export(exporter.plan(merge=merge), read(), folder)
+
+
+# --- Conversion ---
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    model: Path | None = None,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
+    stop_token_ids: Collection[int] | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[int, list[str]]:
+    """Converts a checkpoint, a Hugging Face folder or an adapter, and compares every tensor after reading it back.
+
+    Args:
+        model: The base of an adapter, or the model's folder for a checkpoint outside a run directory.
+        merge: Merges a checkpoint of adapters into its base.
+        dtype: The type of a Hugging Face folder (by default, the run's) or of an adapter (float32).
+        stop_token_ids: The ids that end a turn; by default, those that the run has trained.
+        overrides: Overrides of the configuration of the checkpoint's run.
+
+    Returns:
+        The number of tensors, and the names of those that differ.
+
+    Raises:
+        ValueError: The source cannot be used, or the target exists.
+        OSError: The target cannot be written.
+    """
+    if target.exists():
+        raise ValueError(f"{target} already exists; choose another folder")
+    if (source / ADAPTER).is_file():
+        return _merge_adapter(source, target, model, dtype or torch.bfloat16, stop_token_ids)
+    if not (source / MANIFEST).is_file():
+        return hf_to_checkpoint(source, target)
+    run_config, config, chat_tokenizer = source.resolve().parents[1] / "config.yaml", None, None
+    if model is not None:
+        base = ExportSource.read(model)
+    elif run_config.is_file():
+        config = load_config(run_config, overrides)
+        chat_tokenizer = load_chat_tokenizer(config)
+        base = export_source(config, model_folder(config), chat_tokenizer)
+    else:
+        raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
+    with opened(source, base, stop_token_ids) as (state, read, vocab_size):
+        if config is not None and chat_tokenizer is not None:
+            exporter = Exporter(config, base, chat_tokenizer, state, run_config.parent, vocab_size=vocab_size)
+            plan = exporter.plan(dtype=dtype, merge=merge)
+        else:
+            spec = None if merge else lora_of(state)
+            card = plain_model_card(base.model, state["step"], None if spec is None else AdapterFacts(spec=spec))
+            plan = plan_export(
+                state,
+                base,
+                vocab_size,
+                dtype=dtype,
+                model_dtype=torch.bfloat16,
+                merge=merge,
+                base_model=base.model.name if hub_id(base.model.name) else str(model),
+                base_revision=base.model.revision,
+                card=lambda _: card,
+            )
+        compared = _write_and_check(plan, read, target)
+    if plan.spec is not None and plan.is_adapter:
+        for line in vllm_limits(plan.spec):
+            show(f"WARNING    {line}")
+    return compared
+
+
+def _merge_adapter(
+    source: Path, target: Path, model: Path | None, dtype: torch.dtype, stop_token_ids: Collection[int] | None
+) -> tuple[int, list[str]]:
+    """Merges an adapter folder into its base; see `convert`.
+
+    The tokenizer and the stop tokens are those of the adapter's folder, where it has them.
+    """
+    if model is None:
+        raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")
+    has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    base = ExportSource.read(model, source if has_tokenizer else None)
+    adapter, card = read_adapter(source, base.architecture), plain_model_card(base.model, None)
+    plan = ExportPlan(
+        source=base,
+        dtype=dtype,
+        stop_token_ids=list(stop_ids_of(source)) if stop_token_ids is None else stop_token_ids,
+        vocab_size=adapter.vocab_size,
+        spec=adapter.spec,
+        is_merged=True,
+        card=lambda _: card,
+    )
+    return _write_and_check(plan, adapter.tensors.items, target)
+
+
+def _write_and_check(plan: ExportPlan, read: Callable[[], NamedTensors], target: Path) -> tuple[int, list[str]]:
+    report = write_export(plan, read(), target)
+    for line in report.lines() if report else ():
+        show(line)
+    return check_export(plan, read(), target)

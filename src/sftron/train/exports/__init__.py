@@ -1,1 +1,0 @@
-"""Exports of a run: whole models and adapters, their cards, and pushes to the Hub."""
