@@ -11,7 +11,7 @@ from sftron.models.families.gemma import GEMMA_FAMILIES
 from sftron.models.families.glm import GLM_FAMILIES
 from sftron.models.families.granite import GRANITE_FAMILIES
 from sftron.models.families.liquid import LIQUID_FAMILIES
-from sftron.models.families.llama import LLAMA_FAMILIES
+from sftron.models.families.llama_like import LLAMA_FAMILIES
 from sftron.models.families.others import OTHER_FAMILIES
 from sftron.models.families.qwen import QWEN_FAMILIES
 
