@@ -25,11 +25,11 @@ from sftron.checkpoint.model_folder import read_config, stop_ids_of, write_json
 from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, file_name, own_shards, write_tensors
 from sftron.checkpoint.source import ExportSource
 from sftron.models.adapters import LoraSpec, peft_name
-from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.architecture import OF_THE_MODEL, LlamaConfig, architecture_facts
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.mixtures import spelling_of
 
-BASE_WEIGHTS = "the model's base weights"
+BASE_WEIGHTS = f"{OF_THE_MODEL}base weights"
 """The entry of a checkpoint's fingerprint for the hash of the base model, if it holds adapters."""
 
 _BYTES_PER_SHARD = 5 * 1000**3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
@@ -155,17 +155,15 @@ class LlamaConfig:
         wrong_sizes = complete_sizes(values, family) or wrong_windows(values, family)
         if not wrong_sizes and family.problems is not None:
             wrong_sizes = family.problems(values)
-        windows = [] if wrong_sizes else windows_of_layers(values, family)
-        each_layer = [] if wrong_sizes or family.each_layer is None else family.each_layer(values)
-        types = [FULL if window is None else SLIDING for window in windows]
+        stated = [] if wrong_sizes else _stated_layers(values, family)
         head_dims = dict.fromkeys((FULL, SLIDING), values.get(family.rope.size))
-        head_dims |= {name: own["head_dim"] for name, own in zip(types, each_layer, strict=False) if "head_dim" in own}
+        head_dims |= {each.rope_type: each.own["head_dim"] for each in stated if "head_dim" in each.own}
         ropes, rope_of_layer, wrong_ropes = read_ropes(
             given,
             replace(family.rope, interleaved=values.get("rope_interleave", family.rope.interleaved)),
             head_dims=head_dims,
             max_positions=values["max_position_embeddings"],
-            layer_types=types,
+            layer_types=[each.rope_type for each in stated],
         )
         mixture, is_sparse, wrong_experts = (
             (None, [], [])
@@ -181,40 +179,50 @@ class LlamaConfig:
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
         values["tie_word_embeddings"] = wrapper_ties(whole, values["tie_word_embeddings"])
-        is_dense = [mixture is not None and not each for each in is_sparse]
+        usual = _resolve(family.layer, values)
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
             **{key: values[key] for key in (*SIZES, *DEFAULTS)} | of_model,
             ropes=ropes,
-            layers=_layers(values, family, windows, rope_of_layer, each_layer, is_dense=is_dense),
+            layers=tuple(
+                each.layer(usual, rope=rope, is_dense=mixture is not None and not has_experts)
+                for each, rope, has_experts in zip(stated, rope_of_layer, is_sparse, strict=True)
+            ),
             mixture=mixture,
         )
 
 
-def _layers(
-    values: Mapping[str, Any],
-    family: Family,
-    windows: Sequence[int | None],
-    ropes: Sequence[int],
-    each_layer: Sequence[Mapping[str, Any]],
-    *,
-    is_dense: Sequence[bool],
-) -> tuple[Layer, ...]:
-    """Returns the layers, given the window and the rope of each, fields of its own, and whether it has no experts in a
-    model with some."""
-    usual: dict[str, Any] = _resolve(family.layer, values)
-    types = values.get("layer_types") or [FULL] * len(windows)
-    rotates = [True] * len(windows) if family.rotates is None else family.rotates(values)
-    layers = []
-    each_layer = each_layer or [{}] * len(windows)
-    of_layers = zip(types, windows, ropes, rotates, is_dense, each_layer, strict=True)
-    for layer_type, window, rope, rotated, dense, own in of_layers:
-        of_layer: dict[str, Any] = usual | ({"mlp": "gated"} if dense else {}) | dict(own)
-        of_layer |= family.layer_of.get(layer_type, {})
-        has_rope = rotated and layer_type not in family.layer_of
-        layers.append(Layer(**of_layer, window=window, rope=rope if has_rope else None))
-    return tuple(layers)
+@dataclass(frozen=True, slots=True)
+class _StatedLayer:
+    """What config.json states of one layer, besides its rope and its experts."""
+
+    window: int | None
+    is_rotated: bool
+    own: Mapping[str, Any]
+    """The fields of Layer that it has by its number or by its entry in layer_types."""
+
+    @property
+    def rope_type(self) -> str:
+        return FULL if self.window is None else SLIDING
+
+    def layer(self, usual: Mapping[str, Any], *, rope: int, is_dense: bool) -> Layer:
+        """Returns the layer, given the fields of every layer, and whether it has no experts in a model with some."""
+        stated = {**usual, **({"mlp": "gated"} if is_dense else {}), **self.own}
+        return Layer(**stated, window=self.window, rope=rope if self.is_rotated else None)
+
+
+def _stated_layers(values: Mapping[str, Any], family: Family) -> list[_StatedLayer]:
+    number = values["num_hidden_layers"]
+    types = values.get("layer_types") or [FULL] * number
+    rotates = [True] * number if family.rotates is None else family.rotates(values)
+    each_layer = [{}] * number if family.each_layer is None else family.each_layer(values)
+    return [
+        _StatedLayer(window, rotated and name not in family.layer_of, {**own, **family.layer_of.get(name, {})})
+        for name, window, rotated, own in zip(
+            types, windows_of_layers(values, family), rotates, each_layer, strict=True
+        )
+    ]
 
 
 def _resolve(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,7 +230,8 @@ def _resolve(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     return {name: value(values) if callable(value) else value for name, value in fields.items()}
 
 
-_FACT = "the model's "
+OF_THE_MODEL = "the model's "
+"""Begins every entry of a checkpoint's fingerprint that describes the model: its architecture, adapters or base."""
 
 
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
@@ -231,7 +240,7 @@ def architecture_facts(config: LlamaConfig) -> dict[str, str]:
     mixture = None if config.mixture is None else _facts(config.mixture)
     ropes = ", ".join(str(rope) for rope in config.ropes)
     facts = _facts(config) | {"layers": layers, "ropes": ropes, "mixture": mixture}
-    return {f"{_FACT}{name}": str(value) for name, value in facts.items()}
+    return {f"{OF_THE_MODEL}{name}": str(value) for name, value in facts.items()}
 
 
 def _facts(described: LlamaConfig | Layer | Mixture) -> dict[str, Any]:
@@ -242,4 +251,4 @@ def _facts(described: LlamaConfig | Layer | Mixture) -> dict[str, Any]:
 
 def is_of_the_model(name: str) -> bool:
     """Returns whether an entry of a fingerprint describes the model: its architecture, adapters or base weights."""
-    return name.startswith(_FACT)
+    return name.startswith(OF_THE_MODEL)

@@ -26,7 +26,7 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import LabeledConversation, Message
 from sftron.errors import without_secrets
 from sftron.models.adapters import AdapterStart
-from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.architecture import OF_THE_MODEL, LlamaConfig, architecture_facts
 from sftron.models.quantization import NF4
 from sftron.train.flops import Peak, TrainedMatrices
 from sftron.train.optimizer import learning_rate_factor
@@ -124,8 +124,8 @@ class RunAdapters:
             "dora": str(spec.dora),
             "modules_to_save": ", ".join(sorted(spec.modules_to_save)) or "none",
         }
-        base = {"the model's base in NF4": str(self.is_quantized)}
-        return base | {f"the model's lora.{key}": value for key, value in values.items()}
+        base = {f"{OF_THE_MODEL}base in NF4": str(self.is_quantized)}
+        return base | {f"{OF_THE_MODEL}lora.{key}": value for key, value in values.items()}
 
 
 def _one_or_digest(values: Mapping[str, float]) -> str:
