@@ -140,10 +140,10 @@ def _products_in_fp32(device: torch.device) -> Numbers:
 
 
 def _update(device: torch.device, state: str, *, bound: float) -> Numbers:
-    from sftron.train.optimizer import make_adamw
+    from sftron.train.optimizer import ANY_LAYOUT, make_adamw
 
     updates = []
-    for where, kind in ((device, state), (torch.device("cpu"), "any layout")):
+    for where, kind in ((device, state), (torch.device("cpu"), ANY_LAYOUT)):
         weight = torch.nn.Parameter(_random(64, 256, dtype=FP32).to(where))
         before, options = weight.detach().clone(), {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         optimizer = make_adamw([("weight", weight)], learning_rate=1e-2, state=kind, **options)

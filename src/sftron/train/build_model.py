@@ -35,7 +35,7 @@ from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.models.wrappers import text_config
 from sftron.train.flops import TrainedMatrices, find_peak
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import ANY_LAYOUT, make_adamw
 from sftron.train.ranks import Ranks
 from sftron.train.revisions import export_source, model_folder
 from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
@@ -333,5 +333,5 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
         betas=options.betas,
         eps=options.eps,
         weight_decay=options.weight_decay,
-        state="any layout" if config.general.deterministic == "layout" else options.state,
+        state=ANY_LAYOUT if config.general.deterministic == "layout" else options.state,
     )

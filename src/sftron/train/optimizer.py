@@ -19,6 +19,10 @@ _BLOCK, _MIN_VALUES = 256, 4096
 """The values of an 8-bit block, and of the smallest matrix with 8-bit moments; both are those of bitsandbytes."""
 
 
+ANY_LAYOUT = "any layout"
+"""The `state` of the optimizer for `general.deterministic: layout`."""
+
+
 def make_adamw(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     *,
@@ -33,7 +37,7 @@ def make_adamw(
     Weight decay applies to matrices, not to norms and biases.
 
     Args:
-        state: The type of the moments, fp32 or 8bit; see AdamW8bit. "any layout" is fp32; see AdamWForAnyLayout.
+        state: The type of the moments, fp32 or 8bit; see AdamW8bit. Or ANY_LAYOUT; see AdamWForAnyLayout.
 
     Raises:
         ValueError: The state is 8bit, and bitsandbytes is not installed.
@@ -199,10 +203,9 @@ class AdamWForAnyLayout(torch.optim.AdamW):
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fp32": partial(torch.optim.AdamW, fused=True),
     "8bit": AdamW8bit,
-    "any layout": AdamWForAnyLayout,
+    ANY_LAYOUT: AdamWForAnyLayout,
 }
-"""The optimizers by `optimizer.state`, and that of `general.deterministic: layout`; each takes groups, lr, betas and
-eps."""
+"""The optimizers by `optimizer.state`, or ANY_LAYOUT; each takes groups, lr, betas and eps."""
 
 
 @cache
