@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -41,6 +41,16 @@ GROWTH_OF_TENSORS = 1.13
 """The growth of a process on a CPU for each byte of tensors; the C library keeps freed memory (SmolLM2)."""
 
 
+_Lines = Iterator[tuple[str, str]]
+"""Labels and texts of lines. A line without a label continues the one before it."""
+_WARNING = "WARNING"
+
+
+def _show(lines: Iterable[tuple[str, str]]) -> None:
+    for label, text in lines:
+        console.write(f"{label:<10} {text}")
+
+
 def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
     """Prints the data, the projection, the model and the first pack, and writes the page with the pack."""
     if not setup.ranks.is_main:
@@ -57,145 +67,141 @@ def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
     _show_pack(inspection, str(directory.samples) if directory else "sftron inspect")
     if directory is not None:
         directory.write(directory.samples.name, inspection.as_html())
-        console.write(f"samples    {directory.samples} shows this pack, and the audit of the sampled rows")
+        _show([("samples", f"{directory.samples} shows this pack, and the audit of the sampled rows")])
 
 
 def describe_setup(setup: Setup) -> None:
     """Prints the data, the projection and the model."""
     config, data = setup.config, setup.data
     describe_data(config, data.dataset, data.sample)
-    _describe_evaluation_sets(setup)
+    _show(_evaluation_lines(setup))
     for line in data.projection.lines(config, data.dataset.token_budget):
         console.write(line)
-    if (rate := config.optimizer.learning_rate) > _HIGHEST_RATE:
-        console.write(
-            f"WARNING    optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about "
-            "the rate in a step, and most models break at that. docs/lora.md has usual rates"
-        )
-    _describe_ranks(setup)
-    _describe_model(setup)
+    _show(_model_lines(setup))
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
+    _show([("sftron", f"{__version__}, run {config.general.run_name} in {config.run_dir}")])
+    _show(_data_lines(config, dataset))
+    _show(_sample_lines(dataset, sample))
+
+
+def _data_lines(config: Config, dataset: PackedDataset) -> _Lines:
     preparation, weights = dataset.preparation, dataset.preparation.weights or ()
-    console.write(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
     for index, each in enumerate(preparation.datasets):
         share = f", {100 * weights[index] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
         names = "; not read: " + ", ".join(unread) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
-        console.write(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
+        yield "data", f"{each.name}, read as {each.row_format}{share}{names}{held_out}"
     rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
     workers = num_workers(config, dataset)
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     packs = f"packs of {dataset.token_budget:,} tokens"
-    console.write(f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, {packs}")
+    yield "", f"{rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, {packs}"
 
-    num_chats = sample.audit.num_kept - sample.num_pretokenized
-    tokenizer = preparation.chat_tokenizer.tokenizer
-    stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
-    turns = sample.audit.turns
+
+def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
+    chat_tokenizer, audit = dataset.preparation.chat_tokenizer, sample.audit
+    num_chats, turns, masks = audit.num_kept - sample.num_pretokenized, audit.turns, sample.masks
+    stops = ", ".join(chat_tokenizer.tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
     if num_chats:
         others = num_chats - sample.num_equal
         control = f"; the other {others:,} spell control tokens, taken as plain text" if others else ""
         equal = f"{sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids"
-        console.write(f"template   {equal} of apply_chat_template{control}")
-        masks = sample.masks
+        yield "template", f"{equal} of apply_chat_template{control}"
         other = f"; {masks.not_compared.total():,} could not be compared: {masks.reasons}" if masks.not_compared else ""
         compared = f"{masks.num_equal:,} of {masks.num_compared:,} compared masks train exactly"
-        console.write(f"           {compared} what follows the generation prompt{other}")
+        yield "", f"{compared} what follows the generation prompt{other}"
         stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
-        console.write(f"           {stopping}, {stops}")
+        yield "", f"{stopping}, {stops}"
     if sample.num_pretokenized:
-        console.write(
-            f"ids        {sample.num_pretokenized:,} sampled rows are pretokenized, taken as they are: their template "
-            f"and stop tokens cannot be checked; control tokens that end a trained span: {stops}"
+        yield (
+            "ids",
+            f"{sample.num_pretokenized:,} sampled rows are pretokenized, taken as they are: their template and stop "
+            f"tokens cannot be checked; control tokens that end a trained span: {stops}",
         )
-    if date := preparation.chat_tokenizer.template.date:
-        console.write(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
+    if date := chat_tokenizer.template.date:
+        yield "", f"the template writes the date, taken as {date} for the whole run (tokenizer.date)"
     if sample.other_prompt:
         trained, generated = sample.other_prompt
-        console.write(
-            f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {generated!r}"
+        yield _WARNING, f"answers are trained after {trained!r}, but the generation prompt ends in {generated!r}"
+    if empty := audit.empty_turns:
+        yield _WARNING, f"empty answers, which teach the model to stop at once, among the sampled rows: {empty}"
+    if count := audit.num_with_second_thought:
+        yield (
+            _WARNING,
+            f"the template writes a thought of its own beside the one in a content, in {count:,} sampled rows, and "
+            "both are trained: move thoughts into reasoning_content, or set data.reasoning: strip",
         )
-    if empty := sample.audit.empty_turns:
-        console.write(
-            f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}"
-        )
-    if count := sample.audit.num_with_second_thought:
-        console.write(
-            f"WARNING    the template writes a thought of its own beside the one in a content, in {count:,} sampled "
-            "rows, and both are trained: move thoughts into reasoning_content, or set data.reasoning: strip"
-        )
-    for text, count in sample.audit.left_out.most_common():
-        console.write(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
-    for reason, count, first in sample.audit.drops():
-        console.write(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
+    for text, count in audit.left_out.most_common():
+        yield _WARNING, f"the template leaves out the {text} of {count:,} messages of the sampled rows"
+    for reason, count, first in audit.drops():
+        yield "dropped", f"{count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}"
 
 
-def _describe_ranks(setup: Setup) -> None:
-    """Prints the layout of several ranks."""
-    dimensions = setup.ranks.dimensions
-    if dimensions.size == 1:
-        return
-    copies = "one copy" if dimensions.replicate == 1 else f"{dimensions.replicate} copies"
-    sharing = f"; {dimensions.context} ranks share each pack" if dimensions.context > 1 else ""
-    each = f"of the model, each on {dimensions.num_shards} ranks{sharing}"
-    console.write(f"ranks      {dimensions.size}: {copies} {each}")
-
-
-def _describe_model(setup: Setup) -> None:
-    """Prints the architecture, the implementations that compute it, and the peak that MFU refers to."""
+def _model_lines(setup: Setup) -> _Lines:
+    """Yields the layout of several ranks, the architecture, what computes it, and the peak that MFU refers to."""
     options, model, llama = setup.config.model, setup.model, setup.model.architecture
+    if (rate := setup.config.optimizer.learning_rate) > _HIGHEST_RATE:
+        yield (
+            _WARNING,
+            f"optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about the rate "
+            "in a step, and most models break at that. docs/lora.md has usual rates",
+        )
+    if (dimensions := setup.ranks.dimensions).size > 1:
+        copies = "one copy" if dimensions.replicate == 1 else f"{dimensions.replicate} copies"
+        sharing = f"; {dimensions.context} ranks share each pack" if dimensions.context > 1 else ""
+        each = f"of the model, each on {dimensions.num_shards} ranks{sharing}"
+        yield "ranks", f"{dimensions.size}: {copies} {each}"
     attention = describe_backends(model.attention) + (" (auto)" if options.attention == "auto" else "")
     loss = model.loss + (" (auto)" if options.loss == "auto" else "")
     compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[options.compile]
     missing = "" if model.loss == "native" else " (which reports no entropy nor token accuracy)"
-    console.write(
-        f"model      {model.folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
-        f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
+    yield (
+        "model",
+        f"{model.folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
+        f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)",
     )
-    console.write(
-        f"           on {setup.ranks.device}, attention {attention}, loss {loss}{missing}, "
-        f"{options.compute_dtype} compute, float32 {'trained ' if model.adapters else ''}weights, "
-        f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
+    yield (
+        "",
+        f"on {setup.ranks.device}, attention {attention}, loss {loss}{missing}, {options.compute_dtype} compute, "
+        f"float32 {'trained ' if model.adapters else ''}weights, "
+        f"activation checkpointing {options.activation_checkpointing}, compile {compiled}",
     )
     for failure in model.attention_failures:
-        console.write(f"WARNING    {failure}")
+        yield _WARNING, failure
     source = read_json(model.folder / "config.json")
-    _describe_experts(setup)
+    yield from _expert_lines(setup)
     if quant_method(source) is not None:
         exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
-        console.write(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
-    _describe_adapters(setup)
+        yield "", f"the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}"
+    yield from _adapter_lines(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16":
-        console.write("           most processors emulate bfloat16: model.compute_dtype: float32 is faster on them")
+        yield "", "most processors emulate bfloat16: model.compute_dtype: float32 is faster on them"
     if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
-        console.write(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
+        yield "", f"without dropout: {', '.join(dropouts)} of config.json is not applied"
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
-    other = (
-        ""
-        if options.compute_dtype == "bfloat16" or not is_known
-        else f", bf16's peak though compute is {options.compute_dtype}"
-    )
-    console.write(f"           {model.peak}{other}")
+    is_other = is_known and options.compute_dtype != "bfloat16"
+    yield "", str(model.peak) + (f", bf16's peak though compute is {options.compute_dtype}" if is_other else "")
 
 
-def _describe_experts(setup: Setup) -> None:
+def _expert_lines(setup: Setup) -> _Lines:
     if (mixture := setup.model.architecture.mixture) is None:
         return
     num_layers = sum(layer.mlp != "gated" for layer in setup.model.architecture.layers)
     shared = "" if mixture.shared_size is None else " and a shared one"
     frozen = setup.config.model.freeze_router or setup.model.adapters is not None
     is_stated = setup.config.model.router_aux_loss_coef is not None
-    console.write(
-        f"           {mixture.num_experts} experts in {num_layers} layers, {mixture.num_selected}{shared} a token; "
-        f"routers {'frozen' if frozen else 'trained'}; router_aux_loss_coef {setup.model.router_aux_loss_coef:g}"
-        f"{'' if is_stated else ' (config.json)'}"
+    yield (
+        "",
+        f"{mixture.num_experts} experts in {num_layers} layers, {mixture.num_selected}{shared} a token; routers "
+        f"{'frozen' if frozen else 'trained'}; router_aux_loss_coef {setup.model.router_aux_loss_coef:g}"
+        f"{'' if is_stated else ' (config.json)'}",
     )
 
 
-def _describe_adapters(setup: Setup) -> None:
+def _adapter_lines(setup: Setup) -> _Lines:
     if (adapters := setup.model.adapters) is None:
         return
     spec = adapters.start.spec
@@ -203,14 +209,12 @@ def _describe_adapters(setup: Setup) -> None:
     sizes = dict.fromkeys(f"rank {rank}, alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items())
     options = "".join(f", {name}" for name in ("rslora", "dora") if getattr(spec, name))
     saved = f", and all of {', '.join(spec.modules_to_save)}" if spec.modules_to_save else ""
-    console.write(f"lora       {'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}")
+    yield "lora", f"{'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}"
     if adapters.origin:
-        console.write(f"           going on from {visible_text(adapters.origin)}")
+        yield "", f"going on from {visible_text(adapters.origin)}"
     frozen = setup.config.model.frozen_dtype
     frozen = setup.config.model.compute_dtype if frozen == "auto" else frozen
-    console.write(
-        f"           {adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}"
-    )
+    yield "", f"{adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}"
 
 
 def _show_pack(inspection: Inspection, whole_in: str) -> None:
@@ -231,32 +235,33 @@ def _show_pack(inspection: Inspection, whole_in: str) -> None:
     console.write(plain, colored)
 
 
-def _describe_evaluation_sets(setup: Setup) -> None:
-    """Prints the evaluation sets, and warns about rows that are also in the training data."""
+def _evaluation_lines(setup: Setup) -> _Lines:
+    """Yields the evaluation sets, and warnings about rows that are also in the training data."""
     sets = setup.data.evaluation_sets
     found, num_compared = overlaps([each.preparation for each in sets], setup.data.preparation) if sets else ([], 0)
     num_rows = setup.data.preparation.num_rows
     for each, shared in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
         dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
-        console.write(
-            f"evaluation {each.name}: {len(each.conversations):,} conversations, {num_tokens:,} tokens"
-            f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
-        )
+        compared = "" if num_compared else "; not compared with the training data, which is streamed"
+        size = f"{len(each.conversations):,} conversations, {num_tokens:,} tokens"
+        yield "evaluation", f"{each.name}: {size}{dropped}{compared}"
         if shared:
             there, here = shared[0]
             part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
-            console.write(
-                f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
-                f"{there} is {here}. Their loss proves nothing about new data"
+            yield (
+                _WARNING,
+                f"{len(shared):,} rows of {each.name} are also in the training data{part}; the first: {there} is "
+                f"{here}. Their loss proves nothing about new data",
             )
     config = setup.config
     if (patience := config.evaluation.patience) is not None:
-        console.write(f"           ends after {patience} evaluations without a better {watched_metric(config, sets)}")
+        yield "", f"ends after {patience} evaluations without a better {watched_metric(config, sets)}"
         if (schedule := config.optimizer.schedule) != "constant":
-            console.write(
-                f"WARNING    optimizer.schedule {schedule} falls over the full length of the run; if "
-                "evaluation.patience ends it earlier, it ends at a higher rate. schedule constant has no length"
+            yield (
+                _WARNING,
+                f"optimizer.schedule {schedule} falls over the full length of the run; if evaluation.patience ends it "
+                "earlier, it ends at a higher rate. schedule constant has no length",
             )
 
 
@@ -266,23 +271,28 @@ def describe_memory(setup: Setup) -> StepMemory:
     found = predict_run(setup, None if adapters is None else adapters.start.spec, frozen_dtype(setup.config))
     needed, memory = with_reserve(found.peak, on_gpu=is_gpu(device)), total_memory(device)
     parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in _MEMORY_PARTS)
-    console.write(
-        f"memory     predicted for a step of {setup.data.dataset.token_budget:,} tokens with the attention backend "
-        f"{describe_backends(setup.model.attention)}: {found.peak / 1e9:.2f} GB; {parts}"
-    )
+    step = f"a step of {setup.data.dataset.token_budget:,} tokens"
+    backends = describe_backends(setup.model.attention)
     fits = "fits" if needed <= memory else 'does not fit (see "Out of memory" in docs/troubleshooting.md)'
-    console.write(f"           {fits}: {needed / 1e9:.2f} GB with a reserve, of the {memory / 1e9:.2f} GB of {device}")
+    size = f"{found.peak / 1e9:.2f} GB; {parts}"
+    _show(
+        [
+            ("memory", f"predicted for {step} with the attention backend {backends}: {size}"),
+            ("", f"{fits}: {needed / 1e9:.2f} GB with a reserve, of the {memory / 1e9:.2f} GB of {device}"),
+        ]
+    )
     return found
 
 
 def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
     """Prints the predicted memory of a training step and `measured`; None if one process stands for several ranks."""
-    predicted = describe_memory(setup)
+    _show(_dry_run_lines(setup, describe_memory(setup), measured))
+
+
+def _dry_run_lines(setup: Setup, predicted: StepMemory, measured: MeasuredPeak | None) -> _Lines:
     if measured is None:
         start = f"torchrun --nproc_per_node={setup.ranks.dimensions.size} -m sftron train --config FILE --dry-run"
-        console.write(
-            f"dry run    all checks but those of weights passed; nothing was written. {start} measures a step"
-        )
+        yield "dry run", f"all checks but those of weights passed; nothing was written. {start} measures a step"
         return
     for what, found, expected in (
         ("tensors", measured.tensors, float(predicted.peak)),
@@ -290,17 +300,15 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
     ):
         if found is not None:
             share = f"{found / expected:.0%} of the {expected / 1e9:.2f} GB predicted"
-            console.write(f"           measured: {what} {found / 1e9:.2f} GB, {share}")
-    console.write("dry run    all checks passed; nothing was trained or written")
+            yield "", f"measured: {what} {found / 1e9:.2f} GB, {share}"
+    yield "dry run", "all checks passed; nothing was trained or written"
 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
     """Prints the keys whose values differ from those of the checkpoint."""
     if changed:
         which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
-        console.write(f"settings   have changed since the checkpoint; {which}:")
-    for each in changed:
-        console.write(f"             {each}")
+        _show([("settings", f"have changed since the checkpoint; {which}:"), *(("", f"  {each}") for each in changed)])
 
 
 def warn_of_busy_cores(wall: float, processor: float) -> None:
@@ -312,7 +320,6 @@ def warn_of_busy_cores(wall: float, processor: float) -> None:
     """
     threads = torch.get_num_threads()
     if threads > 1 and wall > max(_BUSY * processor, processor + 1):
-        console.write(
-            f"WARNING    the first step took {wall:.1f} s, with {processor:.1f} s of processor time: other processes "
-            f"use the cores, and {threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
-        )
+        used = f"{wall:.1f} s, with {processor:.1f} s of processor time: other processes use the cores"
+        wait = f"{threads} threads wait for each other. Fewer threads may be faster: OMP_NUM_THREADS=1"
+        _show([(_WARNING, f"the first step took {used}, and {wait}")])
