@@ -83,11 +83,16 @@ def _spellings(secret: str) -> list[str]:
 
 def without_secrets(facts: Any) -> Any:
     """Returns a copy of JSON values in which every string is redacted."""
-    if isinstance(facts, Mapping):
-        return {redacted(str(name)): without_secrets(value) for name, value in facts.items()}
-    if isinstance(facts, (list, tuple)):
-        return [without_secrets(value) for value in facts]
-    return redacted(facts) if isinstance(facts, str) else facts
+    return map_texts(redacted, facts)
+
+
+def map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Returns a copy of JSON values in which every string, also each name, is what `change` makes of it."""
+    if isinstance(value, Mapping):
+        return {change(str(name)): map_texts(change, each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [map_texts(change, each) for each in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def printable(text: str) -> str:

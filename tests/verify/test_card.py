@@ -12,8 +12,8 @@ import yaml
 from sftron import __version__
 from sftron.commands import verify
 from sftron.config import load_config
+from sftron.local_paths import without_folders
 from sftron.train.model_card import _verified, config_digest
-from sftron.verify.card import _shortened
 from tests.train.runs import run, settings, write_config
 from tests.verify.test_verify_run import let_text_write_control_tokens
 
@@ -159,4 +159,4 @@ def test_every_kind_of_path_is_shortened_and_addresses_are_kept(monkeypatch: pyt
         "file:///srv/of all/x file:///home/jane/x": "file://x file://x",
         "https://host/jane/x org/name data/x 1/2": "https://host/jane/x org/name data/x 1/2",
     }.items():
-        assert _shortened({"a": [text]}, ["/srv/of all"]) == {"a": [expected]}
+        assert without_folders({"a": [text]}, ["/srv/of all"]) == {"a": [expected]}

@@ -30,6 +30,7 @@ from sftron.checkpoint.source import BaseModel, hub_id, license_id
 from sftron.config import Config, dump_config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
+from sftron.local_paths import path_names
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_json_value, read_regular
 from sftron.train.build_data import token_budget
@@ -127,7 +128,7 @@ def _number(value: float | None) -> str:
 def _change_rows(periods: Mapping[str, Sequence[tuple[int, int | None, Any]]], last_step: int) -> list[list[str]]:
     """Returns a row for each value of each setting that changed during the run: key, steps and value."""
     return [
-        [key, str(first) if first == (end := last or last_step) else f"{first} to {end}", shown(_shortened(value))]
+        [key, str(first) if first == (end := last or last_step) else f"{first} to {end}", shown(path_names(value))]
         for key, values in periods.items()
         if not key.startswith("logging.wandb.")
         for first, last, value in values
@@ -164,7 +165,7 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
     rows, fingerprint = [], state.get("fingerprint") or {}
     for n, (dataset, count, known) in enumerate(zip(config.data.datasets, progress.datasets, num_rows, strict=False)):
         parts = [each for each in (dataset.config, dataset.split) if each not in (None, "train")]
-        name = dataset.name or _shortened(dataset.path) + f" ({', '.join(parts)})" * bool(parts)
+        name = dataset.name or path_names(dataset.path) + f" ({', '.join(parts)})" * bool(parts)
         name += f" @ {dataset.revision}" if dataset.revision else ""
         size = ["?" if known is None else f"{known:,}", f"{count.epochs(known):.2f}"]
         rows.append([redacted(name), *size, *counted(count), str(fingerprint.get(f"data.datasets.{n}", "?"))[:12]])
@@ -217,19 +218,7 @@ def shareable(config: Config) -> str:
     """Returns the configuration as YAML, without secrets, local paths and the wandb settings."""
     tree = yaml.safe_load(redacted(dump_config(config)))
     tree["logging"].pop("wandb", None)
-    return yaml.safe_dump(_shortened(tree), sort_keys=False, width=120, allow_unicode=True)
-
-
-def _shortened(value: Any) -> Any:
-    """Returns the value with each local path replaced by its last component."""
-    if isinstance(value, dict):
-        return {key: _shortened(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shortened(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    leads_out = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
-    return Path(value).name if leads_out or re.match(r"(?i)[a-z]:[\\/]|file:", value) else value
+    return yaml.safe_dump(path_names(tree), sort_keys=False, width=120, allow_unicode=True)
 
 
 # --- The card as text ---

@@ -5,11 +5,9 @@ docs/verify.md describes the keys. train/model_card.py links the card that is in
 
 from __future__ import annotations
 
-import os
 import platform
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,17 +21,12 @@ from sftron import __version__
 from sftron.checkpoint.hf_weights import file_digests
 from sftron.config import Config, dump_config
 from sftron.errors import without_secrets
+from sftron.local_paths import without_folders
 from sftron.train.logs.run_logs import git_state
 from sftron.train.model_card import VERIFY_CARD_SCHEMA, config_digest
 from sftron.verify.report import Report
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import select
-
-_START = r"(?<![\w.~-])"
-"""Matches where a path may begin: not within a name or another path."""
-_NAME = r"/[^\s/,;:'\"]+"
-_FOLDERS = re.compile(rf"(?:(?<![\w.~/:-])|(?<=file://))(?:~(?:{_NAME})*|(?:{_NAME})+)/")
-"""Matches the folders of an absolute path, or of one in the user's folder, also after `file://`."""
 
 
 def card_of(report: Report, subject: Subject, config: Config, command: str) -> str:
@@ -78,15 +71,12 @@ def card_of(report: Report, subject: Subject, config: Config, command: str) -> s
             for check in report.checks
         ],
     }
-    shortened = _shortened(without_secrets(card), _folders(subject, config, command))
+    shortened = without_folders(without_secrets(card), _folders(subject, config, command))
     return yaml.safe_dump(shortened, sort_keys=False, width=120)
 
 
-# --- Paths ---
-
-
 def _folders(subject: Subject, config: Config, command: str) -> list[str]:
-    """Returns the folders of all known paths, the longest first: a space in a path cannot be recognized in text."""
+    """Returns the folders of all known paths, the longest first."""
     texts = [*shlex.split(command), *_strings(config.model_dump(mode="json"))]
     words = [text.rpartition("=")[2].removeprefix("file://") for text in texts]
     paths = [Path(word).expanduser() for word in words if word.startswith(("/", "~/"))]
@@ -101,17 +91,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, (dict, list)):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _strings(each)
-
-
-def _shortened(value: Any, folders: Sequence[str]) -> Any:
-    """Returns the value with each path without its folders; `folders` are the known ones, the longest first."""
-    if isinstance(value, dict):
-        return {_shortened(name, folders): _shortened(each, folders) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_shortened(each, folders) for each in value]
-    if not isinstance(value, str):
-        return value
-    for folder in folders:
-        value = re.sub(rf"{_START}{re.escape(folder)}/", "", value)
-    home = os.path.expanduser("~")  # noqa: PTH111  (Path.home raises an exception if there is none)
-    return _FOLDERS.sub("", re.sub(rf"{_START}{re.escape(home)}(?![\w.-])", "~", value))
