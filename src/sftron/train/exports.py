@@ -127,14 +127,17 @@ class RunExports:
         return folder
 
     def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
-        config, source, chat_tokenizer = (
-            self.setup.config,
-            self.setup.model.export_source,
-            self.setup.data.chat_tokenizer,
-        )
+        source = self.setup.model.export_source
         assert source is not None
-        options = {"vocab_size": vocab_size, "repository": repository}
-        return Exporter(config, source, chat_tokenizer, state, self.directory.folder, **options)
+        return Exporter(
+            config=self.setup.config,
+            source=source,
+            chat_tokenizer=self.setup.data.chat_tokenizer,
+            state=state,
+            run_folder=self.directory.folder,
+            vocab_size=vocab_size,
+            repository=repository,
+        )
 
     def _push(self, pusher: HubPusher, exported: Path) -> None:
         """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
@@ -238,33 +241,34 @@ def texts_of(data: RunData) -> list[list[int]]:
 # --- The exports of one state ---
 
 
+@dataclass(kw_only=True)
 class Exporter:
-    """Plans and writes the exports of one state of a run, on the main rank.
+    """Plans and writes the exports of one state of a run, on the main rank."""
 
-    Args:
-        state: The state of a checkpoint; see `resume.run_facts`.
-        vocab_size: The number of rows of the embeddings.
-        repository: The repository on the Hub that the exports are pushed to, if any.
-    """
+    config: Config
+    source: ExportSource
+    chat_tokenizer: ChatTokenizer
+    state: Mapping[str, Any]
+    """The state of a checkpoint; see `resume.run_facts`."""
+    run_folder: Path
+    """If it has a card of `sftron verify`, so have the exports."""
+    vocab_size: int
+    """The number of rows of the embeddings."""
+    repository: str | None = None
+    """The repository on the Hub that the exports are pushed to, if any."""
 
-    def __init__(
-        self,
-        config: Config,
-        source: ExportSource,
-        chat_tokenizer: ChatTokenizer,
-        state: Mapping[str, Any],
-        run_folder: Path,
-        *,
-        vocab_size: int,
-        repository: str | None = None,
-    ) -> None:
-        self._config, self._source, self._state = config, _with_verify_card(source, run_folder), state
-        self._chat_tokenizer, self._run_folder = chat_tokenizer, run_folder
-        self._vocab_size, self._repository = vocab_size, repository
+    def __post_init__(self) -> None:
+        if not (card := self.run_folder / VERIFY_CARD).is_file():
+            return
+        try:
+            files = {**self.source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)}
+            self.source = replace(self.source, files=files)
+        except (OSError, ValueError) as error:
+            console.write(f"WARNING    {card} is not exported: it {error}")
 
     def plan(self, *, dtype: torch.dtype | None = None, merge: bool = False) -> ExportPlan:
         """Returns the plan of an export; see `plan_export`."""
-        config, source, lora = self._config, self._source, self._config.lora
+        config, source, lora = self.config, self.source, self.config.lora
 
         def card(report: MergeReport | None) -> str:
             facts = None
@@ -274,18 +278,18 @@ class Exporter:
             is_in_root = not (plan.is_adapter and lora is not None and lora.merge)
             return model_card(
                 config,
-                self._state,
-                run_folder=self._run_folder,
+                self.state,
+                run_folder=self.run_folder,
                 base=source.model,
-                chat_tokenizer=self._chat_tokenizer,
+                chat_tokenizer=self.chat_tokenizer,
                 adapter=facts,
-                repository=self._repository if is_in_root else None,
+                repository=self.repository if is_in_root else None,
             )
 
         plan = plan_export(
-            self._state,
+            self.state,
             source,
-            self._vocab_size,
+            self.vocab_size,
             dtype=dtype,
             model_dtype=getattr(torch, config.model.compute_dtype),
             merge=merge,
@@ -359,17 +363,6 @@ class Exporter:
         return {"dtype": dtype_name(plan.dtype), **measures}
 
 
-def _with_verify_card(source: ExportSource, run_folder: Path) -> ExportSource:
-    """Adds the card of `sftron verify` to the files of an export, if the run directory has one."""
-    if not (card := run_folder / VERIFY_CARD).is_file():
-        return source
-    try:
-        return replace(source, files={**source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)})
-    except (OSError, ValueError) as error:
-        console.write(f"WARNING    {card} is not exported: it {error}")
-        return source
-
-
 def export_checkpoint(
     config: Config,
     checkpoint: Path,
@@ -388,9 +381,9 @@ def export_checkpoint(
         chat_tokenizer = load_chat_tokenizer(config)
     if source is None:
         source = export_source(config, model_folder(config), chat_tokenizer)
+    of_run = {"config": config, "source": source, "chat_tokenizer": chat_tokenizer}
     with opened(checkpoint, source) as (state, read, vocab_size):
-        run_folder = checkpoint.resolve().parents[1]
-        exporter = Exporter(config, source, chat_tokenizer, state, run_folder, vocab_size=vocab_size)
+        exporter = Exporter(**of_run, state=state, run_folder=checkpoint.resolve().parents[1], vocab_size=vocab_size)
         return write_export(exporter.plan(merge=merge), read(), folder)
 
 
@@ -440,7 +433,8 @@ def convert(
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
     with opened(source, base, stop_token_ids) as (state, read, vocab_size):
         if config is not None and chat_tokenizer is not None:
-            exporter = Exporter(config, base, chat_tokenizer, state, run_config.parent, vocab_size=vocab_size)
+            of_run = {"config": config, "source": base, "chat_tokenizer": chat_tokenizer}
+            exporter = Exporter(**of_run, state=state, run_folder=run_config.parent, vocab_size=vocab_size)
             plan = exporter.plan(dtype=dtype, merge=merge)
         else:
             spec = None if merge else lora_of(state)
