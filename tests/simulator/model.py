@@ -7,7 +7,8 @@ last column depends on the tokens, the order of the steps and the moments of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,15 +135,18 @@ def measure_set(model: Any, _: object, *, ranks: Ranks, before_pack: Callable[[]
 
 def export_model(self: RunExports, _exporter: object, folder: Path) -> None:
     matrix: Any = self.model.matrix
-    gather_or_raise(self.setup.ranks, (lambda: _publish(folder, matrix)) if self.setup.ranks.is_main else lambda: None)
+    gather_or_raise(
+        self.setup.ranks, (lambda: write_export(None, matrix, folder)) if self.setup.ranks.is_main else lambda: None
+    )
 
 
-def export_checkpoint(_config: object, checkpoint: Path, folder: Path, **_: Any) -> None:
+@contextmanager
+def opened(checkpoint: Path, _source: object) -> Iterator[tuple[dict[str, Any], Callable[[], torch.Tensor], int]]:
     with ShardedTensors(checkpoint, "model") as stored:
-        _publish(folder, stored.read("matrix"))
+        yield {}, lambda: stored.read("matrix"), 0
 
 
-def _publish(folder: Path, matrix: torch.Tensor) -> None:
+def write_export(_plan: object, matrix: torch.Tensor, folder: Path) -> None:
     def write(unfinished: Path) -> None:
         write_tensors(unfinished / "model.safetensors", {"matrix": matrix}, {})
 

@@ -220,8 +220,9 @@ def _replacements(clock: Clock) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield saving, {"_in_background": _Written}
     yield saving.Saver, {"_succeeded": lambda saver: _succeeded(saver)}
     yield evaluation, {"measure_set": model.measure_set, "whole_head": nullcontext}
-    yield exports, {"export_checkpoint": model.export_checkpoint}
-    yield exports.RunExports, {"_exporter": _nothing, "_export_model": model.export_model}
+    yield exports, {"opened": model.opened, "write_export": model.write_export}
+    exporter = SimpleNamespace(plan=_nothing)
+    yield exports.RunExports, {"_exporter": lambda *_, **__: exporter, "_export_model": model.export_model}
     yield dataset, {"StreamOrder": partial(StreamOrder, window=_WINDOW)}
 
 

@@ -8,7 +8,6 @@ import pytest
 import transformers
 
 from sftron.commands.train import run as main
-from sftron.train.exports import export_checkpoint
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config
 
@@ -36,12 +35,8 @@ def test_a_run_whose_source_folder_vanishes_exports_as_if_it_were_there(
     shutil.rmtree(folder)
     assert trainer.train() == 0
 
-    exported, again = trainer.directory.hf(1), tmp_path / "again"
-    # As the best checkpoint is exported when a run ends.
-    checkpoint = trainer.directory.checkpoints / "step-1"
-    setup = trainer.setup
-    read = {"source": setup.model.export_source, "chat_tokenizer": setup.data.chat_tokenizer}
-    export_checkpoint(trainer.config, checkpoint, again, **read)
+    exported, again = trainer.directory.hf(1).rename(tmp_path / "exported"), trainer.directory.hf(1)
+    trainer._exports._write_best(1)  # as the best checkpoint is exported when a run ends
     assert (again / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
     assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in exported.iterdir())
     assert (exported / "LICENSE").read_text() == "terms"

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants
 
 from sftron.config import ConfigError, Hub
 from sftron.train import hub
-from sftron.train.exports import export_checkpoint
+from sftron.train.exports import convert
 from sftron.train.hub import HubPusher, require_hub
 from sftron.train.loop import Steps
 from sftron.train.trainer import Trainer
@@ -94,7 +94,7 @@ def test_the_last_export_is_pushed_and_the_token_is_nowhere(
     assert any(name.endswith(".safetensors") for name in api.files)
     assert (api.is_private, api.messages) == ({"me/tiny": True}, [f"step {NUM_STEPS}"])
     assert b'folder = "me/tiny"' in api.files["me/tiny/README.md"]
-    export_checkpoint(trainer.config, folder / f"checkpoints/step-{NUM_STEPS}", tmp_path / "converted")
+    convert(folder / f"checkpoints/step-{NUM_STEPS}", tmp_path / "converted")
     for not_pushed in (folder / "hf/step-2", tmp_path / "converted"):
         assert 'folder = "."' in (not_pushed / "README.md").read_text()
 

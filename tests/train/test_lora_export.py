@@ -16,7 +16,7 @@ from sftron.checkpoint.merge import logits_of
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.train.build_model import adapter_tensors
 from sftron.train.chat import open_chat_model
-from sftron.train.exports import export_checkpoint
+from sftron.train.exports import convert
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, make_model_folder, run, write_rows
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_adapters_is_chatted_with_as_it_was_trained(trained: Tra
 def test_a_checkpoint_exports_what_the_run_exported(trained: Trainer, tmp_path: Path) -> None:
     checkpoint = trained.directory.checkpoints / "step-4"
     for merge, own in ((False, trained.directory.adapter(4)), (True, trained.directory.hf(4))):
-        export_checkpoint(trained.config, checkpoint, tmp_path / str(merge), merge=merge)
+        convert(checkpoint, tmp_path / str(merge), merge=merge)
         (weights,) = own.glob("*.safetensors")
         for name in (weights.name, "README.md"):
             assert (tmp_path / str(merge) / name).read_bytes() == (own / name).read_bytes()
@@ -80,9 +80,9 @@ def test_a_merge_into_another_base_is_refused(trained: Trainer, tmp_path: Path, 
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    config = trained.config.model_copy(update={"model": trained.config.model.model_copy(update={"path": str(other)})})
+    checkpoint, overrides = trained.directory.checkpoints / "step-4", [f"--model.path={other}"]
     with pytest.raises(ValueError, match="has weights with the SHA-256"):
-        export_checkpoint(config, trained.directory.checkpoints / "step-4", tmp_path / "merged", merge=True)
+        convert(checkpoint, tmp_path / "merged", merge=True, overrides=overrides)
     assert not (tmp_path / "merged").exists()
 
 
@@ -215,7 +215,7 @@ def test_a_checkpoint_is_merged_into_the_base_that_it_was_trained_with(
         pytest.importorskip("bitsandbytes")
         model_folder = make_model_folder(tmp_path / "wide", hidden_size=64, intermediate_size=128)
     made = run(config_of(tmp_path, model_folder, model__frozen_dtype=name))
-    export_checkpoint(made.config, made.directory.checkpoints / "step-4", tmp_path / "merged", merge=True)
+    convert(made.directory.checkpoints / "step-4", tmp_path / "merged", merge=True)
     expected = logits_of(made.model, TEXT)[0]
     assert (logits_in(tmp_path / "merged") - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert "An adapter (LoRA) of" not in (tmp_path / "merged" / "README.md").read_text()

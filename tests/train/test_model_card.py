@@ -19,6 +19,7 @@ from markdown_it import MarkdownIt
 from sftron.checkpoint.source import BaseModel, hub_id, license_id, read_base_model
 from sftron.commands import convert as convert_checkpoint
 from sftron.config import Config
+from sftron.local_paths import path_names
 from sftron.train.model_card import code, fill_template, shareable
 from sftron.train.progress import DataSetCount, Progress
 from sftron.visible_text import visible_text
@@ -86,6 +87,12 @@ def test_nothing_of_this_machine_and_no_secret_is_in_it(finished: FinishedRun, m
     assert "rows.jsonl" in shareable(config)
     monkeypatch.setenv("STORAGE_KEY", "rows.jsonl")
     assert "rows.jsonl" not in shareable(config)
+
+
+def test_a_value_that_is_a_local_path_keeps_its_last_component_alone() -> None:
+    paths: dict[Any, Any] = {"/x/y z": "y z", "~/m": "m", "../up/n": "n", "file:///x/o": "o", "a/../../p": "p"}
+    paths |= {value: value for value in ("owner/name", "data/rows.jsonl", "https://host/x", "loss / tokens", 3)}
+    assert path_names({"a": [*paths]}) == {"a": [*paths.values()]}
 
 
 def test_its_code_runs_in_the_exported_folder(

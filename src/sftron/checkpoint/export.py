@@ -54,8 +54,7 @@ class ExportPlan:
     base_sha256: str | None = None
     """The hash of the weights that adapters were trained with, which a merge requires of its base."""
     base_model: str = ""
-    """The name or path by which others load the base of an adapter, and its commit."""
-    base_revision: str | None = None
+    """The name or path by which others load the base of an adapter."""
     read_base: Callable[[str, Tensor], Tensor] | None = None
     """See `merged_weights`."""
     card: Callable[[MergeReport | None], str] | None = None
@@ -113,7 +112,7 @@ def write_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> Merge
     options: dict[str, Any] = {"dtype": plan.dtype, "vocab_size": plan.vocab_size}
     options |= {"stop_token_ids": plan.stop_token_ids, "model_card": plan.card and plan.card(None)}
     if plan.spec is not None and plan.is_adapter:
-        base = {"base_model": plan.base_model, "base_revision": plan.base_revision}
+        base = {"base_model": plan.base_model, "base_revision": plan.source.model.revision}
         write_adapter(folder, dict(weights), plan.spec, source=plan.source, **base, **options)
         return None
     if plan.base_sha256 is not None:

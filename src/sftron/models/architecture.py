@@ -208,7 +208,7 @@ class _StatedLayer:
 
     def layer(self, usual: Mapping[str, Any], *, rope: int, is_dense: bool) -> Layer:
         """Returns the layer, given the fields of every layer, and whether it has no experts in a model with some."""
-        stated = {**usual, **({"mlp": "gated"} if is_dense else {}), **self.own}
+        stated: dict[str, Any] = {**usual, **({"mlp": "gated"} if is_dense else {}), **self.own}
         return Layer(**stated, window=self.window, rope=rope if self.is_rotated else None)
 
 

@@ -126,7 +126,7 @@ class RunExports:
                 self._push(pusher, folder)
         return folder
 
-    def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None) -> Exporter:
+    def _exporter(self, state: Mapping[str, Any], vocab_size: int, *, repository: str | None = None) -> Exporter:
         source = self.setup.model.export_source
         assert source is not None
         return Exporter(
@@ -218,17 +218,17 @@ class RunExports:
         assert source is not None
         if directory.is_exported(config, step):
             return
-        if config.lora is None:
-            read = {"source": source, "chat_tokenizer": setup.data.chat_tokenizer}
-            export_checkpoint(config, checkpoint, directory.hf(step), **read)
-            return
         with opened(checkpoint, source) as (state, read, vocab_size):
+            exporter = self._exporter(state, vocab_size)
+            if config.lora is None:
+                write_export(exporter.plan(), read(), directory.hf(step))
+                return
             tensors = dict(read())
         logits = []
         if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
             start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
             logits = logits_of(load_whole_model(setup, start), texts_of(setup.data))
-        self._write_adapters(self._exporter(state, vocab_size, repository=None), step, tensors, logits)
+        self._write_adapters(exporter, step, tensors, logits)
 
 
 def texts_of(data: RunData) -> list[list[int]]:
@@ -294,7 +294,6 @@ class Exporter:
             model_dtype=getattr(torch, config.model.compute_dtype),
             merge=merge,
             base_model=source.model.name,
-            base_revision=source.model.revision,
             read_base=partial(as_computed, dtype=frozen_dtype(config)),
             card=card,
         )
@@ -363,30 +362,6 @@ class Exporter:
         return {"dtype": dtype_name(plan.dtype), **measures}
 
 
-def export_checkpoint(
-    config: Config,
-    checkpoint: Path,
-    folder: Path,
-    *,
-    source: ExportSource | None = None,
-    chat_tokenizer: ChatTokenizer | None = None,
-    merge: bool = False,
-) -> MergeReport | None:
-    """Exports a checkpoint of the run with this configuration to `folder`; see `plan_export` and `write_export`.
-
-    Args:
-        source, chat_tokenizer: By default, they are read from the folders that the configuration names.
-    """
-    if chat_tokenizer is None:
-        chat_tokenizer = load_chat_tokenizer(config)
-    if source is None:
-        source = export_source(config, model_folder(config), chat_tokenizer)
-    of_run = {"config": config, "source": source, "chat_tokenizer": chat_tokenizer}
-    with opened(checkpoint, source) as (state, read, vocab_size):
-        exporter = Exporter(**of_run, state=state, run_folder=checkpoint.resolve().parents[1], vocab_size=vocab_size)
-        return write_export(exporter.plan(merge=merge), read(), folder)
-
-
 # --- Conversion ---
 
 
@@ -433,7 +408,7 @@ def convert(
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
     with opened(source, base, stop_token_ids) as (state, read, vocab_size):
         if config is not None and chat_tokenizer is not None:
-            of_run = {"config": config, "source": base, "chat_tokenizer": chat_tokenizer}
+            of_run: dict[str, Any] = {"config": config, "source": base, "chat_tokenizer": chat_tokenizer}
             exporter = Exporter(**of_run, state=state, run_folder=run_config.parent, vocab_size=vocab_size)
             plan = exporter.plan(dtype=dtype, merge=merge)
         else:
@@ -447,7 +422,6 @@ def convert(
                 model_dtype=torch.bfloat16,
                 merge=merge,
                 base_model=base.model.name if hub_id(base.model.name) else str(model),
-                base_revision=base.model.revision,
                 card=lambda _: card,
             )
         compared = _write_and_check(plan, read, target)
