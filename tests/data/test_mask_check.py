@@ -120,6 +120,18 @@ def test_a_template_that_writes_headers_and_no_prompts_cannot_be_compared(chat_t
     assert (masks.wrong, masks.reasons) == ([], "1 as the template writes headers, but no generation prompts")
 
 
+@pytest.mark.parametrize("begins", ["<|im_start|>", "<|im_start|>reply\n", "<think>\n\n</think>\n"])
+@pytest.mark.parametrize("ends", ["<|im_end|>\nassistant\n", " [/INST]", "\nANSWER:"])
+def test_what_follows_a_header_that_questions_end_in_is_compared(
+    ends: str, begins: str, chat_tokenizer: ChatTokenizer
+) -> None:
+    """The model has to write what such a template writes before each answer."""
+    source = f"{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ m.content }}}}{ends}{{% else %}}{begins}"
+    source += "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    masks = counted(prepare(ChatTokenizer(chat_tokenizer.tokenizer, source), chat("Hi", "Yo", "Why?", "So it is.")))
+    assert (masks.num_equal, masks.problems) == (1, [])
+
+
 TRL_TEMPLATES = Path(*find_spec("trl").submodule_search_locations) / "chat_templates"  # type: ignore[union-attr]
 TEXTLESS = ("idefics3", "smolvlm", "llava_next")  # they write no content that is a text
 PUBLISHED = sorted(path.stem for path in TRL_TEMPLATES.glob("*.jinja") if not path.stem.startswith(TEXTLESS))

@@ -19,7 +19,15 @@ import numpy as np
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets, label_conversations
-from sftron.data.types import IGNORE_INDEX, Conversation, DataError, LabeledConversation, Role, TokenizedConversation
+from sftron.data.types import (
+    IGNORE_INDEX,
+    Conversation,
+    DataError,
+    LabeledConversation,
+    Message,
+    Role,
+    TokenizedConversation,
+)
 
 MOST_NOT_COMPARED = 0.05
 """The largest share of the conversations that may be excluded from the comparison; a larger one is a failure."""
@@ -240,7 +248,8 @@ def generated_tokens(
         start = _end_of_prompt(chat_tokenizer, prompt, partial(rendered, number), ids, end)
         is_plain = not messages[number].fields  # beside a call, some templates leave out the content
         first_word = "".join((messages[number].content or "").split()[:1]) if is_plain else ""
-        if not has_prompts and not chat_tokenizer.decode(ids[start:]).lstrip().startswith(first_word):
+        has_header = has_prompts or chat_tokenizer.decode(ids[start:]).lstrip().startswith(first_word)
+        if not has_header and not _questions_end_in_header(chat_tokenizer, conversation):
             raise CannotCompareError("the template writes headers, but no generation prompts")
         stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
         ends = [stop for stop in stops if stop <= len(until)] if ids[: len(until)] == until else stops[:1]
@@ -252,6 +261,21 @@ def generated_tokens(
             end = ends.pop()
         is_generated[start:end] = messages[number].weight > 0
     return is_generated
+
+
+def _questions_end_in_header(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> bool:
+    """Returns whether a template without generation prompts writes more after a question than after an answer."""
+    question, answer = Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo")
+
+    def text_after(*messages: Message) -> str:
+        ids = reference_ids(chat_tokenizer, replace(conversation, messages=messages))
+        return chat_tokenizer.decode(ids).rpartition(messages[-1].content or "")[2]
+
+    try:
+        after_question, after_answer = text_after(question), text_after(question, answer)
+    except Exception:  # templates raise exceptions of any kind
+        return False
+    return bool(after_question[_num_shared([*after_question], [*after_answer]) :].strip())
 
 
 def _marked_tokens(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> np.ndarray:
@@ -323,6 +347,6 @@ def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_he
     return ends[0]
 
 
-def _num_shared(one: list[int], other: list[int]) -> int:
+def _num_shared(one: list[Any], other: list[Any]) -> int:
     """Returns the length of the common prefix."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
