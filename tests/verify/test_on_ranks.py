@@ -1,6 +1,7 @@
 """verify_trainer on several ranks ends on all of them, whatever happens on one, and leaves the trainer as it was."""
 
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer.exchange import Exchange, time_limit_of_trainer
+from sftron.verify.trainer.plain_values import read_back, written
 from tests.conftest import ROOT
 from tests.train.ranks import launch
 
@@ -125,6 +128,73 @@ def _nothing_to_measure(exchange: Exchange) -> list[str]:
 
 def test_what_only_rank_0_measures_is_the_finding_of_all(tmp_path: Path) -> None:
     assert on_two_ranks(tmp_path, _nothing_to_measure) == [["nothing is there"]] * 2
+
+
+VALUES = {
+    "numbers": [1, -2.5, True, None, 2**70, float("inf")],
+    ("a", 3): ("Straße", [(), {}]),
+    "arrays": [np.arange(6).reshape(2, 3), np.zeros((0, 2), dtype=np.float32), np.array([[True, False]])],
+    "tensors": [
+        torch.arange(4).view(2, 2),
+        torch.tensor(0.1, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.ones(2) > 0,
+    ],
+    "of numpy": [np.int64(3), np.bool_(True), np.float32(0.5)],
+}
+
+
+def test_values_are_the_same_after_they_were_text() -> None:
+    found = read_back(written(VALUES))
+    assert list(found) == list(VALUES)
+    for name in ("numbers", ("a", 3), "of numpy"):
+        assert found[name] == VALUES[name]
+    for one, other in zip(found["arrays"], VALUES["arrays"], strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(found["tensors"], VALUES["tensors"], strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [PASSED, Path("x"), {1, 2}, np.array([Path("x")]), torch.eye(2).to_sparse(), lambda: 0, {"inner": [object()]}],
+)
+def test_values_of_other_types_are_not_sent(value: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be sent to other ranks"):
+        written(value)
+
+
+def _without_pickles(exchange: Exchange) -> list[Any]:
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pickle")
+
+    for name in ("loads", "dumps", "load", "Unpickler", "_Unpickler"):
+        setattr(pickle, name, refused)
+    dist.distributed_c10d._unpickler = refused  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    found: list[Any] = exchange.gather("values", {"rank": exchange.rank, "ids": np.arange(3 + exchange.rank)})
+    return [[each["rank"], each["ids"].tolist()] for each in found] + measured(exchange, lambda: PASSED)
+
+
+def test_ranks_exchange_no_pickles(tmp_path: Path) -> None:
+    found = [[0, [0, 1, 2]], [1, [0, 1, 2, 3]], "measured"]
+    assert on_two_ranks(tmp_path, _without_pickles) == [found] * 2
+
+
+def _sends_an_object(exchange: Exchange) -> list[str]:
+    def wrong() -> Finding:
+        exchange.gather("an object", Path("x") if exchange.rank else 1)
+        return PASSED
+
+    return measured(exchange, wrong, lambda: PASSED)
+
+
+def test_a_value_that_cannot_be_sent_ends_the_row_on_all_ranks(tmp_path: Path) -> None:
+    for row, after in on_two_ranks(tmp_path, _sends_an_object):
+        assert "rank 1: not measured: TypeError" in row
+        assert "cannot be sent to other ranks" in row
+        assert after == "measured"
 
 
 def _weights_after(is_verified: bool) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """What the ranks of a trainer tell each other while they are checked, so that none waits for a rank that has stopped.
 
-Every exchange is one collective of a group of its own. A rank on which a row has ended sends that instead of a value,
-so the row ends on all ranks, and each of them decides by the same list:
+Every exchange is one value as text (plain_values.py) in a group of its own. A rank on which a row has ended sends that
+instead of a value, so the row ends on all ranks, and each of them decides by the same list:
 
     rank 0    value  value  Finished     the row is measured
     rank 1    value  value  Finished
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from sftron.verify.report import Finding, NotMeasuredError
+from sftron.verify.trainer.plain_values import read_back, written
 
 T = TypeVar("T")
 
@@ -44,6 +45,17 @@ class _Ended:
 
     finding: Finding
     is_failed: bool = False
+
+
+def _written(message: _Value | _Ended) -> bytes:
+    if isinstance(message, _Value):
+        return written((message.name, message.value))
+    return written((astuple(message.finding), message.is_failed))
+
+
+def _read_back(text: bytes) -> _Value | _Ended:
+    first, second = read_back(text)
+    return _Value(first, second) if isinstance(first, str) else _Ended(Finding(*first), second)
 
 
 class Exchange:
@@ -79,15 +91,15 @@ class Exchange:
 
     def of_first(self, name: str, call: Callable[[], T]) -> T:
         """Returns what the call gives on rank 0, which alone makes it. Raises RankError if it raises there."""
-        found, error = None, None
+        found, reason = None, None
         if self.rank == 0:
             try:
                 found = call()
-            except NotMeasuredError as reason:
-                error = reason
-        found, error = self.gather(name, (found, error))[0]
-        if error is not None:
-            raise error
+            except NotMeasuredError as error:
+                reason = str(error)
+        found, reason = self.gather(name, (found, reason))[0]
+        if reason is not None:
+            raise NotMeasuredError(reason)
         return found  # pyright: ignore[reportReturnType]
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -142,14 +154,21 @@ class Exchange:
             raise ValueError(str(error)) from error
 
     def _all(self, message: _Value | _Ended) -> list[Any]:
-        answers: list[Any] = [None] * self.world_size
+        own = torch.frombuffer(bytearray(_written(message)), dtype=torch.uint8)
         try:
-            dist.all_gather_object(answers, message, group=self._group)
+            sizes = [int(each) for each in self._gathered(torch.tensor([len(own)]))]
+            padded = torch.nn.functional.pad(own, (0, max(sizes) - len(own)))
+            texts = self._gathered(padded)
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.rank} waited in the row {self._row!r} for {2 * self.time_limit:.0f} s; {self._rows()}"
             ) from error
-        return answers
+        return [_read_back(text[:size].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own, group=self._group)
+        return found
 
     def _rows(self) -> str:
         """Describes the row in which each rank is."""

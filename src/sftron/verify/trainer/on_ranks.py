@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,7 @@ def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], 
     """Returns a check that rank 0 makes alone, as it alone saves."""
 
     def check(subject: RankSubject) -> Finding:
-        return subject.exchange.of_first("the finding of rank 0", lambda: measure(subject))
+        return Finding(*subject.exchange.of_first("the finding of rank 0", lambda: astuple(measure(subject))))
 
     return check
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,10 @@ class Part:
     labels: np.ndarray | None
     """int64 [B, T], if they are passed: those of the same tokens, or of the tokens behind them."""
     is_shifted: bool
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, each.name) for each in fields(self))
 
     @property
     def is_of_several(self) -> bool:

@@ -27,6 +27,7 @@ from sftron.verify.trainer.exchange import Exchange
 from sftron.verify.trainer.rank_batches import (
     FIRST_NUMBER,
     MicroBatch,
+    Part,
     SeenPart,
     cloned,
     numbered_batch,
@@ -144,7 +145,8 @@ class RankData(TrainerSubject):
         is_cut |= self.declared_size > 1 and self._num_given(batch) < self._num_of(features)
         is_cut = any(self.exchange.gather("whether rows are cut", is_cut))
         numbers, num_numbered = self._numbered(batch, num_items, of_rows=is_cut)
-        parts = self.exchange.gather("the parts", part_of(batch, numbers, num_numbered))
+        own = part_of(batch, numbers, num_numbered)
+        parts = [Part(*each) for each in self.exchange.gather("the parts", own.values)]
         self.micro_batches.append(whole_rows(batch, parts, self.rank))
         return self.micro_batches[-1].whole
 

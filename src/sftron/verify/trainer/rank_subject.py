@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -191,9 +191,12 @@ class RankSubject(RankData):
         ]
         own = [({name: _on(each, "cpu") for name, each in given.items()}, labels) for given, labels in own]
         batches = self.exchange.gather("the whole rows", own)
-        return self.exchange.of_first("the reference", lambda: self._computed_in_one_process(batches))
+        return ReferenceRun(*self.exchange.of_first("the reference", lambda: self._computed_in_one_process(batches)))
 
-    def _computed_in_one_process(self, batches: Sequence[Sequence[tuple[dict[str, Any], np.ndarray]]]) -> ReferenceRun:
+    def _computed_in_one_process(
+        self, batches: Sequence[Sequence[tuple[dict[str, Any], np.ndarray]]]
+    ) -> tuple[int, float]:
+        """Returns the fields of the reference."""
         model, micro_batches = self.original, self.computed_micro_batches
         units = [(n, rank) for n, micro in enumerate(micro_batches) for rank in micro.first_of_groups]
         num_labels = sum(int((batches[rank][n][1][:, 1:] != IGNORE_INDEX).sum()) for n, rank in units)
@@ -208,7 +211,7 @@ class RankSubject(RankData):
             torch.manual_seed(0)
             context = self.trainer.compute_loss_context_manager
             total += loss_sum(model, arguments, labels, 1 / num_labels, context)
-        return ReferenceRun(num_labels, total / num_labels)
+        return num_labels, total / num_labels
 
     @cached_property
     def expected_gradients(self) -> dict[str, Tensor]:
@@ -227,7 +230,7 @@ class RankSubject(RankData):
         """The gradients of each rank against those of the reference. This is a collective."""
         own = difference_of(self.run.gradients, self.expected_gradients)
         del self.expected_gradients  # a copy of the model in size
-        return self.exchange.gather("the gradients", own)
+        return [GradientDifference(*each) for each in self.exchange.gather("the gradients", astuple(own))]
 
     @cached_property
     def facts(self) -> dict[str, str]:
