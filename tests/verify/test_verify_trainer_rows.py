@@ -399,3 +399,61 @@ def test_a_collator_a_trainer_and_an_accelerator_with_state_have_it_afterwards(o
     assert not collator.draws
     assert trainer.notes == {"losses": []}
     assert {name: (id(value), repr(value)) for name, value in vars(trainer.accelerator).items()} == accelerator
+
+
+# -- tools, weights, and micro-batches that are skipped ----------------------------------------------------------------
+
+WATER = {"type": "function", "function": {"name": "water", "description": "Waters", "parameters": {"type": "object"}}}
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOOLS_IN_FRONT = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    f"{{% for m in messages %}}{_TURN}{{% endfor %}}{_PROMPT}"
+)
+TOOLS_IN_THE_SYSTEM_PROMPT = (
+    "<|im_start|>system\nBe brief.{% if tools %} {{ tools | tojson }}{% endif %}<|im_end|>\n"
+    f"{{% for m in messages %}}{_TURN}{{% endfor %}}{_PROMPT}"
+)
+TOOLS_IN_THE_LAST_QUESTION = (
+    "{% for m in messages %}{% if tools and m.role == 'user' and loop.revindex == 2 %}<|im_start|>tools\n"
+    f"{{{{ tools | tojson }}}}<|im_end|>\n{{% endif %}}{_TURN}{{% endfor %}}{_PROMPT}"
+)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("template", [TOOLS_IN_FRONT, TOOLS_IN_THE_SYSTEM_PROMPT, TOOLS_IN_THE_LAST_QUESTION])
+def test_tools_that_are_not_passed_to_the_template_are_named(
+    template: str, is_given: bool, own: Any, tmp_path: Path
+) -> None:
+    own.chat_template = template
+    rows = [{"messages": messages(number), "tools": [WATER]} for number in range(24)]
+    trainer = of_features(own, tmp_path, encoded(own, rows))
+    if not is_given:
+        trainer.train_dataset = [{**row, **ids} for row, ids in zip(rows, trainer.train_dataset, strict=True)]
+    report = verify_trainer(trainer, rows if is_given else None)
+    assert failed(report) == ["ids"], [(each.name, each.measured) for each in report.checks]
+    assert row_of(report, "ids").measured == "0 of 24 documents have the template's ids"
+    assert row_of(report, "ids").detail[0].endswith("the tools of its row are not in it")
+    assert row_of(report, "ids").remedy.startswith("The rows have tools that the model is not shown")
+
+
+@pytest.mark.parametrize("template", [TOOLS_IN_FRONT, TOOLS_IN_THE_LAST_QUESTION, ""])
+def test_tools_that_are_passed_or_that_the_template_ignores_are_no_fault(
+    template: str, own: Any, tmp_path: Path
+) -> None:
+    own.chat_template = template or own.chat_template
+    rows = [{"messages": messages(number), "tools": [WATER]} for number in range(24)]
+    features = []
+    for row in rows:
+        ids = own.apply_chat_template(row["messages"], tools=[WATER], return_dict=False)
+        prompt = own.apply_chat_template(
+            row["messages"][:1], tools=[WATER], add_generation_prompt=True, return_dict=False
+        )
+        start = len(prompt) if template != TOOLS_IN_THE_LAST_QUESTION else len(ids) - len(answer_ids(own, row))
+        features.append({"input_ids": ids, "labels": [-100] * start + ids[start:]})
+    report = verify_trainer(of_features(own, tmp_path, features), rows)
+    assert report.passed, [(each.name, each.measured) for each in report.checks]
+
+
+def answer_ids(own: Any, row: Any) -> list[int]:
+    return own.encode(row["messages"][1]["content"] + "<|im_end|>\n", add_special_tokens=False)

@@ -55,6 +55,8 @@ def ids(view: View) -> Finding:
 def _ids_remedy(view: View, wrong: Sequence[Document]) -> str:
     if wrong[0].is_rendered_twice:
         return remedies.APPLIED_TWICE.of(view.trainer)
+    if wrong[0].lacks_tools:
+        return remedies.TOOLS_LEFT_OUT.of(view.trainer)
     if wrong[0].difference.startswith("a doubled"):
         return remedies.DOUBLED_BOS.of(view.trainer)
     if remedy := remedy_of_limit(view, wrong):

@@ -65,6 +65,11 @@ class Document:
         return self.truth is not None and self.truth.is_forged and not self.is_rendered_twice
 
     @property
+    def lacks_tools(self) -> bool:
+        """Whether the tools of its row were not passed to the template."""
+        return self.truth is not None and self.truth.lacks_tools
+
+    @property
     def is_text(self) -> bool:
         """Whether it was read from its ids as a text without turns."""
         return self.source == "ids" and self.truth is not None and isinstance(self.truth.content, PlainText)

@@ -126,6 +126,13 @@ APPLIED_TWICE = Remedy(
     "Render the messages once: give either rendered text or messages to what tokenizes them.",
     trl="Give TRL the messages as they are, not rendered.",
 )
+TOOLS_LEFT_OUT = Remedy(
+    "The rows have tools that the model is not shown: it is trained to call what no prompt declares.",
+    "Pass the tools of each row to the template: apply_chat_template(messages, tools=row['tools']).",
+    trl="Give each row its column `tools`, as JSON schemas, beside its messages.",
+    axolotl="Set field_tools to the column of the tools.",
+    llamafactory="Set columns: tools in dataset_info.json to the column of the tools.",
+)
 DOUBLED_BOS = Remedy(
     "The text of the template has its beginning-of-text token already, and the tokenizer adds another.",
     "Tokenize rendered text with add_special_tokens=False.",

@@ -52,6 +52,8 @@ class Truth:
     """Why the template cannot be followed; the roles are then found by searching for the texts."""
     reference: Truth | None = None
     """The truth of apply_chat_template, where it differs as a text spells a control token."""
+    lacks_tools: bool = False
+    """Whether these are the ids of a row without its tools."""
 
     @property
     def excerpt(self) -> str:
@@ -139,6 +141,21 @@ class Encoder:
             return truth
         ids = np.array(reference_ids(self.chat, content), dtype=np.int32)
         return replace(truth, reference=Truth(content, ids, None, is_forged=True))
+
+    def truths(self, content: Content) -> list[Truth]:
+        """Returns the truth of a row, and the truth without its tools if the template writes them; none if it cannot
+        be rendered.
+        """
+        if (truth := self.truth(content)) is None:
+            return []
+        if not isinstance(content, Conversation) or not content.tools:
+            return [truth]
+        refused = Counter(self.refused)
+        bare = self.truth(replace(content, tools=()))
+        self.refused = refused  # it is no row of the data
+        if bare is None or np.array_equal(bare.ids, truth.ids):
+            return [truth]
+        return [truth, replace(bare, lacks_tools=True)]
 
     def _of_text(self, content: PlainText) -> Truth:
         """Returns the truth of a text; the answer begins with the first token that has no character of the prompt."""

@@ -60,7 +60,7 @@ class View:
         self._is_last_alone = bool(getattr(trainer, "completion_only_loss", False))
         self._row_of_ids = {ids.tobytes(): row for row in rows if (ids := ids_of(row)) is not None}
         given = [{"messages": each} if isinstance(each, list) else each for each in conversations or ()]
-        truths = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
+        truths = [truth for row in given[:_MOST_GIVEN] for truth in self._first_truths(row)]
         self.given: list[Truth] = [each for truth in truths for each in (truth, truth.reference) if each is not None]
         self._used = set[int]()
         self.documents = self.documents_of(batches)
@@ -122,6 +122,7 @@ class View:
     def documents_of(self, batches: Sequence[SeenBatch]) -> list[Document]:
         self._used.clear()
         documents = [each for number, batch in enumerate(batches) for each in self._of_batch(number, batch)]
+        documents = [self._without_tools(each) if each.lacks_tools else each for each in documents]
         is_doubled = [self.turn_text.is_doubled(self.encoder.decode(each.ids)) for each in documents]
         if 2 * sum(is_doubled) > len(documents):  # else a few texts spell it, which is forgery
             return [self._doubled(each) if found else each for each, found in zip(documents, is_doubled, strict=True)]
@@ -131,7 +132,8 @@ class View:
         return documents
 
     def _missing(self) -> list[str]:
-        missing = [each for each in self.given if id(each.content) not in self._used and not each.is_forged]
+        expected = [each for each in self.given if not (each.is_forged or each.lacks_tools)]
+        missing = [each for each in expected if id(each.content) not in self._used]
         return [each.excerpt for each in missing if not any(find(ids, each.ids) >= 0 for ids in self.held_out)]
 
     @cached_property
@@ -175,7 +177,12 @@ class View:
     def _truths(self, row: Any) -> list[Truth]:
         field = getattr(self.trainer.args, "dataset_text_field", "text")
         contents = read_row(row, field) if isinstance(row, Mapping) else ()
-        return [truth for content in contents if (truth := self.encoder.truth(content)) is not None]
+        return [truth for content in contents for truth in self.encoder.truths(content)]
+
+    def _first_truths(self, row: Any) -> list[Truth]:
+        """Returns what a row is first of all, and the same without its tools."""
+        truths = self._truths(row)
+        return [truth for n, truth in enumerate(truths) if n == 0 or (n == 1 and truth.lacks_tools)]
 
     def _of_batch(self, number: int, batch: SeenBatch) -> Iterator[Document]:
         for row, start, end, feature in spans_of_rows(batch):
@@ -213,7 +220,9 @@ class View:
     def _of_row(self, whole: Document, truths: Sequence[Truth]) -> Document:
         """Returns the document of one row: the first truth that it is, or else the difference from the first one."""
         found = [each for truth in truths if (each := locate(whole, truth, "rows", self.encoder)) is not None]
-        fitting = [each for each in found if not each.difference]
+        # A row without its tools is also the end of the row with them.
+        fitting = [each for each in found if not each.difference and not (each.num_cut_before or each.is_cut_after)]
+        fitting = fitting or [each for each in found if not each.difference]
         if fitting and fitting[0].tokens is not None:
             return fitting[0]
         if not all(truth.is_declared for truth in truths):  # a text may have the form of the template
@@ -242,6 +251,9 @@ class View:
     def _doubled(self, document: Document) -> Document:
         difference = "the template is applied twice: the text of a message begins as a rendered conversation does"
         return replace(document, source=document.source or "ids", difference=difference, is_rendered_twice=True)
+
+    def _without_tools(self, document: Document) -> Document:
+        return replace(document, difference="the tools of its row are not in it")
 
     def _compared(self, document: Document) -> Document:
         """Returns the document as one of the given conversations, perhaps without the template's end; or how it differs
