@@ -457,3 +457,43 @@ def test_tools_that_are_passed_or_that_the_template_ignores_are_no_fault(
 
 def answer_ids(own: Any, row: Any) -> list[int]:
     return own.encode(row["messages"][1]["content"] + "<|im_end|>\n", add_special_tokens=False)
+
+
+def weighted(*weights: float) -> list[dict[str, Any]]:
+    """Rows of as many answers as there are weights."""
+    rows = []
+    for number in range(24):
+        turns = messages(number, len(weights))
+        rows.append({"messages": [{**turn, "weight": weights[n // 2]} for n, turn in enumerate(turns)]})
+    return rows
+
+
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0, 1, 0)])
+@pytest.mark.parametrize("in_trl", [False, True])
+def test_answers_of_weight_0_that_are_trained_are_named(
+    in_trl: bool, weights: tuple[float, ...], own: Any, tmp_path: Path
+) -> None:
+    rows, body = weighted(*weights), "{{ m.content }}<|im_end|>"
+    own.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        f"{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}\n{{% endfor %}}{_PROMPT}"
+    )
+    if in_trl:
+        trainer: Any = sft(own, tmp_path, rows, assistant_only_loss=True)
+    else:
+        trainer = plain(own, tmp_path)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        given = [own.apply_chat_template(row["messages"], **options) for row in rows]
+        trainer.train_dataset = [
+            {"input_ids": each["input_ids"], "labels": [
+                token if is_answer else -100
+                for token, is_answer in zip(each["input_ids"], each["assistant_masks"], strict=True)
+            ]}
+            for each in given
+        ]  # fmt: skip
+    row = row_of(verify_trainer(trainer, None if in_trl else rows), "trained tokens")
+    assert row.status == "FAIL"
+    assert row.measured.endswith("answer tokens of weight 0 trained")
+    assert "prompt" not in row.measured
+    assert row.remedy.startswith("The rows give answers the weight 0, and they are trained.")
+    assert ("TRL does not read `weight`." in row.remedy) is in_trl

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
-from sftron.data.types import IGNORE_INDEX, Role, TokenizedConversation
+from sftron.data.types import IGNORE_INDEX, Conversation, Role, TokenizedConversation
 from sftron.report.counts import RoleCount
 from sftron.report.tokens import role_name
 from sftron.verify.report import Finding, NotMeasuredError
@@ -121,9 +121,11 @@ class _LabelCount:
         self.num_trained += int(trained.sum())
         self.num_answer += int(required.sum())
         self.num_headers += int((trained & expected.headers).sum())
+        is_weightless = unintended & _is_weightless(document)
         for kind, is_wrong in (
             ("labels", is_other),
-            ("prompt", unintended & ~is_template),
+            ("weightless", is_weightless),
+            ("prompt", unintended & ~is_template & ~is_weightless),
             ("header", unintended & is_template),
             ("answer", required & ~trained),
         ):
@@ -144,12 +146,24 @@ class _LabelCount:
                 remedy = remedies.UNSHIFTED_LABELS
             return remedy.of(self.view.trainer)
         is_none = not self.num_trained or self.wrong["answer"] == self.num_answer > 0
+        if self.wrong["weightless"] and not (self.wrong["prompt"] or self.wrong["answer"]):
+            return _remedy_of_mask(self.view, remedies.WEIGHTS_IGNORED)
         if self.wrong["prompt"] and (is_none or not self.wrong["answer"]):
             return _remedy_of_mask(self.view, remedies.PROMPTS_TRAINED)
         if is_none:
             return _remedy_of_mask(self.view, remedies.NOTHING_TRAINED)
         meaning = remedies.ANSWERS_LEFT_OUT if self.wrong["answer"] else remedies.HEADERS_TRAINED
         return _remedy_of_mask(self.view, meaning)
+
+
+def _is_weightless(document: Document) -> np.ndarray:
+    """Returns whether each token is of an answer to which its row gives the weight 0, bool [n]."""
+    content = None if document.truth is None else document.truth.content
+    messages = content.messages if isinstance(content, Conversation) else ()
+    tokens = document.tokens
+    if tokens is None or tokens.token_weights is None or all(each.weight for each in messages):
+        return np.zeros(len(document), dtype=bool)
+    return (tokens.token_weights == 0) & np.isin(tokens.role_ids, list(DEFAULT_TRAINED_ROLES))
 
 
 def _remedy_of_mask(view: View, meaning: str) -> str:
@@ -163,6 +177,7 @@ def trained_tokens(view: View) -> Finding:
     count = _LabelCount.of(view)
     words = {
         "labels": "labels are other tokens",
+        "weightless": "answer tokens of weight 0 trained",
         "prompt": "prompt tokens trained",
         "header": "tokens of headers trained",
         "answer": f"of {count.num_answer:,} answer tokens not trained",

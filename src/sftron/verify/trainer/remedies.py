@@ -40,6 +40,7 @@ def library_of(trainer: Any) -> str:
 EVERY_TOKEN = Remedy("Tokens are left out of the loss.", "Give each token but padding its own id as label.")
 PROMPTS_TRAINED = "The prompts are trained."
 HEADERS_TRAINED = "The mask begins before what the model writes."
+WEIGHTS_IGNORED = "The rows give answers the weight 0, and they are trained."
 ANSWERS_LEFT_OUT = "Answers, or parts of them, are left out of the loss."
 NOTHING_TRAINED = "No answer is trained."
 STOP_MASKED = "The stop token is masked away."
@@ -69,7 +70,9 @@ def of_mask(trainer: Any, rows: Sequence[Any], meaning: str) -> str:
             " assistant_only_loss=True does the same only with a chat template that has marks around each answer and "
             "its stop token (chat_template_path='marked.jinja'), and writes the same."
         )
-        if getattr(trainer.args, "assistant_only_loss", False):
+        if meaning == WEIGHTS_IGNORED:
+            of_trl = f"TRL does not read `weight`. {_PAIRS.format()}."
+        elif getattr(trainer.args, "assistant_only_loss", False):
             of_trl = (
                 "Move the marks of the chat template: {% generation %} behind the header of an answer, and "
                 "{% endgeneration %} behind its stop token."
