@@ -497,3 +497,47 @@ def test_answers_of_weight_0_that_are_trained_are_named(
     assert "prompt" not in row.measured
     assert row.remedy.startswith("The rows give answers the weight 0, and they are trained.")
     assert ("TRL does not read `weight`." in row.remedy) is in_trl
+
+
+class Skips(Trainer):
+    """A training_step that leaves out what it takes for outliers."""
+
+    def is_skipped(self, num_labels: int) -> bool:
+        return num_labels < 12
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.is_skipped(int((inputs["labels"] != -100).sum())):
+            return torch.tensor(0.0)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class SkipsLong(Skips):
+    def is_skipped(self, num_labels: int) -> bool:
+        return num_labels > 20
+
+
+class SkipsBetween(Skips):
+    def is_skipped(self, num_labels: int) -> bool:
+        return 14 <= num_labels <= 20
+
+
+class SkipsNothing(Skips):
+    def is_skipped(self, num_labels: int) -> bool:
+        return num_labels == 0
+
+
+@pytest.mark.parametrize("kind", [Skips, SkipsLong, SkipsBetween])
+def test_micro_batches_that_are_skipped_by_their_labels_are_found(
+    kind: type[Trainer], own: Any, tmp_path: Path
+) -> None:
+    report = verify_trainer(plain(own, tmp_path, kind, per_device_train_batch_size=1))
+    row = row_of(report, "truncation")
+    assert row.status == "FAIL", [(each.name, each.measured) for each in report.checks]
+    assert row.measured.endswith("conversations are in micro-batches that training_step skips")
+    assert row.remedy.startswith("training_step returns for some micro-batches without a call of the model")
+
+
+def test_micro_batches_without_a_label_may_be_skipped(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path, SkipsNothing, per_device_train_batch_size=1)
+    report = verify_trainer(trainer)
+    assert report.passed, [(each.name, each.measured) for each in report.checks]

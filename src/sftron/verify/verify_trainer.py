@@ -47,7 +47,7 @@ RULES = (
         "truncation",
         data_checks.truncation,
         proves=(
-            "No answer is cut off, no conversation loses its beginning, and no row is dropped or has nothing to train."
+            "No answer is cut off, no conversation loses its beginning, and no row is dropped, skipped or untrained."
         ),
     ),
     Rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -94,6 +94,8 @@ class SeenBatch:
     """The batch of the trainer's dataloader."""
     seen: Mapping[str, Any]
     """The keyword arguments of the model's call in the trainer's step."""
+    is_called: bool = field(default=True, kw_only=True)
+    """Whether the step calls the model; else `seen` are the inputs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.seen.get("input_ids"), Tensor):

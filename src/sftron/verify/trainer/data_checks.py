@@ -132,6 +132,7 @@ def truncation(view: View) -> Finding:
     documents = [each for each in view.documents if each.source]
     cut, begins = [each for each in documents if each.is_cut_after], [each for each in documents if each.num_cut_before]
     empty = [each[0] for batch, row, each in view.documents_of_rows if (batch.labels[row, 1:] == IGNORE_INDEX).all()]
+    skipped = _skipped(view)
     missing = view.missing
     num_others = sum(each.source in ("", "ids") or bool(each.difference) for each in view.documents)
     if missing and num_others and len(missing) <= num_others + len(view.held_out):
@@ -141,6 +142,7 @@ def truncation(view: View) -> Finding:
         "conversations end early": cut,
         "conversations lack their beginning": begins,
         "rows have nothing to train": empty,
+        "conversations are in micro-batches that training_step skips": skipped,
     }
     detail = [f"{name}: the first is {each[0].where}" for name, each in counts.items() if each]
     detail += [f"in no batch: {text!r}" for text in missing[:_MOST_SHOWN]]
@@ -152,9 +154,16 @@ def truncation(view: View) -> Finding:
     if is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.documents_of_rows)):
         remedy = remedies.CUT_BY_PACKING
     elif not (cut or begins):
-        remedy = remedies.ROWS_DROPPED if missing else remedies.ROWS_EMPTY
+        remedy = remedies.ROWS_DROPPED if missing else remedies.ROWS_SKIPPED if skipped else remedies.ROWS_EMPTY
     longest = max(map(len, documents), default=0)
     return Finding(False, found, "none", tuple(detail), remedy.of(view.trainer, longest=longest))
+
+
+def _skipped(view: View) -> list[Document]:
+    """Returns the documents of micro-batches with labels for which the step does not call the model, as for others."""
+    if not any(batch.is_called for batch in view.batches):
+        return []  # or it calls the model in another way
+    return [each for each in view.documents if not (batch := view.batches[each.batch]).is_called and batch.num_trained]
 
 
 # -- forgery ---------------------------------------------------------------------------------------------------------

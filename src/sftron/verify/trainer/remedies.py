@@ -160,6 +160,11 @@ ROWS_DROPPED = Remedy(
     "Remove the filter that drops them.",
     trl="Raise SFTConfig(max_length=...) above the longest conversation, or remove the filter that drops them.",
 )
+ROWS_SKIPPED = Remedy(
+    "training_step returns for some micro-batches without a call of the model, so nothing is learned from their rows, "
+    "although num_items_in_batch counts their labels.",
+    "Do not override training_step; leave out such rows where the data set is made.",
+)
 ROWS_EMPTY = Remedy("These rows train nothing: their answers are masked; see trained tokens.")
 
 # -- packing -----------------------------------------------------------------------------------------------------------

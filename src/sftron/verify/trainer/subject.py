@@ -135,7 +135,12 @@ class TrainerSubject(Subject):
         """Returns the batch with the arguments of the model's call in `training_step`."""
         module = self.model.module
         seen = self.model.arguments(lambda: self.trainer.training_step(module, dict(inputs), num_items))
-        return SeenBatch(features, dict(inputs), seen or dict(inputs))
+        return SeenBatch(features, dict(inputs), seen or dict(inputs), is_called=bool(seen))
+
+    @property
+    def _data_of_evaluation(self) -> dict[str, Any]:
+        data = self.trainer.eval_dataset
+        return data if isinstance(data, dict) else {} if data is None else {"eval": data}
 
     @cached_property
     def evaluation(self) -> dict[str, View | Finding]:
