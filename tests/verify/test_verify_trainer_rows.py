@@ -541,3 +541,29 @@ def test_micro_batches_without_a_label_may_be_skipped(own: Any, tmp_path: Path) 
     trainer = plain(own, tmp_path, SkipsNothing, per_device_train_batch_size=1)
     report = verify_trainer(trainer)
     assert report.passed, [(each.name, each.measured) for each in report.checks]
+
+
+# -- the numbers of a failure, and trainers that are refused -----------------------------------------------------------
+
+
+class OffByLittle(Trainer):
+    """A share of its loss is a mean of means, so that all of it is nearly the ratio, and no micro-batch's weight is."""
+
+    share = 0.1
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * (1 - self.share) + model(**inputs).loss * self.share / 2
+
+
+def test_a_loss_that_is_off_by_little_shows_the_number_that_fails(own: Any, tmp_path: Path) -> None:
+    row = row_of(verify_trainer(plain(own, tmp_path, OffByLittle)), "loss")
+    assert row.status == "FAIL", row.measured
+    apart, _, weight = row.measured.partition(" from the ratio; the weight of a micro-batch is off by ")
+    assert "%" not in apart
+    assert 0 < float(apart) < 1e-3
+    assert weight.endswith("%")
+    assert float(weight[:-1]) > 0
+    assert row.allowed == ("<= 1e-04" if float(apart) > 1e-4 else "<= 1% a micro-batch")

@@ -129,11 +129,17 @@ def loss(subject: TrainerSubject) -> Finding:
     if _are_equal([*weights, num_trained]):
         measured = f"{total / ratio:,.0f} times the ratio: a sum that is not divided by its {num_trained:,} labels"
         return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.UNDIVIDED.of(trainer))
-    measured = f"{apart:.1%} from the ratio; the weight of a micro-batch is off by {worst:.0%}"
+    measured = f"{_shown(apart)} from the ratio; the weight of a micro-batch is off by {_shown(worst)}"
     passes_no_count = trainer.model_accepts_loss_kwargs is False and trainer.compute_loss_func is None
     remedy = remedies.NO_LOSS_KWARGS if passes_no_count else remedies.MEAN_OF_MEANS
-    found = Finding(False, measured, f"<= {tolerance:.0e}", detail, remedy.of(trainer))
+    allowed = f"<= {tolerance:.0e}" if apart > tolerance else f"<= {_WEIGHT_TOLERANCE:.0%} a micro-batch"
+    found = Finding(False, measured, allowed, detail, remedy.of(trainer))
     return _of_another_loss(subject, found, tolerance)
+
+
+def _shown(share: float) -> str:
+    """Returns a share in percent, or with its exponent where the percentage would be rounded to nothing."""
+    return f"{share:.1e}" if share < 1e-3 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
 def _are_equal(values: Sequence[float]) -> bool:
@@ -187,7 +193,7 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
     with torch.no_grad():
         spread = _spread([float(subject.model.loss_of(each.inputs, num_items, training=False)) for each in batches])
     if spread > max(tolerance, _OTHER_TOLERANCE):
-        return replace(found, detail=(*found.detail, f"the same rows one by one: {spread:.1%} apart"))
+        return replace(found, detail=(*found.detail, f"the same rows one by one: {_shown(spread)} apart"))
     if wrong := _at_other_places(subject, batches[0], found):
         return wrong
     what = "another loss than the cross-entropy"
