@@ -567,3 +567,9 @@ def test_a_loss_that_is_off_by_little_shows_the_number_that_fails(own: Any, tmp_
     assert weight.endswith("%")
     assert float(weight[:-1]) > 0
     assert row.allowed == ("<= 1e-04" if float(apart) > 1e-4 else "<= 1% a micro-batch")
+
+
+def test_batches_that_are_no_mapping_are_refused_with_the_remedy(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path, collator=list, remove_unused_columns=False)
+    with pytest.raises(ValueError, match=r"batches are of type list; .*GRPO.* cannot be checked; give a trainer for"):
+        verify_trainer(trainer)

@@ -52,6 +52,17 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
     return tokenizer
 
 
+def require_mappings(batches: Sequence[Any]) -> None:
+    """Raises ValueError if the dataloader gives something else than tensors by name, as that of TRL's GRPOTrainer."""
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"the trainer's batches are of type {type(batch).__name__}; wanted a mapping with input_ids and labels"
+                ". A trainer that generates what it trains on (GRPO, RLOO, PPO) cannot be checked; give a trainer for "
+                "supervised fine-tuning, such as TRL's SFTTrainer"
+            )
+
+
 class Recorder:
     """A data collator that records the rows that it is given; else it is the trainer's own."""
 

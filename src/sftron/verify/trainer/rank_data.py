@@ -19,6 +19,7 @@ from sftron.verify.trainer.batches import (
     Step,
     ids_of,
     recorded,
+    require_mappings,
     select,
     small_sizes,
     with_fewer_labels,
@@ -118,7 +119,9 @@ class RankData(TrainerSubject):
             num_tokens = 0
             while num_tokens <= _MOST_TOKENS:
                 try:
-                    given = [dict(each) for each in islice(loader, args.gradient_accumulation_steps)]
+                    given = list(islice(loader, args.gradient_accumulation_steps))
+                    require_mappings(given)
+                    given = [dict(each) for each in given]
                 except Exception as error:
                     given, problem = [], f"{place_of(error)}: {type(error).__name__}: {error}"
                 counts, problems = zip(*gather("the number of batches", (len(given), problem)), strict=True)

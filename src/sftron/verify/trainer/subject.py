@@ -30,6 +30,7 @@ from sftron.verify.trainer.batches import (
     Step,
     chosen_rows,
     recorded,
+    require_mappings,
     rows_of,
     select,
     small_sizes,
@@ -128,6 +129,7 @@ class TrainerSubject(Subject):
                 yield step
 
     def _seen_step(self, batches: Sequence[Any], features: Sequence[Any], num_items: Any) -> Step:
+        require_mappings(batches)
         self.trainer.current_gradient_accumulation_steps = len(batches)
         return Step(tuple(map(self._see, batches, features, [num_items] * len(batches))), num_items)
 
