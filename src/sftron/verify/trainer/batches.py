@@ -185,8 +185,11 @@ class Step:
     @property
     def is_unlike(self) -> bool:
         """Whether the micro-batches' numbers of labels differ, so that a mean of their means is not the ratio."""
-        counts = [batch.num_trained for batch in self.batches]
-        return max(counts) - min(counts) > _LEAST_UNLIKE * max(counts)
+        return are_unlike([batch.num_trained for batch in self.batches])
+
+
+def are_unlike(counts: Sequence[int]) -> bool:
+    return max(counts) - min(counts) > _LEAST_UNLIKE * max(counts)
 
 
 def spans_of_rows(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:

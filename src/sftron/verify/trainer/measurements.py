@@ -188,16 +188,21 @@ def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[Subject], F
                 other = view if isinstance(view, Finding) else measure(view)
             except NotMeasuredError as error:
                 other = Finding(None, f"not measured, {error}")
-            is_first = other.passed is False and found.passed is not False
-            raised = found.raised or other.raised
-            found = Finding(
-                False if False in (found.passed, other.passed) else None if raised else found.passed,
-                f"{found.measured}; {name}: {other.measured}",
-                found.allowed,
-                (*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
-                f"In the evaluation's batches: {other.remedy}" if is_first else found.remedy,
-                raised,
-            )
+            found = with_finding_of(name, found, other)
         return found
 
     return check
+
+
+def with_finding_of(name: str, found: Finding, other: Finding) -> Finding:
+    """Returns the finding of the training together with that of an evaluation of this name."""
+    is_first = other.passed is False and found.passed is not False
+    raised = found.raised or other.raised
+    return Finding(
+        False if False in (found.passed, other.passed) else None if raised else found.passed,
+        f"{found.measured}; {name}: {other.measured}",
+        found.allowed,
+        (*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
+        f"In the evaluation's batches: {other.remedy}" if is_first else found.remedy,
+        raised,
+    )

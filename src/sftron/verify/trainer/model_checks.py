@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.measurements import Subject
+from sftron.verify.trainer.measurements import Subject, with_finding_of
 from sftron.verify.trainer.subject import TrainerSubject
 
 
@@ -97,6 +98,37 @@ _MOST_WITHOUT_GRADIENT = 0.1
 
 
 def loss(subject: TrainerSubject) -> Finding:
+    found = _of_training(subject)
+    for name, data in subject.evaluated_in_batches.items():
+        found = with_finding_of(name, found, _of_evaluation(subject, data))
+    return found
+
+
+_LEAST_GAP, _MOST_OF_GAP = 1e-5, 0.25
+"""Relative: the least difference of a mean of means from the ratio, and how much of it is rounding."""
+
+
+def _of_evaluation(subject: TrainerSubject, data: Any) -> Finding:
+    """Returns whether `eval_loss` is one ratio, whatever the batches of the evaluation are."""
+    try:
+        pair = subject.evaluated_pair(data)
+    except NotMeasuredError as error:
+        return Finding(None, f"not measured, {error}")
+    except Exception as error:  # of the trainer's own code, perhaps as its callbacks do not run
+        return Finding(None, Finding.of_exception(error).measured)
+    if not math.isfinite(pair.together + pair.ratio):
+        return Finding(None, f"not measured, eval_loss is {pair.together}")
+    if pair.gap <= _LEAST_GAP * abs(pair.ratio):
+        return Finding(None, "not measured, two rows of other lengths have the same eval_loss")
+    if abs(pair.together - pair.ratio) <= _MOST_OF_GAP * pair.gap:
+        return Finding(True, "eval_loss is one ratio")
+    counts = " and ".join(map(str, pair.num_labels))
+    measured = f"eval_loss of batches with {counts} labels is {pair.together:.6g}, their ratio {pair.ratio:.6g}"
+    detail = (f"each batch alone: {pair.alone[0]:.6g} and {pair.alone[1]:.6g}",)
+    return Finding(False, measured, "", detail, remedies.EVALUATED_BY_BATCHES.of(subject.trainer))
+
+
+def _of_training(subject: TrainerSubject) -> Finding:
     step, trainer = subject.step, subject.trainer
     counts = [batch.num_trained for batch in step.batches]
     num_trained, num_items = sum(counts), None if step.num_items is None else int(step.num_items)

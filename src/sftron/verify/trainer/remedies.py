@@ -254,6 +254,12 @@ NO_LOSS_KWARGS = replace(
     MEAN_OF_MEANS,
     option="Set trainer.model_accepts_loss_kwargs = True, so that the model is given num_items_in_batch.",
 )
+EVALUATED_BY_BATCHES = Remedy(
+    "eval_loss depends on per_device_eval_batch_size: the mean of a batch with few labels counts as much as any other. "
+    "The training's own loss is not concerned.",
+    "Weight the loss of each batch by its number of labels in an evaluate() of your own; or raise "
+    "per_device_eval_batch_size to the number of rows, so that there is one batch.",
+)
 MEAN_BY_SEQUENCE = Remedy(
     "The tokens of a short answer count for more than those of a long one.",
     "Divide the sum of the token losses of all rows by the number of their targets, not each row by its own.",

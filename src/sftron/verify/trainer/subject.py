@@ -24,10 +24,11 @@ from torch.utils.data import SequentialSampler
 
 from sftron.data.dataset import PackedDataset
 from sftron.errors import place_of
-from sftron.verify.report import Finding
+from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer.batches import (
     SeenBatch,
     Step,
+    are_unlike,
     chosen_rows,
     recorded,
     require_mappings,
@@ -36,6 +37,7 @@ from sftron.verify.trainer.batches import (
     small_sizes,
     with_fewer_labels,
 )
+from sftron.verify.trainer.evaluation import EvaluatedPair, evaluated_by_rows, unlike_pair
 from sftron.verify.trainer.gradients import GradientDifference, difference_of
 from sftron.verify.trainer.measurements import FEW_ROWS, Moves, Subject
 from sftron.verify.trainer.model import CalledModel, StepLosses
@@ -146,25 +148,57 @@ class TrainerSubject(Subject):
 
     @cached_property
     def evaluation(self) -> dict[str, View | Finding]:
-        data = self.trainer.eval_dataset
-        named = data if isinstance(data, dict) else {} if data is None else {"eval": data}
-        return {name: self._evaluated(each) for name, each in named.items()}
+        return {name: self._evaluated(each) for name, each in self._data_of_evaluation.items()}
 
     def _evaluated(self, data: Any) -> View | Finding:
-        trainer, module = self.trainer, self.model.module
         if not hasattr(data, "__len__") or not len(data):
             return Finding(None, "not measured: a streaming or empty data set")
         sample = select(data, chosen_rows(len(data), _NUM_EVALUATED))
-        with recorded(trainer, "eval_dataset", sample) as recorder:
-            try:
-                inputs = next(iter(trainer.get_eval_dataloader()))
-                module.eval()
-                seen = self.model.arguments(lambda: trainer.prediction_step(module, dict(inputs), True))
-                batch = SeenBatch(recorder.features[0] if recorder.features else [], dict(inputs), seen or inputs)
-            except Exception as error:  # of the trainer's own code
-                return Finding.of_exception(error)
+        try:
+            batch = self._first_evaluated(sample)
+        except Exception as error:  # of the trainer's own code
+            return Finding.of_exception(error)
         rows = rows_of(sample)
-        return View(trainer, self.encoder, rows, [batch], self.trained_roles, training=self.training)
+        return View(self.trainer, self.encoder, rows, [batch], self.trained_roles, training=self.training)
+
+    def _first_evaluated(self, sample: Any) -> SeenBatch:
+        """Returns the first batch of an evaluation, with the arguments of the model's call in `prediction_step`."""
+        trainer, module = self.trainer, self.model.module
+        with recorded(trainer, "eval_dataset", sample) as recorder:
+            inputs = next(iter(trainer.get_eval_dataloader()))
+            module.eval()
+            seen = self.model.arguments(lambda: trainer.prediction_step(module, dict(inputs), True))
+            return SeenBatch(recorder.features[0] if recorder.features else [], dict(inputs), seen or inputs)
+
+    @property
+    def evaluated_in_batches(self) -> dict[str, Any]:
+        """The data sets of the evaluation that need more than one batch."""
+        size = self.trainer.args.eval_batch_size
+        return {name: data for name, data in self._data_of_evaluation.items() if _size_of(data) > size}
+
+    def evaluated_pair(self, data: Any) -> EvaluatedPair:
+        """Evaluates two rows, each in a batch of its own, with the trainer's `evaluate`.
+
+        Raises NotMeasuredError, or an exception of the trainer's own code.
+        """
+        sample = select(data, chosen_rows(len(data), _NUM_EVALUATED))
+        numbers = unlike_pair(rows_of(sample), self._budget)
+        first, second, both = (select(sample, np.array(each)) for each in (numbers[:1], numbers[1:], numbers))
+        with evaluated_by_rows(self.trainer):
+            one, other = (self._first_evaluated(each).num_trained for each in (first, second))
+            if not (one and other and are_unlike((one, other))):
+                raise NotMeasuredError(f"rows with {one} and {other} labels, where a mean of means is the ratio")
+            alone = self._eval_loss(first, 1), self._eval_loss(second, 1)
+            return EvaluatedPair((one, other), alone, self._eval_loss(both, 2))
+
+    def _eval_loss(self, sample: Any, num_batches: int) -> float:
+        with recorded(self.trainer, "eval_dataset", sample) as recorder:
+            found = self.trainer.evaluate().get("eval_loss")
+        if found is None:
+            raise NotMeasuredError("evaluate() returns no eval_loss")
+        if recorder.features and len(recorder.features) != num_batches:
+            raise NotMeasuredError("the evaluation's dataloader fills its batches itself")
+        return float(found)
 
     # -- what is computed --------------------------------------------------------------------------------------------
 
@@ -185,7 +219,7 @@ class TrainerSubject(Subject):
 
     def _small_step(self) -> Step:
         trainer, args, lengths = self.trainer, self.trainer.args, self._row_lengths
-        budget = _TOKENS_ON_CPU if torch.device(args.device).type == "cpu" else _TOKENS_ON_GPU
+        budget = self._budget
         size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
         order, shortest = np.argsort(lengths, kind="stable"), np.sort(lengths)
         size, accumulated = small_sizes(shortest, budget, size, accumulated)
@@ -202,6 +236,12 @@ class TrainerSubject(Subject):
                 if number == len(lengths):
                     raise ValueError(f"the trainer makes no batch of {number:,} rows; set dataloader_drop_last=False")
                 number = min(2 * number, len(lengths))  # a sampler that packs rows fills a batch with many of them
+
+    @property
+    def _budget(self) -> int:
+        """The number of tokens that are computed."""
+        is_cpu = torch.device(self.trainer.args.device).type == "cpu"
+        return _TOKENS_ON_CPU if is_cpu else _TOKENS_ON_GPU
 
     @cached_property
     def _row_lengths(self) -> list[int]:
@@ -265,6 +305,10 @@ class TrainerSubject(Subject):
             **({"not run": f"callbacks that may change what trains: {', '.join(own)}"} if own else {}),
             "versions": ", ".join(_versions("sftron", "torch", "transformers", library_of(trainer))),
         }
+
+
+def _size_of(data: Any) -> int:
+    return len(data) if hasattr(data, "__len__") else 0
 
 
 def _versions(*packages: str) -> Iterator[str]:
