@@ -37,11 +37,12 @@ from sftron.verify.trainer.batches import (
     small_sizes,
     with_fewer_labels,
 )
-from sftron.verify.trainer.evaluation import EvaluatedPair, evaluated_by_rows, unlike_pair
+from sftron.verify.trainer.evaluation import EvaluatedPair, evaluated_by_rows, num_shared_rows, unlike_pair
 from sftron.verify.trainer.gradients import GradientDifference, difference_of
 from sftron.verify.trainer.measurements import FEW_ROWS, Moves, Subject
 from sftron.verify.trainer.model import CalledModel, StepLosses
 from sftron.verify.trainer.remedies import library_of
+from sftron.verify.trainer.schedule import num_steps_of, schedule_note
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
 from sftron.verify.trainer.view import View
@@ -68,7 +69,8 @@ class TrainerSubject(Subject):
         self.trainer, self.trained_roles = trainer, trained_roles
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
-        if is_endless := isinstance(data, PackedDataset):  # its first packs stand for all
+        self._is_endless = isinstance(data, PackedDataset)
+        if self._is_endless:  # its first packs stand for all
             state = data.state_dict()
             data = list(islice(data, _NUM_PACKS))
             trainer.train_dataset.load_state_dict(state)
@@ -77,7 +79,8 @@ class TrainerSubject(Subject):
         self._needs_all_rows = False  # whether the trainer's own sampler numbers rows that a sample does not have
         batches = [batch for step in self._steps(self.sample) for batch in step.batches]
         self._require_embeddings(batches)
-        is_whole = not is_endless and len(data) <= _NUM_ROWS and sum(each.ids.size for each in batches) <= _MOST_TOKENS
+        is_whole = not self._is_endless and len(data) <= _NUM_ROWS
+        is_whole &= sum(each.ids.size for each in batches) <= _MOST_TOKENS
         self.training = View(
             trainer, self.encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
@@ -284,12 +287,27 @@ class TrainerSubject(Subject):
         return [collated(rows) for rows in (few, *([each] for each in few))]
 
     @property
+    def _notes(self) -> dict[str, str]:
+        """What is no fault by itself, and often none that is meant."""
+        trained = list[str]()
+        for name, data in self._data_of_evaluation.items():
+            view = self.evaluation[name]
+            num_shared = 0 if self._is_endless else num_shared_rows(self.trainer.train_dataset, data)
+            of = f"{_size_of(data):,} rows"
+            if not num_shared and isinstance(view, View):  # rows that are tokenized later
+                num_shared, of = view.num_trained_documents, f"{len(view.documents):,} documents"
+            trained += [f"{name}: {num_shared:,} of {of} are in the training too"] * (num_shared > 0)
+        schedule = schedule_note(self.trainer, num_steps_of(self.trainer, self.total_rows))
+        found = {"trained too": "; ".join(trained), "schedule": schedule}
+        return {name: text for name, text in found.items() if text}
+
+    @property
     def facts(self) -> dict[str, str]:
         """The checked trainer, model and data, and the versions of the software."""
         trainer, model, config, view = self.trainer, self.model.unwrapped, self.model.config, self.training
         computed = ", ".join(f"{batch.ids.shape[0]} x {batch.ids.shape[1]}" for batch in self.step.batches)
         evaluated = {
-            name: each.measured if isinstance(each, Finding) else each.summary for name, each in self.evaluation.items()
+            name: each.measured if isinstance(each, Finding) else each.truth for name, each in self.evaluation.items()
         }
         own = [type(each) for each in trainer.callback_handler.callbacks]
         own = [each.__name__ for each in own if each.__module__.partition(".")[0] not in _LIBRARIES]
@@ -302,6 +320,7 @@ class TrainerSubject(Subject):
             **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
+            **self._notes,
             **({"not run": f"callbacks that may change what trains: {', '.join(own)}"} if own else {}),
             "versions": ", ".join(_versions("sftron", "torch", "transformers", library_of(trainer))),
         }

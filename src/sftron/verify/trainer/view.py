@@ -83,13 +83,10 @@ class View:
         return "; ".join([f"{len(self.documents):,} documents: {', '.join(words) or 'none'}", *reasons])
 
     @property
-    def summary(self) -> str:
-        """The truth, and for an evaluation how many of its documents are trained."""
-        if self.training is None:
-            return self.truth
-        trained = {each.ids.tobytes() for each in self.training.documents}
-        num_trained = sum(each.ids.tobytes() in trained for each in self.documents)
-        return f"{self.truth}; {num_trained:,} of them are in the training's batches too"
+    def num_trained_documents(self) -> int:
+        """How many documents of an evaluation are in the training's batches too."""
+        trained = {each.ids.tobytes() for each in self.training.documents} if self.training else set[bytes]()
+        return sum(each.ids.tobytes() in trained for each in self.documents)
 
     def with_roles(self) -> list[Document]:
         """Returns the documents whose tokens have roles. Raises NotMeasuredError if there are none."""
