@@ -1,5 +1,6 @@
 """A sweep file declares which runs are made: each has a checked configuration and a directory of its own."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,54 @@ def test_what_is_not_done_here_is_refused_by_name_and_all_of_it_at_once(
     assert sweep_file(tmp_path, **whole, metric={"name": "loss"}).metric == Metric("loss", "minimize")
     with pytest.raises(ValueError, match="wandb agent") as caught:
         sweep_file(tmp_path, **(whole | tree | {"a_typo": 1}))
-    assert f"sweep.yaml: {key}" in str(caught.value)
-    assert "sweep.yaml: a_typo: " in str(caught.value)
+    lines = (tmp_path / "sweep.yaml").read_text().splitlines()
+    for name in (key, "a_typo"):
+        (number,) = re.findall(rf"sweep\.yaml:(\d+): {re.escape(name)}: found ", str(caught.value))
+        assert name.removeprefix("parameters.").rpartition("metric.")[2] in lines[int(number) - 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        (
+            "method: random\nparameters: {optimizer.learning_rate: {min: 1e-5, max: 1e-3}}\n",
+            [
+                "1: command: is missing: write command: [${interpreter}, -m, sftron, train, --config, FILE, ${args}]",
+                '1: method: found "random" (text); write method: grid',
+                '2: parameters.optimizer.learning_rate: found {"min": "1e-5", "max": "1e-3"} (a mapping); a grid needs '
+                "the values themselves: write {values: [...]}, of numbers, texts, true or false",
+            ],
+        ),
+        (
+            "program: train.py\nmethod: grid\nparameters:\n  general.seed: [1, 2]\n  tokens.train_steps: 5\n"
+            "  optimizer:\n    parameters: {eps: {value: 1}}\ncommand: python train.py\n",
+            [
+                '1: program: found "train.py" (text); a program is not started by its name: write command: '
+                "[${interpreter}, -m, sftron, train, --config, FILE, ${args}]",
+                "4: parameters.general.seed: found [1, 2] (a list); write {values: [1, 2]}",
+                "5: parameters.tokens.train_steps: found 5 (a whole number); write {values: [5]}",
+                '6: parameters.optimizer: found {"parameters": {"eps": {"value": 1}}} (a mapping); write dotted keys, '
+                "as in optimizer.eps: {values: [...]}",
+                '8: command: found "python train.py" (text); write command: [${interpreter}, -m, sftron, train, '
+                "--config, FILE, ${args}]",
+            ],
+        ),
+        ("", ["1: found null; wanted the keys method, parameters and command"]),
+        ("- a\n", ['1: found ["a"] (a list); wanted the keys method, parameters and command']),
+    ],
+)
+def test_wandbs_own_files_are_answered_by_line_key_and_remedy(tmp_path: Path, text: str, problems: list[str]) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="wandb agent") as caught:
+        read_sweep_file(path)
+    assert str(caught.value).splitlines()[:-1] == [f"{path}:{problem}" for problem in problems]
+
+
+def test_broken_yaml_is_answered_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("method: grid\nparameters: {a: [1, 2}\n")
+    with pytest.raises(ValueError, match=r"sweep\.yaml:2: is not YAML: expected ',' or ']'"):
+        read_sweep_file(tmp_path / "sweep.yaml")
 
 
 def test_the_ablation_of_the_toggles_has_twelve_configurations_with_a_directory_each(

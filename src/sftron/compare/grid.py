@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sftron.compare.comparison import Metric
 from sftron.compare.recorded_run import decides_training, flat_config, value_text
 from sftron.config import Config, ConfigError, load_config
+from sftron.config.help import describe_value, dotted
 from sftron.config.load import split_arguments
 from sftron.regular_file import read_regular
 from sftron.train.revisions import pin, read_commits
@@ -109,17 +111,70 @@ class PlannedRun:
         return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
 
 
+_COMMAND = "write command: [${interpreter}, -m, sftron, train, --config, FILE, ${args}]"
+_REMEDIES = {
+    "": "wanted the keys method, parameters and command",
+    "method": "write method: grid",
+    "program": f"a program is not started by its name: {_COMMAND}",
+    "command": _COMMAND,
+    "parameters": "write dotted keys and their values, as in optimizer.learning_rate: {values: [1e-5, 1e-4]}",
+    "metric": "write metric: {name: eval/held_out/loss, goal: minimize}",
+}
+"""What to write, by the key of a sweep file. Other keys that are unknown are to be removed."""
+
+
 def read_sweep_file(path: Path) -> SweepFile:
-    """Reads a sweep file. Raises ValueError with a line for each problem."""
+    """Reads a sweep file. Raises ValueError with a line for each problem: the line and the key, and what to write."""
     try:
+        loader = yaml.SafeLoader(read_regular(path, _MAX_FILE_BYTES).decode("utf-8"))
         # wandb's YAML reader, so that both programs read equal values.
-        return SweepFile.model_validate(yaml.safe_load(read_regular(path, _MAX_FILE_BYTES).decode("utf-8")))
+        tree = None if (node := loader.get_single_node()) is None else loader.construct_document(node)
+        return SweepFile.model_validate(tree)
     except ValidationError as error:
-        lines = [f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        # Behind the name of a parameter, pydantic names the branches of a union.
+        found = {problem["loc"][:2]: problem for problem in error.errors()}
+        problems = sorted(
+            (_line_of(node, keys), ": ".join([*filter(None, [dotted(keys)]), _problem(tree, keys, problem)]))
+            for keys, problem in found.items()
+        )
+        lines = [f"{path}:{line}: {problem}" for line, problem in problems]
         remedy = "a grid of plain values runs here; `wandb sweep` and `wandb agent` run what else they read"
         raise ValueError("\n".join([*lines, remedy])) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}:{line}: is not YAML: {error.problem}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _line_of(node: yaml.Node | None, keys: Sequence[Any]) -> int:
+    """Returns the number of the line of a key, or of the last of the `keys` that the file has."""
+    line = 1
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        name, node = next((pair for pair in pairs if pair[0].value == str(key)), (None, None))
+        line = line if name is None else name.start_mark.line + 1
+    return line
+
+
+def _problem(tree: Any, keys: Sequence[Any], problem: Mapping[str, Any]) -> str:
+    """Returns a problem that pydantic has found at `keys`, and what to write instead."""
+    remedy = _REMEDIES.get(str(keys[0]) if keys else "")
+    if problem["type"] == "missing":
+        return f"is missing: {remedy}"
+    value = tree
+    for key in keys:
+        value = value[key]
+    found = f"found {describe_value(value)}"
+    if keys[:1] != ("parameters",) or len(keys) == 1:
+        if problem["type"] == "extra_forbidden" and not remedy:
+            return f"{found}, which is not read here: remove the key"
+        return f"{found}; {remedy or 'write a text'}"
+    if isinstance(value, dict) and isinstance(inner := value.get("parameters"), dict):
+        return f"{found}; write dotted keys, as in {keys[1]}.{next(iter(inner), 'key')}: {{values: [...]}}"
+    if isinstance(value, dict) or value in (None, []):
+        return f"{found}; a grid needs the values themselves: write {{values: [...]}}, of numbers, texts, true or false"
+    return f"{found}; write {{values: {json.dumps(value if isinstance(value, list) else [value], default=str)}}}"
 
 
 def plan_runs(path: Path, sweep: SweepFile) -> list[PlannedRun]:
