@@ -3,8 +3,9 @@
 import ast
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -77,8 +78,14 @@ def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("check --model m --device gpu", "argument --device: gpu: "),
-        ("check --model m --device cuda:99", "argument --device: cuda:99: "),
+        *(
+            (
+                f"{command} --model m --device {kind}",
+                f"--device: '{kind}' is no device that torch {metadata.version('torch')} can use here; give ",
+            )
+            for command, kind in (("check", "gpu"), ("check", "cuda:99"), ("generate", "mps"), ("generate", "xpu:1"))
+        ),
+        ("generate --model m --device meta", "--device: 'meta' is no device that"),
         ("convert a b --stop-token-ids 1;2", "argument --stop-token-ids: '1;2' is not a list of whole numbers"),
         ("generate --model m --max-new-tokens 0", "argument --max-new-tokens: invalid positive value: '0'"),
     ],
@@ -90,3 +97,25 @@ def test_a_value_that_cannot_be_parsed_is_refused_by_its_argument(
         main(words.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_tilde_in_quotes_or_behind_an_equals_sign_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "script.py").touch()
+    for words in (
+        "audit ~/run",
+        "compare ~/run",
+        "sweep ~/run.yaml",
+        "inspect --config=~/run.yaml",
+        "verify --config=~/run.yaml",
+        "train --config=~/run.yaml",
+        "generate --model=~/run --prompt=hi",
+        "check --model=~/run",
+        "convert ~/run ~/target",
+        "init ~/run.jsonl ~/model",
+        "verify-trainer ~/script.py:make",
+    ):
+        assert main(words.split()) == 2, words
+        assert str(tmp_path) in capsys.readouterr().err, words

@@ -22,6 +22,7 @@ from sftron.config.schema import General, Lora
 from sftron.config.values import Section
 from tests.conftest import ROOT
 
+PATH_KEYS = ("path", "output_dir", "chat_template", "adapter", "prompts", "resume")
 GOOD = """\
 general:
   run_name: demo
@@ -243,6 +244,79 @@ def test_a_file_without_sections_is_refused(tmp_path, content, expected):
         load_config(path)
     [problem] = caught.value.problems
     assert problem.replace(f"{tmp_path}/", "").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("  datasets:", "\u00a0 datasets:", 6),
+        ("    - path", "    -\u00a0path", 7),
+        ("sequence_length: 128", "sequence_length:\u00a0128", 9),
+        ("train_steps: 100", "train_steps:\u202f100", 10),
+        ("path: chats.jsonl", "path: chats.jsonl\u3000", 7),
+        ("optimizer:\n", "optimizer:\u2003\n", 11),
+        ("learning_rate: 1e-5", "\u00a0learning_rate: 1e-5", 12),
+    ],
+)
+def test_a_space_that_yaml_takes_for_a_letter_is_named_with_its_line(tmp_path, old, new, line):
+    assert old in GOOD
+    (problem,) = problems_of(tmp_path, GOOD.replace(old, new))
+    assert problem.startswith(f"run.yaml:{line}: is not YAML: ")
+    code = next(ord(each) for each in new if ord(each) > 127)
+    assert f"(U+{code:04X}); replace it with an ordinary space" in problem
+
+
+def test_a_text_may_have_special_spaces(tmp_path):
+    text = GOOD.replace("chats.jsonl", 'chats.jsonl\n      prompt_template: "Frage\u00a0:\u00a0{query}\u00a0"')
+    assert load(tmp_path, text).data.datasets[0].prompt_template == "Frage\u00a0:\u00a0{query}\u00a0"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "name"),
+    [
+        ("models/tiny", "${MODELS}/tiny", "model.path", "${MODELS}"),
+        ("chats.jsonl", "$DATA/chats.jsonl", "data.datasets.0.path", "$DATA"),
+        ("chats.jsonl", "sets/$NAME", "data.datasets.0.path", "$NAME"),
+        ("128", "${LENGTH}", "tokens.sequence_length", "${LENGTH}"),
+        ("run_name: demo", "run_name: demo-${USER}", "general.run_name", "${USER}"),
+    ],
+)
+def test_a_variable_of_the_shell_is_explained_once(tmp_path, old, new, key, name):
+    (problem,) = problems_of(tmp_path, GOOD.replace(old, new))
+    assert re.match(
+        rf"run\.yaml:\d+: {re.escape(key)}: {re.escape(name)} is not replaced here; write its value, ", problem
+    )
+
+
+def test_a_variable_in_braces_on_one_line_is_explained(tmp_path):
+    text = GOOD.replace(
+        "tokens:\n  sequence_length: 128\n  train_steps: 100", "tokens: {sequence_length: ${N}, train_steps: 3}"
+    )
+    (problem,) = problems_of(tmp_path, text)
+    assert "${N} is not replaced here" in problem
+
+
+def test_a_dollar_that_is_no_variable_stays(tmp_path):
+    config = load(tmp_path, GOOD, "--lora.targets=model.*(q|v)_proj$", "--general.output_dir=a$b")
+    assert config.lora is not None
+    assert (config.lora.targets, config.general.output_dir) == ("model.*(q|v)_proj$", "a$b")
+
+
+def test_the_home_folder_is_meant_by_a_tilde_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = [key for key in _all_keys(Config) if key.rpartition(".")[2] in PATH_KEYS]
+    overrides = [f"--{key}=~/x" for key in keys if not key.startswith("data.datasets")]
+    sets = ["--evaluation.datasets=[{path: ~/x}]", "--data.datasets.0.path=~/x", "--lora.modules_to_save=[]"]
+    (tmp_path / "run.yaml").write_text(GOOD)
+    text = dump_config(load_config("~/run.yaml", [*overrides, *sets]))
+    assert text.count(f"{tmp_path}/x\n") == len(overrides) + 2 >= 9
+    assert "~" not in text
+
+
+@pytest.mark.parametrize("targets", ["q_proj,v_proj", "q_proj, v_proj", "q_proj v_proj", "q_proj;v_proj,"])
+def test_names_in_one_text_are_answered_with_the_list(tmp_path, targets):
+    (problem,) = problems_of(tmp_path, f"{GOOD}lora:\n  targets: {targets}\n")
+    assert problem.endswith(f"lora.targets: {targets} is one text; write a list of names: [q_proj, v_proj]")
 
 
 def test_plain_values_are_those_of_yaml_1_2_and_an_empty_section_has_its_defaults(tmp_path):

@@ -14,6 +14,21 @@ _MAX_LINE_BYTES = 256 * 2**20
 """A line of evaluations.jsonl has all answers of an evaluation."""
 
 
+def expand_home(path: str) -> str:
+    """Returns a path in which a leading `~` or `~user` is the home folder, as a shell does where it is not quoted."""
+    return os.path.expanduser(path)  # noqa: PTH111  (Path.expanduser raises an exception if there is no home)
+
+
+def where_missing(path: str | Path) -> str:
+    """Returns what follows "there is no such file": the folder in which a relative path was looked up, or a dead link.
+
+    "" for an absolute path.
+    """
+    if (path := Path(path)).is_symlink() and not path.exists():
+        return f" (it is a symbolic link to {path.readlink()}, which does not exist)"
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading.
 

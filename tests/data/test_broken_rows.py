@@ -133,6 +133,26 @@ MESSAGES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ([{"role": "user", "content": "q"}, ANSWERED], 'write {"messages": [...]}'),
+        ([{"from": "human", "value": "q"}], 'write {"conversations": [...]}'),
+        (["q", "a"], "a list of rows belongs in a .json file"),
+        ([], "a list of rows belongs in a .json file"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_row_that_is_a_list_of_messages_gets_the_object_that_holds_it(
+    tmp_path: Path, row: list[object], remedy: str, name: str
+) -> None:
+    content = [row] if name.endswith(".json") else row
+    source = open_source(str(write(tmp_path / name, json.dumps(content).encode())))
+    with pytest.raises(DataError, match="wanted an object such as") as caught:
+        source[0]
+    assert str(caught.value).endswith(f"({remedy})")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     "name", [name for name, (_, reason) in BROKEN.items() if reason not in ("no_trained_token", "overlong")]

@@ -319,6 +319,11 @@ ADVICE: list[tuple[dict, str]] = [
     ({"prompt": LIST, "completion": "a"}, "write `completion` as a list, too: [{role: assistant, content: text}]"),
     ({"prompt": "q", "completion": LIST}, "write `prompt` as a list, too: [{role: user, content: text}]"),
     ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "`contents` has turns of {role, parts}, as Gemini's"),
+    *(
+        ({"id": "1", "role": role, "content": "q"}, "the row is one message: write all messages of a conversation into")
+        for role in ("user", "Assistant", "system", "model")
+    ),
+    ({"from": "human", "value": "q"}, "one message: write all messages of a conversation into one row, {conversations"),
     ({"turns": [{"role": "user", "text": "q"}]}, "name columns in `columns`, or convert the rows"),
 ]
 
@@ -328,5 +333,5 @@ def test_rows_that_no_columns_can_read_get_the_rewriting_that_does(tmp_path: Pat
     with pytest.raises(DataError) as caught:
         resolve_format(open_source(str(write_jsonl(tmp_path / "a.jsonl", row))))
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: fits no format; ")
-    assert f"; {advice}" in str(caught.value)
+    assert advice in str(caught.value)
     assert "set `" not in str(caught.value)

@@ -32,15 +32,24 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("set/*.parquet", "set/*.parquet: no file matches this pattern; set/ has chats.gz, chats.jsonl, notes.txt"),
-        ("set/chat.jsonl", "set/chat.jsonl: no such file or folder, nor a Hub id (owner/name); set/ has chats.jsonl"),
+        (
+            "set/*.parquet",
+            "set/*.parquet: no file matches this pattern in {tmp}; set/ has chats.gz, chats.jsonl, ",
+        ),
+        (
+            "set/chat.jsonl",
+            "set/chat.jsonl: no such file or folder in {tmp}, nor a Hub id (owner/name); set/ has",
+        ),
         ("set/notes.txt", "set/notes.txt: a file with the ending .txt; wanted .jsonl"),
         ("set/chats.gz", "set/chats.gz: a file with the ending .gz; wanted .jsonl"),
-        ("plain", "plain: no such file or folder, nor a Hub id (owner/name); ./ has"),
+        ("plain", "plain: no such file or folder in {tmp}, nor a Hub id (owner/name); ./ has"),
         ("empty", "empty: no file of rows in this folder (wanted .jsonl"),
         ("mixed", "mixed: files of several kinds (.json, .jsonl) in this folder; name one kind, mixed/*.json"),
         ("blank.jsonl", "blank.jsonl: holds no rows"),
-        ("owner/name", 'owner/name: is no local file or folder, and split "train" cannot be loaded from the Hub: '),
+        (
+            "owner/name",
+            'owner/name: is no local file or folder in {tmp}, and split "train" cannot be loaded from',
+        ),
     ],
 )
 def test_a_path_without_rows_is_reported_with_what_is_there(tmp_path, monkeypatch, path, message):
@@ -50,7 +59,19 @@ def test_a_path_without_rows_is_reported_with_what_is_there(tmp_path, monkeypatc
     for name, content in {**files, "mixed/a.jsonl": lines_of(ROWS), "mixed/a.json": "[]"}.items():
         write(tmp_path / name, content)
     (tmp_path / "empty").mkdir()
-    assert str(refusal_of(tmp_path, path)).startswith(message)
+    assert str(refusal_of(tmp_path, path)).startswith(message.replace("{tmp}", str(tmp_path)))
+
+
+@pytest.mark.parametrize("path", ["dead.jsonl", "set", "set/*.jsonl", "set/b.jsonl", "dead"])
+def test_a_dead_link_is_named_and_its_rows_are_not_missing_in_silence(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "set" / "a.jsonl", lines_of(ROWS))
+    for name in ("dead.jsonl", "set/b.jsonl", "dead"):
+        (tmp_path / name).symlink_to("/nowhere/b.jsonl")
+    assert "is a symbolic link to /nowhere/b.jsonl, which does not exist" in str(refusal_of(tmp_path, path))
+    (tmp_path / "set" / "b.jsonl").unlink()
+    (tmp_path / "set" / "b.jsonl").symlink_to("a.jsonl")
+    assert len(open_source("set")) == 2 * len(ROWS)
 
 
 SPLIT_FOLDERS = {

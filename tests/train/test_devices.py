@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sftron.__main__ import main
 from sftron.checkpoint.shards import HostCopy, Shard
 from sftron.config import Config
 from sftron.train import build_run, dry_run, evaluation, loop, ranks
@@ -66,6 +67,29 @@ def test_each_rank_takes_a_gpu_of_its_own(
     with pretended_gpu():
         monkeypatch.setattr(ranks, "num_gpus", lambda: num_gpus)
         assert start_ranks().device == torch.device("gpu", index)
+
+
+@pytest.mark.parametrize("present", [[], ["RANK"], ["RANK", "MASTER_ADDR"]])
+def test_a_world_size_that_a_scheduler_left_is_refused_with_what_is_missing(
+    present: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        (monkeypatch.setenv(name, "3") if name in present else monkeypatch.delenv(name, raising=False))
+    missing = ", ".join({"RANK": "", "MASTER_ADDR": "", "MASTER_PORT": ""}.keys() - {*present})
+    with pytest.raises(ValueError, match="unset WORLD_SIZE for one process, or start all ranks") as caught:
+        start_ranks()
+    assert all(name in str(caught.value) for name in missing.split(", "))
+    assert not any(f"{name}," in str(caught.value) for name in present)
+
+
+def test_a_rank_that_a_scheduler_left_does_not_silence_a_process_that_is_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["train", "--config", str(tmp_path / "absent.yaml")]) == 2
+    assert "absent.yaml: cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_gpus", [1, 3])

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from sftron.hub_revision import commit_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.wrappers import text_names, with_stored_head, wrapper_of
-from sftron.regular_file import read_regular
+from sftron.regular_file import read_regular, where_missing
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
 TOKENIZER_FILES = (
@@ -88,7 +88,7 @@ def _refused(path: str, revision: str | None, with_weights: bool) -> Iterator[No
         at = "" if revision is None else f" (revision {revision})"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{what} is no local folder, and it cannot be downloaded from the Hub{at}: {reason}"
+            f"{what} is no local folder{where_missing(path)}, and it cannot be downloaded from the Hub{at}: {reason}"
         ) from error
 
 

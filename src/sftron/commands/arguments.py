@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sftron.errors import refuse, without_secrets
+from sftron.regular_file import expand_home
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,11 @@ def positive(text: str) -> int:
     return number
 
 
+def as_path(text: str) -> Path:
+    """Parses a path; a shell leaves the `~` in `--out=~/x`, and in quotes."""
+    return Path(expand_home(text))
+
+
 def count(text: str) -> int:
     """Parses an integer of 0 or more."""
     if (number := int(text)) < 0:
@@ -78,12 +84,18 @@ def device(text: str) -> torch.device:
     """Parses a device of torch, which has to be present."""
     import torch  # argparse calls this only if a device is given, so --help takes no time
 
+    from sftron.kernels.device import GPU_TYPES, gpu_functions
+
     try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
-        problem = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text}: {problem}; give cpu, or cuda where there is a GPU") from None
-    return torch.device(text)
+        found = torch.empty(0, device=text).device
+        if found.type == "meta":  # which holds no numbers
+            raise RuntimeError
+    except (RuntimeError, AssertionError, ImportError):  # torch raises any of these for a device that is not there
+        kinds = ("cpu", *GPU_TYPES)
+        seen = [kind for kind in kinds if kind == "cpu" or gpu_functions(torch.device(kind)).is_available()]
+        problem = f"{text!r} is no device that torch {torch.__version__} can use here"
+        raise argparse.ArgumentTypeError(f"{problem}; give {' or '.join(seen)}") from None
+    return found
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

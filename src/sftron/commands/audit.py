@@ -7,18 +7,16 @@ It makes the packs of each step again from the data, and compares them with the 
 passed, 1 a check failed, 2 the run or its data cannot be opened.
 """
 
-from pathlib import Path
-
-from sftron.commands.arguments import OVERRIDES_OF_RUN, make_parser, refusing, write_json
+from sftron.commands.arguments import OVERRIDES_OF_RUN, as_path, make_parser, refusing, write_json
 from sftron.errors import show
 
 
 @refusing(ValueError, OSError, tool="sftron audit")
 def main(arguments: list[str]) -> int:
     parser = make_parser("audit", __doc__, OVERRIDES_OF_RUN)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    parser.add_argument("run", type=as_path, metavar="RUN", help="the run directory")
     parser.add_argument("--step", type=int, metavar="N", help="name the rows of this step, with file and line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--json", type=as_path, metavar="FILE", help="write the report there too")
     options, overrides = parser.parse_known_args(arguments)
     # Imported here, so that --help takes no time.
     from sftron.verify.replay import OpenedRun, audit_run

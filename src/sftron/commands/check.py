@@ -7,10 +7,9 @@
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
 
-from pathlib import Path
-
-from sftron.commands.arguments import device, make_parser, positive, refusing, write_json
+from sftron.commands.arguments import as_path, device, make_parser, positive, refusing, write_json
 from sftron.errors import show
+from sftron.regular_file import expand_home
 
 
 @refusing(ValueError, OSError, tool="sftron check")
@@ -21,18 +20,19 @@ def main(arguments: list[str]) -> int:
         epilog="docs/verify.md lists what a pass of each check proves.",
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
+    add("--model", type=as_path, required=True, help="folder of a Hugging Face model (safetensors)")
     other = parser.add_mutually_exclusive_group()
-    other.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
-    other.add_argument("--adapter", type=Path, help="an adapter of --model in peft's format, compared with peft")
+    other.add_argument("--native", type=as_path, help="compare the weights in this folder with --model, e.g. an export")
+    other.add_argument("--adapter", type=as_path, help="an adapter of --model in peft's format, compared with peft")
     other.add_argument(
         "--against",
         nargs=2,
+        type=expand_home,
         metavar=("KIND", "WHERE"),
         help="compare --model with what serves it: `vllm` and the URL of a server, or a folder for which `vllm serve` "
         "is started; `gguf` and a file",
     )
-    add("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
+    add("--prompts", type=as_path, help="JSONL of `messages` ending in a user's (default: five examples)")
     add("--limit", type=positive, help="use the first LIMIT prompts only")
     add("--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)")
     add(
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     add("--served-model", metavar="NAME", help="the model of a server that serves several")
     add("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
     add("--device", type=device, help="cpu (default) or cuda")
-    add("--json", type=Path, metavar="FILE", help="write the report there too")
+    add("--json", type=as_path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(arguments)
     if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
         parser.error("--served-model and --timeout belong to --against vllm URL")

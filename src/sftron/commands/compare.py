@@ -10,17 +10,17 @@ Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
 
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser, refusing, write_report, writing
+from sftron.commands.arguments import as_path, make_parser, refusing, write_report, writing
 from sftron.errors import show
 
 
 @refusing(ValueError, OSError, tool="sftron compare")
 def main(arguments: list[str]) -> int:
     parser = make_parser("compare", __doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
-    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
+    parser.add_argument("runs", type=as_path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("--out", type=as_path, default=Path("comparison"), metavar="DIR", help="default: comparison")
     parser.add_argument("--title", default="Runs compared", help="of the page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
+    parser.add_argument("--json", type=as_path, metavar="FILE", help="also write report.json there")
     options = parser.parse_args(arguments)
     # Imported here, so that --help takes no time.
     from sftron.compare.comparison import compare

@@ -12,9 +12,7 @@ Every tensor is then read back and compared by its bits. Exit status: 0 if all a
 source cannot be read or the target cannot be written.
 """
 
-from pathlib import Path
-
-from sftron.commands.arguments import OVERRIDES_OF_RUN, integers, make_parser, refusing, write_json, writing
+from sftron.commands.arguments import OVERRIDES_OF_RUN, as_path, integers, make_parser, refusing, write_json, writing
 from sftron.errors import show
 
 
@@ -22,11 +20,11 @@ from sftron.errors import show
 def main(arguments: list[str]) -> int:
     parser = make_parser("convert", __doc__, OVERRIDES_OF_RUN)
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="a checkpoint, a Hugging Face folder or an adapter")
-    add("target", type=Path, metavar="TARGET", help="the folder to make")
+    add("source", type=as_path, metavar="SOURCE", help="a checkpoint, a Hugging Face folder or an adapter")
+    add("target", type=as_path, metavar="TARGET", help="the folder to make")
     add(
         "--model",
-        type=Path,
+        type=as_path,
         metavar="DIR",
         help="the base of an adapter; for a checkpoint outside a run directory: the model's folder",
     )
@@ -42,7 +40,7 @@ def main(arguments: list[str]) -> int:
         metavar="ID,...",
         help="the ids that end a turn (those that the run has trained)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the result there too")
+    add("--json", type=as_path, metavar="FILE", help="write the result there too")
     options, overrides = parser.parse_known_args(arguments)
     # Imported here, so that --help takes no time.
     import torch

@@ -12,10 +12,9 @@ Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import device, make_parser, positive, refusing, write_json
+from sftron.commands.arguments import as_path, device, make_parser, positive, refusing, write_json
 from sftron.errors import show
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def chat_until_end(chat: Chat) -> None:
 def main(arguments: list[str]) -> int:
     parser = make_parser("generate", __doc__)
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
+    add("--model", type=as_path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
     add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
     add("--system", help="the system message")
     add("--max-new-tokens", type=positive, default=512, metavar="N", help="of an answer (%(default)s)")
@@ -68,7 +67,7 @@ def main(arguments: list[str]) -> int:
     add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
     add("--dtype", choices=["float32", "bfloat16"], help="to compute in (float32; bfloat16 if there is a GPU)")
     add("--device", type=device, help="where to compute (cuda if there is a GPU, else cpu)")
-    add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
+    add("--json", type=as_path, metavar="FILE", help="write the conversation there at the end")
     options = parser.parse_args(arguments)
     # Imported here, so that --help takes no time.
     import torch

@@ -14,8 +14,9 @@ import os
 import shutil
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser, refusing, writing
+from sftron.commands.arguments import as_path, make_parser, refusing, writing
 from sftron.errors import show
+from sftron.regular_file import expand_home
 
 _STARTER = Path(__file__).parents[1] / "starter"
 
@@ -23,10 +24,10 @@ _STARTER = Path(__file__).parents[1] / "starter"
 @refusing(ValueError, OSError, tool="sftron init")
 def main(arguments: list[str]) -> int:
     parser = make_parser("init", __doc__)
-    parser.add_argument("data", nargs="?", metavar="DATA", help="the rows to train on")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to start from")
+    parser.add_argument("data", nargs="?", type=expand_home, metavar="DATA", help="the rows to train on")
+    parser.add_argument("model", nargs="?", type=expand_home, metavar="MODEL", help="the model to start from")
     parser.add_argument(
-        "--out", type=Path, default=Path("sft.yaml"), metavar="FILE", help="the file to write (default: %(default)s)"
+        "--out", type=as_path, default=Path("sft.yaml"), metavar="FILE", help="the file to write (default: %(default)s)"
     )
     parser.add_argument("--quickstart", action="store_true", help="copy the files of the quickstart instead")
     options, overrides = parser.parse_known_args(arguments)

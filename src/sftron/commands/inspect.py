@@ -9,9 +9,8 @@ Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
 """
 
 import sys
-from pathlib import Path
 
-from sftron.commands.arguments import OVERRIDES, count, make_parser, refusing, write_json, write_report
+from sftron.commands.arguments import OVERRIDES, as_path, count, make_parser, refusing, write_json, write_report
 from sftron.config import load_config
 from sftron.errors import show
 
@@ -24,8 +23,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--packs", type=count, default=100, metavar="N", help="packs to count (default 100)")
     parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
     parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the audit as JSON")
+    parser.add_argument("--html", type=as_path, metavar="OUT", help="also write one self-contained page")
+    parser.add_argument("--json", type=as_path, metavar="FILE", help="also write the audit as JSON")
     options, overrides = parser.parse_known_args(arguments)
     # Imported here, so that --help takes no time.
     from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns

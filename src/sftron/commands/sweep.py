@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from sftron.commands.arguments import make_parser, refusing
+from sftron.commands.arguments import as_path, make_parser, refusing
 from sftron.errors import show
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOG_NAME = "output.log"
 @refusing(ValueError, OSError)
 def main(arguments: list[str]) -> int:
     parser = make_parser("sweep", __doc__)
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
+    parser.add_argument("sweep", type=as_path, metavar="SWEEP.yaml", help="a sweep file of method grid")
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their commands, and start none")
     options = parser.parse_args(arguments)
     # Imported here, so that --help takes no time.

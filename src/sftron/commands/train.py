@@ -87,4 +87,5 @@ def _refuse(error: ValueError) -> int:
 
 
 def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    # A scheduler may leave RANK in the environment of a process that is alone.
+    return os.environ.get("RANK", "0") == "0" or "MASTER_ADDR" not in os.environ

@@ -8,7 +8,7 @@ Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a
 import shlex
 from pathlib import Path
 
-from sftron.commands.arguments import OVERRIDES, make_parser, positive, refusing, write_json, write_report
+from sftron.commands.arguments import OVERRIDES, as_path, make_parser, positive, refusing, write_json, write_report
 from sftron.config import load_config
 from sftron.errors import show
 
@@ -24,11 +24,11 @@ def main(arguments: list[str]) -> int:
     add("--tokens", type=positive, metavar="N", help="tokens that the model computes at once (default: by the device)")
     add("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
     add("--context", type=positive, metavar="N", help="also train with N processes that share each pack")
-    add("--html", type=Path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
-    add("--json", type=Path, metavar="FILE", help="write the report there too")
+    add("--html", type=as_path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
+    add("--json", type=as_path, metavar="FILE", help="write the report there too")
     add(
         "--card",
-        type=Path,
+        type=as_path,
         nargs="?",
         const=Path(),
         metavar="FILE",

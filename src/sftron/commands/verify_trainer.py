@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sftron.commands.arguments import make_parser, refusing, write_json, write_report
+from sftron.commands.arguments import as_path, make_parser, refusing, write_json, write_report
 from sftron.errors import is_of_user, place_of, show
+from sftron.regular_file import expand_home
 
 
 def load_function(target: str) -> Callable[[], Any]:
     """Returns the function that `SCRIPT.py:FUNCTION` names. Raises ValueError."""
-    path, _, name = target.rpartition(":")
+    path, _, name = expand_home(target).rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise ValueError(
             f"found {target}; wanted SCRIPT.py:FUNCTION, a Python file and its function that returns the trainer"
@@ -55,10 +56,10 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("verify-trainer", __doc__)
     parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="a function without arguments; gives the trainer")
     parser.add_argument("--trained-roles", choices=("assistant", "all"), default="assistant", help="what is meant")
-    parser.add_argument("--conversations", type=Path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--script", type=Path, metavar="FOLDER", help="write a program for each failed row there")
+    parser.add_argument("--conversations", type=as_path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
+    parser.add_argument("--html", type=as_path, metavar="FILE", help="write the page there")
+    parser.add_argument("--json", type=as_path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--script", type=as_path, metavar="FOLDER", help="write a program for each failed row there")
     parser.add_argument(
         "--time-limit", type=float, default=600, metavar="SECONDS", help="how long a rank waits for another one"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, ConfigError, load_config
-from sftron.regular_file import read_json_value
+from sftron.regular_file import read_json_value, where_missing
 from sftron.train.logs.loggers import flat, flat_numbers
 from sftron.train.run_directory import read_records, read_result
 
@@ -95,7 +95,9 @@ def read_run(folder: Path) -> RecordedRun:
         ValueError: It is not a run directory, or its configuration cannot be read.
     """
     if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
+        raise ValueError(
+            f"{folder} is not a run directory{'' if folder.is_dir() else where_missing(folder)}: it has no config.yaml"
+        )
     try:
         config = load_config(folder / "config.yaml")
     except ConfigError as error:

@@ -14,6 +14,7 @@ from sftron.config.values import (
     HubConfig,
     Name,
     Names,
+    PathText,
     Positive,
     PositiveNumber,
     Revision,
@@ -36,11 +37,11 @@ _MOST_TOKENS_IN_A_PACK = 2**26
 class Tokenizer(Section):
     """The tokenizer and its chat template."""
 
-    path: Text | None = None
+    path: PathText | None = None
     """A local folder or Hub id; null means model.path."""
     revision: Revision | None = None
     """As model.revision, for the tokenizer; null: that of the model or, with path, the branch main."""
-    chat_template: Text | None = None
+    chat_template: PathText | None = None
     """A .jinja file, or chatml, hermes, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own."""
     add_tokens: Texts = ()
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
@@ -61,7 +62,7 @@ class Tokenizer(Section):
 class Rows(Section):
     """Rows of conversations, and how they are read."""
 
-    path: Text
+    path: PathText
     """A .jsonl, .json, .csv or .tsv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of these, a Hub id."""
     name: Text | None = None
     """Names the data set in metrics and reports; null means its path."""

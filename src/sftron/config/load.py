@@ -26,12 +26,12 @@ from sftron.config.help import (
     suggest_key,
     words_of,
 )
-from sftron.config.plain_yaml import PLAIN_VALUES, Loader, syntax_problem
+from sftron.config.plain_yaml import PLAIN_VALUES, Loader, first_odd_space, odd_space, syntax_problem, variable_problem
 from sftron.config.replacements import OTHER_TRAINERS, REMOVED, VALUES_OF_OTHERS
 from sftron.config.schema import Config
 from sftron.config.values import Section
 from sftron.errors import redacted
-from sftron.regular_file import read_regular
+from sftron.regular_file import expand_home, read_regular, where_missing
 
 _MAX_FILE_BYTES = 256 * 2**10
 """The largest accepted file, ten times the size of a long configuration; PyYAML reads 60 KB/s."""
@@ -51,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError with one line for each problem: `configs/x.yaml:12: optimizer.learning_rat: unknown key; did
     you mean learning_rate?`.
     """
-    draft = _Draft(Path(path), overrides)
+    draft = _Draft(Path(expand_home(str(path))), overrides)
     draft.read_file()
     if draft.problems and not draft.tree:
         raise ConfigError(draft.problems)
@@ -86,6 +86,8 @@ class _Draft:
         self._path, self._overrides = path, overrides
         self._origins: dict[KeyPath, _Origin] = {(): (0, 0)}
         self._problems: list[tuple[_Origin, str]] = []
+        self._explained = set[KeyPath]()
+        """The values that are wrong for a reason that has been reported, whatever else is wrong with them."""
 
     @property
     def problems(self) -> list[str]:
@@ -122,6 +124,8 @@ class _Draft:
         If an override has set one of the `causes`, or a key inside one, the problem is reported at the override,
         because the file alone may be correct.
         """
+        if path in self._explained:
+            return
         overrides = [
             origin
             for known, origin in self._origins.items()
@@ -143,7 +147,8 @@ class _Draft:
         except UnicodeDecodeError as error:
             return self.report((), f"byte {error.start} is not UTF-8; save the file as UTF-8")
         except OSError as error:
-            return self.report((), f"cannot be read: {error.strerror}")
+            where = where_missing(self._path) if isinstance(error, FileNotFoundError) else ""
+            return self.report((), f"cannot be read: {error.strerror}{where}")
         except ValueError as error:
             return self.report((), str(error))
         tree = self._parse(text, ())
@@ -201,7 +206,9 @@ class _Draft:
             return None if node is None else self._build(node, path, override)
         except yaml.MarkedYAMLError as error:
             line, problem = (error.problem_mark.line + 1 if error.problem_mark else 1), error.problem
-            if error.problem_mark and not override:
+            if not override and (odd := first_odd_space(text)):
+                line, problem = odd
+            elif error.problem_mark and not override:
                 problem = syntax_problem(str(problem), text.splitlines()[line - 1 :], error.problem_mark.column)
         except yaml.reader.ReaderError as error:
             line, problem = text.count("\n", 0, error.position) + 1, f"the character {error.character!r} is not allowed"
@@ -224,6 +231,8 @@ class _Draft:
             lines: dict[str, int] = {}
             for key_node, value_node in node.value:
                 key = str(key_node.value)
+                if problem := odd_space(key, anywhere=True):
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
                 if key in mapping:
                     problem = f"given twice, first on line {lines[key]}; keep one"
                     self._add(origin_of(key_node), (*path, key), problem)
@@ -242,6 +251,11 @@ class _Draft:
             if redacted(node.value) != node.value:
                 problem = "holds a password or a token, which would be written to logs; leave it out, and set it in "
                 self._add(origin_of(node), path, f"{problem}the environment (HF_TOKEN, WANDB_API_KEY)")
+            if problem := variable_problem(node.value, path):
+                self._add(origin_of(node), path, problem)
+                self._explained.add(path)
+            if node.style is None and (problem := odd_space(node.value)):
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
             try:
                 return PLAIN_VALUES[node.tag][2](node.value)
             except ValueError:

@@ -44,6 +44,42 @@ for _tag, (_pattern, _first, _) in PLAIN_VALUES.items():
     Dumper.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
 
 
+_ODD_SPACE = "[\u00a0\u1680\u2000-\u200b\u202f\u205f\u2060\u3000\ufeff]"
+_AT_EDGE = re.compile(f"^-?{_ODD_SPACE}|{_ODD_SPACE}$|:{_ODD_SPACE}")
+_VARIABLE = re.compile(r"\$\{\w*\}|(?:^|/)\$[A-Za-z_]\w*")
+_FREE_TEXTS = {"prompt_template", "add_tokens", "allow_control_tokens", "columns", "targets"}
+"""The keys whose texts may have any characters."""
+
+
+def odd_space(text: str, *, anywhere: bool = False) -> str | None:
+    """Returns the problem of a space that YAML takes for a letter, at an edge or behind a colon; else None."""
+    found = re.search(_ODD_SPACE, text) if anywhere else _AT_EDGE.search(text)
+    if found is None:
+        return None
+    (code,) = (each for each in found[0] if each not in ":-")
+    return f"a non-breaking or other special space (U+{ord(code):04X}); replace it with an ordinary space"
+
+
+def variable_problem(text: str, path: Sequence[str | int] = ()) -> str | None:
+    """Returns the problem of a value that names a variable of the shell; None if there is none."""
+    found = None if _FREE_TEXTS.intersection(path) else _VARIABLE.search(text)
+    if found is None:
+        return None
+    name = found[0].lstrip("/")
+    return (
+        f'{name} is not replaced here; write its value, or an override in which the shell replaces it: --KEY="{name}"'
+    )
+
+
+def first_odd_space(text: str) -> tuple[int, str] | None:
+    """Returns the line and the problem of the first special space between the words of YAML, outside of quotes."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = re.split("[\"'#]", line, maxsplit=1)[0].strip(" \t\r")
+        if problem := odd_space(words):
+            return number, problem
+    return None
+
+
 def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
     """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
     words = [word for word in re.finditer(r"[^\s:]+", lines[0]) if word[0].strip("-")] if lines else []
@@ -56,6 +92,8 @@ def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
         problem = "it is read as a part of the value above; indent it like the keys beside it, each with a colon"
     elif "<block mapping start>" in problem:
         problem = "its indentation is that of no key above; indent it like the keys beside it"
+    elif variable := variable_problem(lines[0]):
+        problem = variable
     elif "'\\t'" in problem:
         problem = "a tab; indent with spaces"
     shown = word[0] if len(word[0]) <= 60 else f"{word[0][:57]}..."

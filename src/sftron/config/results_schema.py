@@ -11,6 +11,7 @@ from sftron.config.data_schema import EvaluationDataset
 from sftron.config.values import (
     Checkpoint,
     Contradictions,
+    PathText,
     Positive,
     PositiveNumber,
     Repository,
@@ -102,7 +103,7 @@ class Evaluation(Section):
     metric: Text | None = None
     """What patience watches, as eval/held_out/loss; losses should fall, other metrics rise. null: that of
     checkpoints.keep_best or, without it, the loss of the first set."""
-    prompts: Text | None = None
+    prompts: PathText | None = None
     """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
     max_new_tokens: Positive = 48
     """Longest answer, in tokens."""

@@ -18,6 +18,7 @@ from sftron.config.values import (
     ModulesToSave,
     Name,
     NonNegativeNumber,
+    PathText,
     Positive,
     PositiveNumber,
     PositiveShare,
@@ -27,7 +28,6 @@ from sftron.config.values import (
     Seed,
     Share,
     Targets,
-    Text,
     WarmUp,
 )
 
@@ -40,7 +40,7 @@ class General(Section):
     run_name: Name
     """Names the run's directory, {output_dir}/{run_name}, and the run in its loggers. `{section.key}` in it stands for
     the value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
-    output_dir: Text = "runs"
+    output_dir: PathText = "runs"
     """Where run directories are made. Like every relative path here, relative to the working directory."""
     seed: Seed = 42
     """Decides the order of the data and every other random choice."""
@@ -52,7 +52,7 @@ class General(Section):
 class Model(Section):
     """The model to start from; its architecture comes from its own config.json."""
 
-    path: Text
+    path: PathText
     """A local folder in Hugging Face format, or a Hub id."""
     revision: Revision | None = None
     """The branch, tag or commit of a Hub id; null: the branch main. A run asks the Hub once which commit that is: it
@@ -103,7 +103,7 @@ class Lora(Section):
     """How A begins, as in peft: uniform in +-1 / sqrt(input size), or normal with deviation 1 / rank. B begins as 0."""
     modules_to_save: ModulesToSave = ()
     """Layers that are trained in full besides the adapters, and saved with them: embed_tokens, lm_head."""
-    adapter: Text | None = None
+    adapter: PathText | None = None
     """A folder in peft's format to go on from; null: new adapters. It decides rank, alpha, targets, rslora, dora and
     modules_to_save: leave them at their defaults, or give the same values."""
 

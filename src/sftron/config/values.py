@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from sftron.name_patterns import NamePatterns
+from sftron.regular_file import expand_home
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ def _refused(problem: str) -> PydanticCustomError:
 
 def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
     if isinstance(targets, str):
+        if len(names := re.split(r"[,;\s]+", targets.strip(",; "))) > 1 and all(
+            re.fullmatch(r"[\w.]+", n) for n in names
+        ):
+            raise _refused(f"{targets} is one text; write a list of names: [{', '.join(names)}]")
         try:
             NamePatterns([targets])
         except ValueError as error:
@@ -61,6 +67,7 @@ def _require_inside(name: str) -> str:
 _MAX_ACCUMULATION = 2**20
 
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_home), Wanted("text")]
 Revision = Annotated[
     str,
     Field(pattern=r"^[\w.][\w.+/-]*$"),
@@ -120,7 +127,9 @@ Day = Annotated[
 Accumulation = Annotated[
     int, Field(ge=1, le=_MAX_ACCUMULATION), Wanted(f"a whole number from 1 to {_MAX_ACCUMULATION}")
 ]
-Checkpoint = Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")]
+Checkpoint = Annotated[
+    str, Field(min_length=1), AfterValidator(expand_home), Wanted("auto, never or the path of a checkpoint")
+]
 Repository = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")]
 Trackers = Annotated[
     tuple[

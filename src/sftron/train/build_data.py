@@ -31,6 +31,7 @@ from sftron.data.types import (
     Dropped,
     Role,
 )
+from sftron.regular_file import where_missing
 from sftron.train.logs import console
 from sftron.train.progress import too_many_dropped
 from sftron.train.ranks import Ranks
@@ -188,7 +189,7 @@ def read_questions(path: str | None) -> list[Question]:
     if path is None:
         return []
     if not Path(path).is_file():
-        raise DataError(f"evaluation.prompts: {path} is not a file")
+        raise DataError(f"evaluation.prompts: {path} is not a file{where_missing(path)}")
     source = open_source(path, "train")
     questions = []
     for index in range(len(source)):

@@ -34,6 +34,7 @@ from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.models.wrappers import text_config
+from sftron.regular_file import where_missing
 from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import ANY_LAYOUT, make_adamw
 from sftron.train.ranks import Ranks
@@ -183,7 +184,8 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
     projections, has_experts = list(projections_of(model, model.config)), model.config.mixture is not None
     if options.adapter is not None:
         if not Path(options.adapter).is_dir():
-            raise ValueError(f"adapter: {options.adapter} is no folder")
+            problem = f"is no folder{where_missing(options.adapter)}; name one in peft's format"
+            raise ValueError(f"adapter: {options.adapter} {problem}")
         try:
             found = read_adapter(Path(options.adapter), model.config)
         except ValueError as error:

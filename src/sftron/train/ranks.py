@@ -305,6 +305,13 @@ def start_ranks(
     world_size, local_rank = _number_of("WORLD_SIZE", 1), _number_of("LOCAL_RANK", 0)
     for name in ("RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
         _number_of(name, 0)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world_size > 1 and missing:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size} in the environment, as a scheduler leaves it, but torchrun's "
+            f"{', '.join(missing)} are missing: unset WORLD_SIZE for one process, or start all ranks (torchrun "
+            f"--nproc_per_node={world_size} -m sftron train ...)"
+        )
     num_shards = dp_shard or max(1, world_size // (dp_replicate * context))
     dimensions = Dimensions(replicate=dp_replicate, shard=num_shards, context=context)
     plans = plans and "WORLD_SIZE" not in os.environ

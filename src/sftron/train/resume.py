@@ -25,6 +25,7 @@ from sftron.data.loader import PackLoader
 from sftron.kernels.device import device_name, is_gpu
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
+from sftron.regular_file import where_missing
 from sftron.train.evaluation import Best, is_patience_over
 from sftron.train.logs import console
 from sftron.train.progress import Progress
@@ -216,6 +217,7 @@ def _find(setup: Setup, checkpoints: Path) -> Found:
 def _verified(setup: Setup, folder: Path) -> Path:
     """Returns `folder` if it is a valid checkpoint. Raises CheckpointError if it is damaged."""
     if problem := verify_checkpoint(folder, setup.ranks):
+        problem += "" if folder.is_dir() else where_missing(folder)
         raise CheckpointError(f"checkpoints.resume: {folder}: {problem}; name another checkpoint")
     return folder
 

@@ -11,6 +11,7 @@ from typing import Any
 from sftron.checkpoint.checkpoint import read_state, steps_in
 from sftron.config import load_config
 from sftron.data.digest import digest_of
+from sftron.regular_file import where_missing
 from sftron.train import build_data
 from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import intact_records, read_result
@@ -74,7 +75,8 @@ class OpenedRun:
 
     def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
         if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
+            where = "" if folder.is_dir() else where_missing(folder)
+            raise ValueError(f"{folder} is not a run directory{where}: it has no config.yaml")
         self.folder = folder
         self.steps = read_steps(folder)
         self.config = load_config(folder / "config.yaml", overrides)

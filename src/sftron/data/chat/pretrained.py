@@ -10,6 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tokenizer_file import difference_from_file
+from sftron.regular_file import where_missing
 
 _MAIN_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
@@ -64,8 +65,8 @@ def template_source(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
         return tokenizer.chat_template[template]
     if not Path(template).is_file():
         raise ValueError(
-            f"tokenizer.chat_template: {template} is not a file, nor one of {', '.join(TEMPLATE_NAMES)}; give the "
-            "path of a Jinja template"
+            f"tokenizer.chat_template: {template} is not a file{where_missing(template)}, nor one of "
+            f"{', '.join(TEMPLATE_NAMES)}; give the path of a Jinja template"
         )
     try:
         source = Path(template).read_text(encoding="utf-8")

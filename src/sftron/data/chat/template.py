@@ -56,12 +56,15 @@ class ChatTemplate:
     Args:
         source: The Jinja source. Raises TemplateError if it cannot be compiled.
         constants: The variables that the tokenizer adds to every rendering (bos_token, eos_token, ...).
+        file: The path of the source, for error messages.
         date: The date for a template that writes today's date, as Llama 3.2's does in every system turn; by default,
             today. A run has one date throughout; otherwise a row would have other tokens on another day (law 5).
     """
 
-    def __init__(self, source: str, constants: Mapping[str, str], date: datetime.date | None = None) -> None:
-        self.source = source
+    def __init__(
+        self, source: str, constants: Mapping[str, str], date: datetime.date | None = None, file: str | None = None
+    ) -> None:
+        self.source, self._name = source, f"the chat template{f' {file}' if file else ''}"
         self.date = (date or datetime.date.today()) if _DATE_FUNCTION in source else None
         """The date that the template writes, or None if it writes none."""
         self._constants = dict(constants)
@@ -73,11 +76,9 @@ class ChatTemplate:
             self._environment = TrackingEnvironment.like(self._reference.environment)
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(
-                f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
-            ) from error
+            raise TemplateError(f"{self._name} is not valid Jinja, line {error.lineno}: {error.message}") from error
         except Exception as error:  # from constant folding, or Python's own limit on nested loops
-            raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
+            raise TemplateError(f"{self._name} cannot be compiled: {type(error).__name__}: {error}") from error
         # Jinja keeps globals as a chain of mappings, and copying it takes a third of the time of every rendering.
         self._template.globals = dict(self._template.globals)
         # `a ~ b` compiles to a call of the function with this name in the template's module.
@@ -139,7 +140,7 @@ class ChatTemplate:
                 problem = f"refuses this conversation: {error}"
             else:
                 problem = f"fails on this conversation: {type(error).__name__}: {error}"
-            raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
+            raise TemplateError(f"{self._name}, line {_template_line(error)}, {problem}") from error
 
     # --- The input of a rendering ---
 

@@ -43,6 +43,7 @@ class ChatTokenizer:
         allow_control_tokens: The control tokens that the texts of a role may contain, by role ("assistant",
             "reasoning", ...).
         added_tokens: The tokens that were added to the tokenizer after the model was trained.
+        template_file: The name or the path of `template`, for error messages.
 
     Raises:
         TemplateError: The tokenizer is not a fast one, or the template or a control token cannot be used.
@@ -55,6 +56,7 @@ class ChatTokenizer:
         date: datetime.date | None = None,
         allow_control_tokens: Mapping[str, Collection[str]] | None = None,
         added_tokens: Collection[str] = (),
+        template_file: str | None = None,
     ) -> None:
         # The loader workers provide the parallelism; the tokenizer's own threads would not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -68,7 +70,7 @@ class ChatTokenizer:
         self.added_tokens = tuple(added_tokens)
         self._backend = backend
         self._templates = {
-            name: ChatTemplate(source, tokenizer.special_tokens_map, date)
+            name: ChatTemplate(source, tokenizer.special_tokens_map, date, template_file)
             for name, source in template_sources(tokenizer.chat_template if template is None else template).items()
         }
         self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
@@ -93,7 +95,7 @@ class ChatTokenizer:
         """
         tokenizer, added = load_tokenizer(path, add_tokens)
         template = None if chat_template is None else template_source(chat_template, tokenizer)
-        return cls(tokenizer, template, date, allow_control_tokens, added)
+        return cls(tokenizer, template, date, allow_control_tokens, added, chat_template)
 
     @property
     def template(self) -> ChatTemplate:

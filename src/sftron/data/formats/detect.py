@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sftron.data.formats.messages import ROLE_NAMES
 from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
 from sftron.data.formats.values import describe, empty_row, is_none, names_of, refusal
 from sftron.data.sources import RowSource
@@ -135,6 +136,8 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
     """
     formats: tuple[tuple[Format, str], ...] = (("messages", "role"), ("sharegpt", "from"))
     readings: list[tuple[str, dict[str, Any]]] = []
+    if _is_one_message(row):
+        return []
     for column, turns in row.items():
         for format, key in formats:
             if turns and are_turns([turns], key) and _TURN_TEXT[key] & turns[0].keys() and not row.keys() >= _PAIR:
@@ -158,8 +161,17 @@ def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
     return readings
 
 
+def _is_one_message(row: Row) -> bool:
+    """Returns whether the row is a single message instead of a conversation."""
+    roles = (row.get(key) for key in ("role", "from"))
+    return any(isinstance(role, str) and role.strip().lower() in ROLE_NAMES for role in roles)
+
+
 def _remedy(row: Row) -> str:
     """Returns the configuration that reads the row, if there is one."""
+    if _is_one_message(row):
+        column, turn = ("conversations", "{from, value}") if "from" in row else ("messages", "{role, content}")
+        return f"the row is one message: write all messages of a conversation into one row, {{{column}: [{turn}, ...]}}"
     remedies = []
     in_one_line = {"default_flow_style": True, "width": inf, "allow_unicode": True, "sort_keys": False}
     for meaning, keys in suggested_readings(row):
@@ -169,7 +181,8 @@ def _remedy(row: Row) -> str:
         if name in ("messages", "conversations") and isinstance(value, str):
             remedies = [f"`{name}` is a text: write the list itself"]
         elif value and are_turns([value], "role") and "parts" in value[0]:
-            written = "`messages`, a list of {role: user or assistant, content: text}"
+            written = "`messages`, a list of {role, content}: role assistant for model, a first message of role system "
+            written += "for systemInstruction, tool_calls for functionCall"
             remedies = [f"`{names_of([name])}` has turns of {{role, parts}}, as Gemini's: write {written}"]
     if row.keys() >= _PAIR and {list, str} == {type(row[name]) for name in _PAIR}:
         other = next(name for name in sorted(_PAIR) if isinstance(row[name], str))

@@ -40,6 +40,8 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), Role.TOOL_CALL),
     **dict.fromkeys(("observation", "tool", "function_response", "tool_response"), Role.TOOL),
 }
+ROLE_NAMES = _ROLES.keys() | _SHAREGPT_ROLES.keys()
+"""All names of roles, in either format."""
 _FORMAT_OF_KEY = {"role": "messages", "from": "sharegpt"}
 _LARGEST_WEIGHT = 1_000_000
 _FACTOR_KEYS = {"loss_weight", "loss_scale"}
@@ -129,7 +131,11 @@ def check_order(messages: Sequence[Numbered], location: str) -> None:
         name = f"message {number} ({message.role_name or message.role.name.lower()})"
         if message.role not in wanted:
             if message.role is Role.TOOL:
-                remedy = "give the assistant's message before it `tool_calls`, as a call in a text is not read as one"
+                remedy = (
+                    "a call in a text is not read as one: give the assistant's message before it `tool_calls` (in "
+                    "{from, value}: make it a turn of function_call, with {name, arguments} as its JSON text), and "
+                    "remove the marks around calls and results, such as <tool_call>, which the template writes itself"
+                )
             roles = " or ".join(role.name.lower() for role in wanted)
             raise refusal(location, "wrong_role_order", f"{name} {position}; wanted {roles} there: {remedy}")
         (wanted, remedy), position = _NEXT[message.role], f"follows {name}"

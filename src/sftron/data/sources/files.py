@@ -20,7 +20,7 @@ from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
 from sftron.data.types import DataError
-from sftron.regular_file import open_regular
+from sftron.regular_file import open_regular, where_missing
 
 _TEXT_ENDINGS = (".jsonl", ".json", *CSV_SUFFIXES)
 _ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
@@ -144,19 +144,27 @@ def find_files(path: str, split: str = "train", config: str | None = None) -> li
         )
     elif here.is_file() or glob.has_magic(path):
         names = [path] if here.is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207  absolute patterns
-        files = [Path(name) for name in names if Path(name).is_file()]
+        files = [Path(name) for name in names if _is_file(Path(name))]
         if not files:
-            raise DataError(f"{path}: no file matches this pattern; {_near(here)}")
+            raise DataError(f"{path}: no file matches this pattern{where_missing(here)}; {_near(here)}")
         _choose(path, split, ["train"])
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and _ending_of(here) not in _ENDINGS and path[0] not in ".~":
         return None
     else:
-        raise DataError(f"{path}: no such file or folder, nor a Hub id (owner/name); {_near(here)}")
+        problem = f"no such file or folder{where_missing(here)}, nor a Hub id (owner/name)"
+        raise DataError(f"{path}: {problem}; {_near(here)}")
     for file in files:
         if _ending_of(file) not in _ENDINGS:
             found = f"the ending {_ending_of(file)}" if file.suffix else "no ending"
             raise DataError(f"{file}: a file with {found}; {_WANTED}: convert, decompress or rename it")
     return files
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether the path is a file. Raises DataError for a dead link, whose rows would be missing in silence."""
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path}: no such file{where_missing(path)}; restore the file, or remove the link")
+    return path.is_file()
 
 
 def _ending_of(path: Path) -> str:
@@ -191,7 +199,7 @@ def _files_of_folder(folder: Path, split: str, config: str | None) -> list[Path]
         return _saved_files(folder, split)
     # Hidden files are skipped: copies of editors, unfinished downloads.
     seen = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "_")))
-    files = [file for file in seen if _ending_of(file) in _ENDINGS and file.is_file()]
+    files = [file for file in seen if _ending_of(file) in _ENDINGS and _is_file(file)]
     if (declared or not files) and (by_split := _files_of_hub_folder(folder, config, declared=declared)):
         files = by_split[_choose(folder, split, list(by_split))]
     elif not files:

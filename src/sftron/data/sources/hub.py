@@ -16,6 +16,7 @@ from sftron.data.sources.jsonl import excerpt
 from sftron.data.sources.streaming import RowStream, read_table
 from sftron.data.types import DataError
 from sftron.hub_revision import commit_of
+from sftron.regular_file import where_missing
 
 _FINGERPRINT_ROWS = 8
 
@@ -91,6 +92,7 @@ class HubSplit:
             raise
         except Exception as error:  # network, authentication and unknown names raise many types
             at = "" if self.revision is None else f" of revision {self.revision}"
-            problem = f"is no local file or folder, and split {excerpt(self.split)}{at} cannot be loaded from the Hub"
+            problem = f"is no local file or folder{where_missing(self.path)}, and split {excerpt(self.split)}{at} "
+            problem += "cannot be loaded from the Hub"
             reason = " ".join(str(error).split())
             raise DataError(f"{self.path}: {problem}: {reason}; `config` names a configuration") from error

@@ -281,7 +281,10 @@ def parse_row(data: bytes, location: str) -> Row:
     row = parse_json(data, location, _WHOLE_LINES if is_cut else "one JSON object")
     if not isinstance(row, dict):
         found = excerpt(data.decode("utf-8"))
-        problem = f"found {found}; wanted an object such as {{...}} (a list of rows belongs in a .json file)"
+        first = row[0] if isinstance(row, list) and row and isinstance(row[0], dict) else {}
+        is_chat, column = {"role", "from"} & first.keys(), "conversations" if "from" in first else "messages"
+        remedy = f'write {{"{column}": [...]}}' if is_chat else "a list of rows belongs in a .json file"
+        problem = f"found {found}; wanted an object such as {{...}} ({remedy})"
         raise DataError(f"{location}: {problem}", reason="not_an_object")
     return row
 
