@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ import torch
 import yaml
 
 from sftron import ChatTokenizer, PackedDataset, PackLoader, Role, load_model, weighted_loss_sum
+from sftron.__main__ import COMMANDS, usage
 from sftron.compare.grid import read_sweep_file
 from sftron.config import ConfigError, describe_config, load_config
 from sftron.config.results_schema import Logging
@@ -130,6 +132,62 @@ def test_every_quoted_phrase_is_in_the_source() -> None:
     assert not [
         phrase for phrase in phrases if not re.search("[^\1]*".join(map(re.escape, phrase[1].split("..."))), source)
     ]
+
+
+FOREIGN = {
+    *("causal_conv1d", "causal_conv1d_fn", "mamba_split_conv1d_scan_combined", "mamba_ssm"),
+    *("aya_vision", "cohere2_vision", "rotary_pct", "on_step_begin", "connectFullMesh"),
+    *(
+        "PIP_EXTRA_INDEX_URL",
+        "WANDB_AGENT_KILL_DELAY",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        "sanitize_control_tokens",
+        "SWEEP_ID",
+    ),
+}
+"""Names of other projects in the pages."""
+
+
+def test_every_name_in_backquotes_is_one_of_the_source() -> None:
+    """Names with an underscore or a capital inside; on other pages than those that list the names of others."""
+    files = [*SOURCES, *TESTS, *ROOT.glob("examples/**/*.py"), ROOT / "pyproject.toml", ROOT / "Makefile"]
+    known = set(re.findall(r"\w+", "\n".join(map(read, files)))) | FOREIGN | {path.stem for path in TESTS}
+    others = ("CHANGELOG.md", "decisions.md", "migrating.md", "metrics.md", "how-it-is-tested.md", "silent-failures.md")
+    named = {
+        (page.name, name)
+        for page in PAGES
+        for text in re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", read(page)))
+        for name in re.findall(r"\b[A-Za-z]\w*(?:_|[a-z][A-Z])\w*", text)
+        if page.name not in others
+    }
+    assert len(named) > 300
+    assert not "\n".join(sorted(f"{page}: {name}" for page, name in named if name not in known))
+
+
+def test_every_command_target_and_extra_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"(?m)^([a-z-]+):", read(ROOT / "Makefile")))
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
+        text = read(page)
+        assert set(re.findall(r"`sftron ([a-z][a-z-]*)", text)) <= COMMANDS.keys(), page.name
+        assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets, page.name
+        extras = ",".join(re.findall(r"(?:sftron|['\" ]\.)\[([a-z,0-9]+)\]", text)).split(",")
+        assert set(filter(None, extras)) <= project["optional-dependencies"].keys(), page.name
+        assert not re.search(r"pip install sftron\b(?! and)|sftron/sftron@", text), f"{page.name}: not published"
+
+
+def test_the_help_has_the_exit_statuses_of_all_commands() -> None:
+    def statuses(text: str) -> set[str]:
+        return set(re.findall(r"\b(\d) [a-z]|\b(\d)(?: if|, or)", " ".join(text.split()).partition("xit status")[2]))
+
+    stated = {status for pair in statuses(usage()) for status in pair if status}
+    for name in COMMANDS:
+        module = import_module(f"sftron.commands.{name.replace('-', '_')}")
+        found = {status for pair in statuses(module.__doc__ or "") for status in pair if status}
+        assert found, name
+        assert found <= stated, name
+    page = read(DOCS / "resume.md").partition("has these exit statuses")[2]
+    assert stated == set(re.findall(r"(?m)^\| (\d) \|", page))
 
 
 def test_every_law_that_is_cited_is_an_invariant() -> None:

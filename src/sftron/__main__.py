@@ -81,7 +81,8 @@ def usage() -> str:
             "",
             "`sftron COMMAND --help` describes its arguments. On N GPUs:",
             "  torchrun --nproc_per_node=N -m sftron train ...",
-            "Exit status of all: 0 nothing wrong, 1 something failed, 2 bad arguments, configuration or data.",
+            "Exit status: 0 nothing wrong, 1 something failed, 2 bad arguments, configuration or data; of train also",
+            "3 diverged, or without a finite loss.",
         ]
     )
 

@@ -18,7 +18,10 @@ _ELEMENTS_ON_GPU, _ELEMENTS_ON_CPU = 2**27, 2**20
 
 
 class Head(NamedTuple):
-    """The function from hidden states to logits: hidden @ weight^T + bias, bounded by `softcap` if that is not None."""
+    """The output projection: logits are hidden @ weight^T + bias, bounded by `softcap` if that is not None.
+
+    It is a tuple of weights, and `logits` is the function.
+    """
 
     weight: Tensor
     """[V, H]"""

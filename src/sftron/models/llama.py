@@ -184,7 +184,7 @@ class LlamaForSFT(nn.Module):
 
     @property
     def head(self) -> Head:
-        """The function from hidden states to logits."""
+        """The output projection; `head.logits(hidden)` gives the logits."""
         bias_V = self.lm_head.bias if self.config.head_bias else None
         return Head(self.head_weight, bias_V, self.config.logit_softcap)
 
