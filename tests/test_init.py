@@ -345,3 +345,28 @@ def test_a_wrong_key_is_refused_by_init_and_nothing_is_written(
 def test_loss_png_has_about_ten_evaluations_on_the_way(home: Path) -> None:
     assert main(["init", str(write("chats.jsonl")), "models/tiny", "--tokens.train_steps=200"]) == 0
     assert load_config("sft.yaml").evaluation.interval == 20
+
+
+def test_one_of_a_kind_is_in_the_singular_and_rows_that_are_repeated_are_counted(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, *others = write("chats.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    Path("one.jsonl").write_text(one, encoding="utf-8")
+    assert main(["init", "one.jsonl", "models/tiny", "--tokens.train_epochs=1"]) == 0
+    assert main(["train", "--config", "sft.yaml"]) == 0
+    assert main(["inspect", "--config", "sft.yaml"]) == 0
+    assert main(["audit", "runs/one"]) == 0
+    printed = capfd.readouterr().out
+    assert "1 row in one lane" in printed
+    assert "1 epoch is whole" in printed
+    assert not re.findall(r"(?<!of )(?<![\d,.])1 (?:[a-z]+s)\b(?! of)", printed)
+    assert "equal to an earlier one" not in printed
+
+    Path("sft.yaml").unlink()
+    Path("twice.jsonl").write_text("".join([one, *others[:3], one, one.replace("}]}", "} ] }"), one]), encoding="utf-8")
+    assert main(["init", "twice.jsonl", "models/tiny", "--evaluation.share=0"]) == 0
+    where = "the first: twice.jsonl:5 is twice.jsonl:1"
+    assert f"WARNING    3 rows equal to an earlier one; {where}" in capfd.readouterr().out
+    assert main(["inspect", "--config", "sft.yaml", "--json", "audit.json"]) == 0
+    assert re.search(rf"rows equal to an earlier one +3; {where}\n", capfd.readouterr().out)
+    assert json.loads(Path("audit.json").read_text())["rows"]["num_repeated"] == 3

@@ -1,4 +1,4 @@
-"""Escapes characters that would act on a terminal or be invisible on a page."""
+"""Text for people: escapes characters that act on a terminal or are invisible on a page, and counts things."""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def _written_out(match: re.Match[str]) -> str:
     if code < 0x20:
         return chr(0x2400 + code)
     return "␡" if code == 0x7F else f"<U+{code:04X}>"
+
+
+def counted(number: int, nouns: str) -> str:
+    """Returns a number with its nouns, or the singular behind 1: `1,200 rows`, `1 row`, `1 copy`, `1 batch`."""
+    if number != 1:
+        return f"{number:,} {nouns}"
+    if nouns.endswith("ies"):
+        return f"1 {nouns[:-3]}y"
+    return f"1 {nouns[:-2] if nouns.endswith(('sses', 'ches', 'shes')) else nouns[:-1]}"

@@ -54,7 +54,7 @@ def test_runs_are_made_in_order_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     bad = tmp_path / "bad.yaml"
     bad.write_text(path.read_text().replace("grid", "bayes"))
     assert main([str(bad)]) == 2
-    assert "bad.yaml: method: " in capsys.readouterr().err
+    assert "bad.yaml:1: method: " in capsys.readouterr().err
     assert main([str(path)]) == 0
     assert order(tmp_path) == ["run-0.3", "run-0.1", "run-0.2"]
     assert main([str(path)]) == 0

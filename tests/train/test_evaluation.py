@@ -238,7 +238,7 @@ def test_rows_that_are_also_trained_on_are_counted_and_named(
     Trainer(make_config(tmp_path, model_folder, evaluation__datasets=[{"path": str(tmp_path / "other.jsonl")}])).build()
     out = capfd.readouterr().out
     assert "evaluation other: 4 conversations" in out
-    assert "WARNING    1 rows of other are also in the training data; the first: " in out
+    assert "WARNING    1 row of other is also in the training data; the first: " in out
     assert f"{tmp_path}/other.jsonl:1 is {tmp_path}/rows.jsonl:5" in out
     (tmp_path / "rows.jsonl").write_text("\n".join(rows + rows) + "\n")
     Trainer(make_config(tmp_path, model_folder, evaluation__share=0.1, general__run_name="share")).build()

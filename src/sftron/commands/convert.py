@@ -14,6 +14,7 @@ source cannot be read or the target cannot be written.
 
 from sftron.commands.arguments import OVERRIDES_OF_RUN, as_path, integers, make_parser, refusing, write_json, writing
 from sftron.errors import show
+from sftron.visible_text import counted
 
 
 @refusing(ValueError, OSError, tool="sftron convert")
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
             overrides=overrides,
         )
     write_json(options.json, {"target": str(options.target), "num_tensors": num_tensors, "different": different})
-    show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
+    show(f"{options.target}: {counted(num_tensors, 'tensors')}, {len(different)} of which differ from {options.source}")
     for name in different:
         show(f"  {name}")
     return 1 if different else 0

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from sftron.commands.arguments import as_path, make_parser, refusing
 from sftron.errors import show
+from sftron.visible_text import counted
 
 if TYPE_CHECKING:
     from sftron.compare.grid import PlannedRun, SweepFile
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
             show(f"{state:<9}  {run.name}\n     {shlex.join(run.command)}")
         return 0
     waiting = [run for run, state in zip(runs, states, strict=True) if state != "completed"]
-    show(f"sweep      {sweep.name}: {len(runs)} runs, {len(runs) - len(waiting)} completed before")
+    show(f"sweep      {sweep.name}: {counted(len(runs), 'runs')}, {len(runs) - len(waiting)} completed before")
     status = run_all(waiting)
     report(sweep, runs)
     return status

@@ -30,6 +30,7 @@ from sftron.data.packing import BestFitPacking, MinibatchPacking, PoolPacking, l
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
+from sftron.visible_text import counted
 
 _AUTO_NUM_LANES = 48
 """The number of lanes with `data.num_lanes: auto` if there are too many rows to plan their packing (row_lengths.py)."""
@@ -151,7 +152,7 @@ class PackedDataset(IterableDataset[Pack]):
     @property
     def lanes_in_words(self) -> str:
         planned = f"one lane, planned by their lengths{', best-fit decreasing' if self.is_best_fit else ''}"
-        return planned if self.is_planned else f"{self.num_lanes} lanes"
+        return planned if self.is_planned else f"{counted(self.num_lanes, 'lanes')}"
 
     def takes_workers(self, num_workers: int) -> bool:
         """Returns whether this rank can have `num_workers` loader workers."""

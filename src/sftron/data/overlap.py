@@ -1,4 +1,4 @@
-"""Finds conversations of the evaluation data that are in the training data as well."""
+"""Finds conversations of the evaluation data that are in the training data as well, and repeated ones."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def overlaps(evaluated: Iterable[Preparation], training: Preparation) -> tuple[l
         [(location, training.location(found[digest])) for digest, location in rows if digest in found] for rows in sets
     ]
     return shared, num_compared
+
+
+def repetitions(data: Preparation) -> tuple[list[tuple[str, str]], int]:
+    """Returns the rows that are equal to an earlier row, with the location of either, and how many rows were compared.
+
+    They are the first rows of each data set; of a stream, none. Bad rows are ignored.
+    """
+    num_rows = 0 if data.is_streamed else min(data.num_rows or 0, _MAX_COMPARED_ROWS)
+    first: dict[bytes, ConversationKey] = {}
+    digests = ((key, _digest(data, key)) for key in map(data.key, range(num_rows)))
+    repeated = [
+        (data.location(key), data.location(earlier))
+        for key, digest in digests
+        if digest is not None and (earlier := first.setdefault(digest, key)) != key
+    ]
+    return repeated, num_rows
 
 
 def _digest(preparation: Preparation, key: ConversationKey) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -23,12 +24,20 @@ from sftron.report.tokens import (
     role_name,
     trained_tokens,
 )
+from sftron.visible_text import counted
 
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
 """The result of preparing one row: the conversation before and after labels.py, or the reason why it was dropped."""
 
 _ROW_COUNTS = (
-    *("num_boundary_tokens", "num_holding_control_text", "num_with_second_thought", "num_truncated", "num_untrained"),
+    *(
+        "num_repeated",
+        "num_boundary_tokens",
+        "num_holding_control_text",
+        "num_with_second_thought",
+        "num_truncated",
+        "num_untrained",
+    ),
 )
 _BAR_COLUMNS = 40
 _NUM_MASKS_COMPARED = 400
@@ -69,6 +78,7 @@ class Audit:
         self.left_out: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}  # the first location of each counted item
+        self._seen: dict[bytes, str] = {}  # by a hash of the ids and labels of a row: where it was first
 
     def add_row(self, row: AuditedRow) -> None:
         key = row.key if isinstance(row, Dropped) else row[1].key
@@ -91,6 +101,9 @@ class Audit:
         source.num_trained_tokens += int(trained.sum())
         self.lengths[len(labeled)] += 1
         self.row_roles.add(labeled.role_ids, trained)
+        content = labeled.input_ids.tobytes() + labeled.labels.tobytes()
+        earlier = self._seen.setdefault(hashlib.blake2b(content, digest_size=16).digest(), where)
+        self._count("num_repeated", earlier != where, f"{where} is {earlier}")
         self._count("num_boundary_tokens", tokenized.num_boundary_tokens, where)
         self._count("num_holding_control_text", tokenized.holds_control_text, where)
         self._count("num_with_second_thought", tokenized.has_second_thought, where)
@@ -153,7 +166,7 @@ class Audit:
             yield f"None of {self.num_rows:,} rows was kept; the reasons are below."
         for name, roles in (("rows", self.row_roles), ("packs", self.pack_roles)):
             if roles.num_tokens and not roles.num_trained_tokens:
-                yield f"No token is trained among the {roles.num_tokens:,} tokens of the {name}."
+                yield f"No token is trained among the {counted(roles.num_tokens, 'tokens')} of the {name}."
         if 0 < (num := self._counts["num_untrained"]) < self.num_kept:
             yield f"{num:,} of {self.num_kept:,} kept rows train no token; the first is {first['num_untrained']}."
         if num := self._counts["num_wrong_labels"]:
@@ -164,7 +177,7 @@ class Audit:
     def acquittal(self) -> str:
         """A sentence that no problem was found, in the rows that were kept if some were dropped."""
         if num_dropped := self.dropped.total():
-            return f"No problem found in the {self.num_kept:,} rows kept (dropped: {num_dropped:,})."
+            return f"No problem found in the {counted(self.num_kept, 'rows')} kept (dropped: {num_dropped:,})."
         return "No problem found."
 
     @property
@@ -222,6 +235,8 @@ class Audit:
         if self.num_held_out:
             yield "rows held out of training", f"{self.num_held_out:,}, which are not audited"
         yield "rows kept", _of(self.num_kept, self.num_rows)
+        if num := self._counts["num_repeated"]:
+            yield "rows equal to an earlier one", f"{num:,}; the first: {self._first['num_repeated']}"
         yield "tokens", f"{self.row_roles.num_tokens:,}"
         yield "trained tokens", _of(self.row_roles.num_trained_tokens, self.row_roles.num_tokens)
         yield "assistant turns training their stop", _of(turns.num_stop_trained, turns.num_turns)

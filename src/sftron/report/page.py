@@ -34,7 +34,7 @@ from sftron.report.tokens import (
     role_name,
     shown_conversations,
 )
-from sftron.visible_text import visible_text
+from sftron.visible_text import counted, visible_text
 
 
 def render(name: str, **values: Any) -> str:
@@ -74,7 +74,7 @@ class Inspection:
         return render("samples.html.jinja", title=self.title, audit=self.audit, shown=shown)
 
     def __repr__(self) -> str:
-        counts = f"{len(self.packs)} packs shown, {len(self.problems)} problems"
+        counts = f"{counted(len(self.packs), 'packs')} shown, {counted(len(self.problems), 'problems')}"
         return f"{type(self).__name__}({self.title!r}, {counts})"
 
 

@@ -31,7 +31,7 @@ from sftron.report.tokens import (
     role_name,
     shown_conversations,
 )
-from sftron.visible_text import visible_text
+from sftron.visible_text import counted, visible_text
 
 _COLORS = {
     Role.TEMPLATE: "90",
@@ -88,7 +88,7 @@ def pack_as_text(
         num_shown = min(num_conversations, max(1, bisect_right(bounds, max_tokens) - 1))
     lines = [_rule("━", _pack_title(pack), width), _legend(pack, color=color)]
     for conversation in islice(shown_conversations(pack, decode), num_shown):
-        counts = f"{conversation.end - conversation.start:,} tokens, {conversation.num_trained:,} trained"
+        counts = f"{counted(conversation.end - conversation.start, 'tokens')}, {conversation.num_trained:,} trained"
         title = f"conversation {conversation.number} · {key_text(conversation.key, locate)} · {counts}"
         lines.append(_rule("─", title, width))
         for block in conversation.blocks:
@@ -96,7 +96,9 @@ def pack_as_text(
     faint = _FAINT if color else ""
     if num_shown < num_conversations:
         rest = f"{num_conversations - num_shown:,} of {num_conversations:,} conversations"
-        lines.append(_painted(f"[… not shown: {rest}, {pack.num_tokens - bounds[num_shown]:,} tokens …]", faint))
+        lines.append(
+            _painted(f"[… not shown: {rest}, {counted(pack.num_tokens - bounds[num_shown], 'tokens')} …]", faint)
+        )
     if num_unused := len(pack.input_ids) - pack.num_tokens:
         lines.append(_painted(f"[padding: {num_unused:,} unused tokens]", faint))
     if max_lines is not None and len(lines) > max_lines:
@@ -114,8 +116,8 @@ def _shortened(lines: list[str], max_lines: int, whole_in: str, *, color: bool) 
         text = f"⟦{text}"
     if not color and _is_open(head):
         head[-1] += "⟧"
-    counted = f"[… {len(between) - len(head):,} lines more; {whole_in} has all …]"
-    return [*head, _painted(counted, _FAINT if color else ""), f"{speaker}{bar}{text}", *tail[1:]]
+    left_out = f"[… {counted(len(between) - len(head), 'lines')} more; {whole_in} has all …]"
+    return [*head, _painted(left_out, _FAINT if color else ""), f"{speaker}{bar}{text}", *tail[1:]]
 
 
 def _is_open(lines: Sequence[str]) -> bool:

@@ -38,6 +38,7 @@ from sftron.train.ranks import Ranks
 from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import EvaluationSet, Question, RunData, Setup
 from sftron.train.sample import check_sample, project
+from sftron.visible_text import counted
 
 HELD_OUT = "held_out"
 """The name of the evaluation set that evaluation.share makes."""
@@ -279,7 +280,7 @@ def plan_packs(setup: Setup) -> None:
     if not dataset.is_planned or num_rows is None:
         return
     if num_rows >= _LONG_ENOUGH_TO_REPORT:
-        console.write(f"measuring  {num_rows:,} rows, so that packs are full to the end of an epoch")
+        console.write(f"measuring  {counted(num_rows, 'rows')}, so that packs are full to the end of an epoch")
     own = range(ranks.rank, num_rows, ranks.world_size)
     measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
     rows: list[int | str] = [0] * num_rows

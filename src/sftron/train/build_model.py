@@ -40,6 +40,7 @@ from sftron.train.optimizer import ANY_LAYOUT, make_adamw
 from sftron.train.ranks import Ranks
 from sftron.train.revisions import export_source, model_folder
 from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
+from sftron.visible_text import counted
 
 DEFAULT_RANK, ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
@@ -91,7 +92,7 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
     if options.compile == "on":
         raise ValueError(
             f"model.compile: on is not implemented for mixtures of experts, and {folder} has "
-            f"{architecture.mixture.num_experts} experts; set it to off"
+            f"{counted(architecture.mixture.num_experts, 'experts')}; set it to off"
         )
     if stated and not ROUTERS[architecture.mixture.router].has_aux_loss:
         raise ValueError(

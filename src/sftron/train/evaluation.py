@@ -26,6 +26,7 @@ from sftron.train.objective import loss_of
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run import EvaluationSet, Question, Setup
+from sftron.visible_text import counted
 
 _POOL_SIZE = 256
 _ALL_ROLES = frozenset(Role) - {Role.PADDING}
@@ -156,7 +157,7 @@ class Evaluation:
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
             yield (
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)} | accuracy {accuracy} "
-                f"| {each.tokens:,} tokens of {each.conversations:,} conversations | by role: {roles}"
+                f"| {counted(each.tokens, 'tokens')} of {each.conversations:,} conversations | by role: {roles}"
             )
         stopped = sum(each.stopped for each in self.answers)
         of_answers = f" | {stopped} of {len(self.answers)} answers ended by themselves" if self.answers else ""
@@ -259,7 +260,7 @@ class Evaluator:
         watched = self.watched
         if watched is None or not self.is_patience_over or self._setup.length.is_done(progress):
             return None
-        best = f"{watched.value:.4f}, of step {watched.step}, in {watched.num_worse} evaluations"
+        best = f"{watched.value:.4f}, of step {watched.step}, in {counted(watched.num_worse, 'evaluations')}"
         return f"evaluation.patience: {watched.metric} has had no better value than {best}"
 
     @property
@@ -282,7 +283,9 @@ class Evaluator:
         """
         started, data = time.perf_counter(), self._setup.data
         if self.evaluated_step is None:  # it may take minutes without output
-            parts = [f"{each.name}, {len(each.conversations):,} conversations" for each in data.evaluation_sets]
+            parts = [
+                f"{each.name}, {counted(len(each.conversations), 'conversations')}" for each in data.evaluation_sets
+            ]
             parts += [f"prompts to answer: {len(data.questions)}"] * bool(data.questions)
             console.write(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
         token_budget = self._options.tokens_per_batch or data.dataset.token_budget

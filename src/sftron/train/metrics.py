@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sftron.data.types import Role
 from sftron.models.loss import RowMeasures
+from sftron.visible_text import counted
 
 
 class TokenSums:
@@ -171,7 +172,7 @@ class StepMetrics:
             *accuracy,
             f"lr {self.learning_rate:.2e}",
             f"grad norm {norm}",
-            f"{self.tokens} tokens, {self.trained_share:.0%} trained",
+            f"{counted(self.tokens, 'tokens')}, {self.trained_share:.0%} trained",
             f"fill {self.fill:.1%}",
             f"{self._speed}{per_gpu}, {self.tflops:.3g} TFLOP/s{mfu}",
             f"epoch {min(epochs):.2f}{highest}",

@@ -38,7 +38,7 @@ from sftron.train.divergence import divergence
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.run import Settings, period_words, shown
 from sftron.train.run_directory import intact_records
-from sftron.visible_text import visible_text
+from sftron.visible_text import counted, visible_text
 
 VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
 """The card that `sftron verify --card` writes into a run directory, and the value of its key `schema`."""
@@ -194,7 +194,7 @@ def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Pat
         of, hashes = Counter(check["status"] for check in card["checks"]), card["hashes"]
         missing = f"{of['SKIP']} {'was' if of['SKIP'] == 1 else 'were'} not measured"
         counts = f"{of['PASS']} passed, {of['FAIL']} failed and {missing}"
-        sentences = [f"Of {of.total()} checks before the run, {counts}"]
+        sentences = [f"Of {counted(of.total(), 'checks')} before the run, {counts}"]
         if limits := [name for name in ("--only", "--layers") if name in card.get("partial", [])]:
             sentences.append(f"They were a part of all checks ({', '.join(limits)})")
         if any(value != fingerprint[name] for name, value in hashes["data"].items() if name in fingerprint):

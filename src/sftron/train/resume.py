@@ -32,6 +32,7 @@ from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run import Change, Settings, Setup
 from sftron.train.run_directory import RunDirectory, read_result
+from sftron.visible_text import counted
 
 _LONGEST_SHOWN = 40
 
@@ -276,9 +277,10 @@ def load_start(
         loader.load_state_dict(start.state["data"])
         if progress.rows_beyond:
             num_epochs = setup.config.tokens.train_epochs
+            verb = "is" if progress.rows_beyond == 1 else "are"
             console.write(
-                f"epochs     {progress.rows_beyond} rows beyond tokens.train_epochs: {num_epochs} are trained already; "
-                f"the run ends when its first {num_epochs} epochs are whole"
+                f"epochs     {counted(progress.rows_beyond, 'rows')} beyond tokens.train_epochs: {num_epochs} {verb} "
+                f"trained already; the run ends when epoch {(num_epochs or 0) - 1} is whole"
             )
         return
     progress.change_data(len(setup.data.preparation.datasets))

@@ -33,6 +33,7 @@ from sftron.train.optimizer import learning_rate_factor
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
 from sftron.train.sample import RunProjection, Sample
+from sftron.visible_text import counted
 
 # --- The data ---
 
@@ -423,8 +424,9 @@ class RunLength:
         not all rows have been counted."""
         if num_empty >= num_lanes and not self.is_done(progress):
             raise RuntimeError(
-                f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: {num_empty} packs in a "
-                "row had no conversation. Were the data files changed while the run read them?"
+                f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: "
+                f"{counted(num_empty, 'packs')} in a row had no conversation. Were the data files changed while the "
+                "run read them?"
             )
 
     def learning_rate(self, progress: Progress, step_rows: int) -> float:

@@ -28,6 +28,7 @@ from sftron.data.types import (
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import SourceCount
 from sftron.train.progress import Progress, too_many_dropped
+from sftron.visible_text import counted
 
 _NUM_SAMPLED_ROWS, _FEWEST_SAMPLED_ROWS = 400, 50
 _MOST_TOKENS_COMPARED = 1_000_000
@@ -227,14 +228,15 @@ class RunProjection:
         steps, epochs, per_epoch = config.tokens.train_steps, config.tokens.train_epochs, self.steps_per_epoch
         trained = f"{self.trained_share:.0%}"
         if per_epoch is None:
-            length = f"{steps:,} steps; {trained} of the tokens trained"
+            length = f"{counted(steps or 0, 'steps')}; {trained} of the tokens trained"
         else:
-            about = f"{steps / per_epoch:.2f} epochs" if steps else f"{(epochs or 0) * per_epoch:,.0f} steps"
+            of_epochs = counted(round((epochs or 0) * per_epoch), "steps")
+            about = f"{steps / per_epoch:.2f} epochs" if steps else of_epochs
             length = (
-                f"{f'{steps:,} steps' if steps else f'{epochs:,} epochs'}, about {about}; an epoch is about "
-                f"{per_epoch:,.1f} steps and {self.tokens_per_epoch:,} tokens, {trained} of them trained"
+                f"{counted(steps, 'steps') if steps else counted(epochs or 0, 'epochs')}, about {about}; an epoch is "
+                f"about {per_epoch:,.1f} steps and {self.tokens_per_epoch:,} tokens, {trained} of them trained"
             )
-        yield f"projection {length}; about {self.tokens_per_step:,} tokens a step"
+        yield f"projection {length}; about {counted(self.tokens_per_step, 'tokens')} a step"
         sequence_length = config.tokens.sequence_length
         padded = self.conversations_per_pack * sequence_length / token_budget
         yield (

@@ -31,6 +31,7 @@ from sftron.report.audit import Audit
 from sftron.train import build_data
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.subject import Row, Subject
+from sftron.visible_text import counted
 
 _MOST_SHOWN = 5
 _NO_CHATS = "every row holds pretokenized ids, which no template has made"
@@ -66,7 +67,7 @@ def template(subject: Subject) -> Finding:
         f"{num_control:,} conversations spell a control token in a text; it is encoded as plain text, and they are "
         "compared without it",
         *(f"the template does not write the {text} of {count:,} messages" for text, count in left_out.most_common()),
-        *([f"the template writes a second thought in {num_doubled:,} conversations"] if num_doubled else ()),
+        *([f"the template writes a second thought in {counted(num_doubled, 'conversations')}"] if num_doubled else ()),
         otherwise=_NO_CHATS,
     )
 
@@ -110,7 +111,7 @@ def stop_tokens(subject: Subject) -> Finding:
         names.append(subject.chat_tokenizer.decode([token_id]))
         is_new = token_id not in subject.own_stop_ids
         new = "; the model's own files do not stop there, and the export adds that to them" * is_new
-        detail.append(f"{names[-1]} ends {count:,} turns{new}")
+        detail.append(f"{names[-1]} ends {counted(count, 'turns')}{new}")
     measured = f"{turns.num_stop_trained:,} of {turns.num_turns:,} answers train {', '.join(names)}"
     return Finding(turns.num_stop_trained == turns.num_turns, measured, "all", tuple(detail))
 
@@ -140,7 +141,7 @@ def masks(subject: Subject) -> Finding:
     if count.not_compared:
         num_left = f"{count.not_compared.total():,}"
         measured, allowed = f"{measured}, {num_left} not comparable", f"all but {MOST_NOT_COMPARED:.0%}"
-        not_compared = f"{num_left} masks could not be compared: {count.reasons}"
+        not_compared = f"{counted(num_left, 'masks')} could not be compared: {count.reasons}"
     second_way = f"{count.num_compared:,} masks were found by transformers' rendering of each turn's prompt alone"
     assurance = "" if audit.problems else audit.assurance
     detail = (*problems, *count.wrong[:_MOST_SHOWN], not_compared, share, second_way, assurance)
@@ -222,7 +223,7 @@ def toggles(subject: Subject) -> Finding:
         config = subject.config.model_copy(update={"data": data.model_copy(update=setting)})
         pairs = zip(packs, islice(subject.open_dataset(config), len(packs)), strict=True)
         wrong += [f"pack {a.index} differs with {setting}" for a, b in pairs if a.keys != b.keys or _differ(a, b, same)]
-    measured = f"{len(packs)} packs under 4 settings: {len(wrong) or 'none'} differ"
+    measured = f"{counted(len(packs), 'packs')} under 4 settings: {len(wrong) or 'none'} differ"
     return Finding(not wrong, measured, "none", tuple(wrong[:_MOST_SHOWN]))
 
 
@@ -249,7 +250,7 @@ def data_order(subject: Subject) -> Finding:
     ]
     measured = f"{_NUM_PACKS} packs, stopped after {' and '.join(map(str, _STOPS))}: {len(wrong) or 'none'} differ"
     ranks = "compared on 2 ranks" if has_ranks else "not compared on 2 ranks: data.num_lanes is odd"
-    detail = (*wrong[:_MOST_SHOWN], ranks, f"the data's whole state is {len(state):,} bytes")
+    detail = (*wrong[:_MOST_SHOWN], ranks, f"the data's whole state is {counted(len(state), 'bytes')}")
     return Finding(not wrong, measured, "none, to the bit", detail)
 
 

@@ -28,6 +28,7 @@ from sftron.verify.reference import load_rounded_reference
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import check_round_trip
 from sftron.verify.subject import Subject
+from sftron.visible_text import counted
 
 
 def start_up(subject: Subject) -> Finding:
@@ -75,7 +76,7 @@ def reference(subject: Subject) -> Finding:
     del model
     gc.collect()
     notes = [*(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks), *notes]
-    detail = (f"{len(documents)} conversations of the rows", *notes)
+    detail = (f"{counted(len(documents), 'conversations')} of the rows", *notes)
     return Finding(all(check.passed for check in checks), measured, f"<= {tolerance.logits:.0e}, all", detail)
 
 
@@ -194,7 +195,7 @@ def packed_as_single(subject: Subject) -> Finding:
     with subject.in_fp32():
         loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
     measured, allowed = f"loss {loss:.1e}, gradients {gradient:.1e} apart", f"<= {FP32_GRADIENTS:.0e}, relative"
-    detail = (f"{len(documents)} conversations; the parameter furthest apart is {worst}",)
+    detail = (f"{counted(len(documents), 'conversations')}; the parameter furthest apart is {worst}",)
     return Finding(max(loss, gradient) <= FP32_GRADIENTS, measured, allowed, detail)
 
 
@@ -210,7 +211,7 @@ def packed_in_its_type(subject: Subject) -> Finding:
     detail = (
         f"{dtype_name(model.compute_dtype)} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient "
         f"by {rounding:.1e} against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
-        f"{len(documents)} conversations; attention {attention}, loss {subject.setup.model.loss}",
+        f"{counted(len(documents), 'conversations')}; attention {attention}, loss {subject.setup.model.loss}",
         f"the parameter furthest apart is {worst}",
     )
     measured = f"loss {loss:.1e}, gradients {gradient:.1e} apart"

@@ -33,6 +33,7 @@ from sftron.verify.isolation import isolation_of_pack
 from sftron.verify.reference import load_reference
 from sftron.verify.report import Check, Report
 from sftron.verify.round_trip import check_adapter_round_trip, check_round_trip
+from sftron.visible_text import counted
 
 Ids = list[int]
 
@@ -300,7 +301,7 @@ def check_generation(
     measured = f"{len(expected) - len(divergences)} of {len(expected)} equal"
     measured += f", {num_ties} part at a tie" if num_ties else ""
     measured += f", {num_unsound} of logits that are not finite" if num_unsound else ""
-    measured += f" ({sum(map(len, expected))} tokens)"
+    measured += f" ({counted(sum(map(len, expected)), 'tokens')})"
     passed = num_ties == len(divergences) and not num_unsound
     name = "greedy generation vs generate(do_sample=False)"
     return Check(name, passed, measured, "all, ties aside", tuple(divergences)), expected

@@ -20,7 +20,7 @@ from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory, process_name
 from sftron.verify.opened_run import MOST_PACKS, OpenedRun, RecordedStep
 from sftron.verify.report import Check, Report, aligned
-from sftron.visible_text import visible_text
+from sftron.visible_text import counted, visible_text
 
 _MOST_NAMED = 5
 _NUM_WORDS = 12
@@ -200,7 +200,8 @@ def audit_run(run: OpenedRun, step: int | None = None) -> RunAudit:
     """
     replay = Replay(run, step)
     unknown = sum(not run.has_data_of(each) for each in run.steps)
-    measured = f"{replay.num_steps} steps have the same rows, tokens and weights"
+    verb = "has" if replay.num_steps == 1 else "have"
+    measured = f"{counted(replay.num_steps, 'steps')} {verb} the same rows, tokens and weights"
     measured += f"; the data of {unknown} others is no longer available" if unknown else ""
     problems: list[str] = []
     epochs = tuple(_count_epochs(run, replay, problems))
@@ -209,7 +210,7 @@ def audit_run(run: OpenedRun, step: int | None = None) -> RunAudit:
         _steps_are_recorded(run),
         _data_is_unchanged(run),
         _check("each step is made again", replay.problems, measured),
-        _check("each row once an epoch", problems, f"{whole} epochs are whole"),
+        _check("each row once an epoch", problems, f"{counted(whole, 'epochs')} {'is' if whole == 1 else 'are'} whole"),
         _ending(run),
     )
     named = None if step is None else _name(run, step, replay)
@@ -228,14 +229,17 @@ def _steps_are_recorded(run: OpenedRun) -> Check:
     last = max(*found, *run.saved_steps, ended if type(ended) is int else 0)
     missing = (f"step {step} has no line with a digest of its rows" for step in range(1, last + 1) if step not in found)
     problems = list(islice(missing, _MOST_NAMED + 1))
-    return _check("each step is recorded", problems, f"{len(found)} steps, {run.steps[-1].end} packs")
+    return _check(
+        "each step is recorded", problems, f"{counted(len(found), 'steps')}, {counted(run.steps[-1].end, 'packs')}"
+    )
 
 
 def _data_is_unchanged(run: OpenedRun) -> Check:
     name = "the data is what the run had"
     if run.has_data_of(run.steps[-1]):
-        rows = run.preparation.num_rows or "streamed"
-        return Check(name, True, f"{rows} rows, tokenizer, template and packing are unchanged")
+        num_rows = run.preparation.num_rows
+        rows = counted(num_rows, "rows") if num_rows else "streamed rows"
+        return Check(name, True, f"{rows}, tokenizer, template and packing are unchanged")
     saved = {key: value for key, value in run.saved_state.get("fingerprint", {}).items() if not is_of_the_model(key)}
     return _check(name, changes(saved=saved, now=run.fingerprint) or ["it has changed since"], "")
 

@@ -30,6 +30,7 @@ from sftron.train.trainer import Trainer
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
+from sftron.visible_text import counted
 
 NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
 """The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""
@@ -127,7 +128,7 @@ def resume(subject: Subject) -> Finding:
         return Finding(False, f"a run ended with status {status}", "status 0")
     wrong = _differences(whole, resumed)
     losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[_HALF:])
-    compared = f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position"
+    compared = f"losses {losses}, weights and optimizer state ({counted(len(whole.digests), 'tensors')}), data position"
     layers = f"first {subject.first_layers(_NUM_LAYERS)} of {subject.total_layers} layers, packs of one sequence"
     measured = f"steps {_HALF + 1} to {NUM_STEPS} again: {len(wrong) or 'no'} differences"
     return Finding(not wrong, measured, "every bit", (*wrong[:5], compared, layers))
@@ -189,7 +190,7 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
     stop_change = f", stop {_shown(stop_before)} to {_shown(stop)}" if has_stops else ""
     detail = (
         f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
-        f"{len(documents)} conversations of {len(batch.input_ids)} tokens",
+        f"{counted(len(documents), 'conversations')} of {len(batch.input_ids)} tokens",
         "stop: mean probability of the stop tokens that end these answers",
     )
     return Finding(is_right, f"loss {loss_before:.3f} to {loss:.3f}{stop_change}", "falls; the stop rises", detail)

@@ -23,6 +23,7 @@ from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, Prompt, native_logits, parity_report
 from sftron.verify.report import Check, Report
 from sftron.verify.servers import ServedAnswer, open_served
+from sftron.visible_text import counted
 
 QUANTIZED_BOUND = 1.0
 """Where an answer of a quantized file parts from that of the weights, its token is at most this much less likely, in
@@ -288,14 +289,16 @@ def _check_stops(
     known = [each for each in compared if each.gap > bound or (not each.part_at and each.own_stop is not None)]
     known = [each for each in known if each.part_at != "token"]
     if not known:
-        return Check("stop", None, f"no equal answer ends within {max_new_tokens} tokens; raise --max-new-tokens")
+        return Check(
+            "stop", None, f"no equal answer ends within {counted(max_new_tokens, 'tokens')}; raise --max-new-tokens"
+        )
     wrong = [each for each in known if each.part_at]
     detail = tuple(
         f"prompt {compared.index(each)}: "
         + (
             f"{_quoted(chat, [each.own_stop or 0])} ends it here, and it goes on there (ends by {each.served.finish})"
             if each.part_at == "late stop"
-            else f"it ends after {each.num_equal} tokens there, and goes on here"
+            else f"it ends after {counted(each.num_equal, 'tokens')} there, and goes on here"
         )
         for each in wrong
     )

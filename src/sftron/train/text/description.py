@@ -29,7 +29,7 @@ from sftron.train.memory import StepMemory, predict_run, with_reserve
 from sftron.train.run import Change, Setup, frozen_dtype
 from sftron.train.run_directory import RunDirectory
 from sftron.train.sample import Sample
-from sftron.visible_text import visible_text
+from sftron.visible_text import counted, visible_text
 
 _WIDEST, _SHOWN_TOKENS, _SHOWN_LINES = 120, 400, 120
 """The columns, tokens and lines of the first pack on a console; its first conversation may have more tokens."""
@@ -92,9 +92,9 @@ def _data_lines(config: Config, dataset: PackedDataset) -> _Lines:
         share = f", {100 * weights[index] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
         names = "; not read: " + ", ".join(unread) if unread else ""
-        held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
+        held_out = f"; {counted(len(each.held_out), 'rows')} held out of training" if each.held_out else ""
         yield "data", f"{each.name}, read as {each.row_format}{share}{names}{held_out}"
-    rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
+    rows = "rows, read forward," if preparation.num_rows is None else counted(preparation.num_rows, "rows")
     workers = num_workers(config, dataset)
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     packs = f"packs of {dataset.token_budget:,} tokens"
@@ -160,8 +160,8 @@ def _model_lines(setup: Setup) -> _Lines:
     missing = "" if model.loss == "native" else " (which reports no entropy nor token accuracy)"
     yield (
         "model",
-        f"{model.folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
-        f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)",
+        f"{model.folder}: {counted(llama.num_hidden_layers, 'layers')}, hidden size {llama.hidden_size}, "
+        f"{counted(llama.num_attention_heads, 'heads')} ({llama.num_key_value_heads} key-value)",
     )
     yield (
         "",
@@ -195,8 +195,8 @@ def _expert_lines(setup: Setup) -> _Lines:
     is_stated = setup.config.model.router_aux_loss_coef is not None
     yield (
         "",
-        f"{mixture.num_experts} experts in {num_layers} layers, {mixture.num_selected}{shared} a token; routers "
-        f"{'frozen' if frozen else 'trained'}; router_aux_loss_coef {setup.model.router_aux_loss_coef:g}"
+        f"{mixture.num_experts} experts in {counted(num_layers, 'layers')}, {mixture.num_selected}{shared} a token; "
+        f"routers {'frozen' if frozen else 'trained'}; router_aux_loss_coef {setup.model.router_aux_loss_coef:g}"
         f"{'' if is_stated else ' (config.json)'}",
     )
 
@@ -209,7 +209,7 @@ def _adapter_lines(setup: Setup) -> _Lines:
     sizes = dict.fromkeys(f"rank {rank}, alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items())
     options = "".join(f", {name}" for name in ("rslora", "dora") if getattr(spec, name))
     saved = f", and all of {', '.join(spec.modules_to_save)}" if spec.modules_to_save else ""
-    yield "lora", f"{'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}"
+    yield "lora", f"{'; '.join(sizes)}{options} on {counted(len(spec.ranks), 'layers')} ({kinds}){saved}"
     if adapters.origin:
         yield "", f"going on from {visible_text(adapters.origin)}"
     frozen = setup.config.model.frozen_dtype
@@ -242,21 +242,22 @@ def _evaluation_lines(setup: Setup) -> _Lines:
     num_rows = setup.data.preparation.num_rows
     for each, shared in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
-        dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
+        counts = sorted(each.dropped.items())
+        dropped = "".join(f"; {counted(count, 'rows')} dropped: {reason}" for reason, count in counts)
         compared = "" if num_compared else "; not compared with the training data, which is streamed"
-        size = f"{len(each.conversations):,} conversations, {num_tokens:,} tokens"
+        size = f"{counted(len(each.conversations), 'conversations')}, {counted(num_tokens, 'tokens')}"
         yield "evaluation", f"{each.name}: {size}{dropped}{compared}"
         if shared:
             there, here = shared[0]
             part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
             yield (
                 _WARNING,
-                f"{len(shared):,} rows of {each.name} are also in the training data{part}; the first: {there} is "
-                f"{here}. Their loss proves nothing about new data",
+                f"{counted(len(shared), 'rows')} of {each.name} {'is' if len(shared) == 1 else 'are'} also in the "
+                f"training data{part}; the first: {there} is {here}. Their loss proves nothing about new data",
             )
     config = setup.config
     if (patience := config.evaluation.patience) is not None:
-        yield "", f"ends after {patience} evaluations without a better {watched_metric(config, sets)}"
+        yield "", f"ends after {counted(patience, 'evaluations')} without a better {watched_metric(config, sets)}"
         if (schedule := config.optimizer.schedule) != "constant":
             yield (
                 _WARNING,

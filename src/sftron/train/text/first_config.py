@@ -21,6 +21,7 @@ from sftron.config import Config, load_config
 from sftron.config.data_schema import Data
 from sftron.config.load import with_overrides
 from sftron.data.formats.detect import suggested_readings
+from sftron.data.overlap import repetitions
 from sftron.data.types import DataError
 from sftron.errors import show
 from sftron.kernels.device import computes_bfloat16, is_gpu
@@ -39,7 +40,7 @@ from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import Setup
 from sftron.train.sample import Sample, check_sample
 from sftron.train.text.description import describe_memory, describe_setup
-from sftron.visible_text import visible_text
+from sftron.visible_text import counted, visible_text
 
 _TEMPLATE = Path(__file__).with_name("sft.yaml.jinja")
 _EPOCHS = 3
@@ -111,6 +112,10 @@ def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str
     length = setup.config.tokens.sequence_length
     quantiles = f"half have up to {lengths.quantile(0.5):,} tokens, the longest {max(lengths):,}"
     show(f"lengths    {_share_that_fits(lengths, length)} of the sampled rows fit {length:,} tokens; {quantiles}")
+    if repeated := repetitions(setup.data.preparation)[0]:
+        row, earlier = repeated[0]
+        rows = f"{counted(len(repeated), 'rows')} equal to an earlier one; the first: {row} is {earlier}"
+        show(f"WARNING    {rows}. Remove those that are not meant")
     if meaning:
         show(f"columns    read as if {meaning}: see data.datasets, and change it if that is wrong")
     show(f"written    {out}; next: sftron train --config {shlex.quote(str(out))} --dry-run")
