@@ -41,7 +41,8 @@ class General(Section):
     """Names the run's directory, {output_dir}/{run_name}, and the run in its loggers. `{section.key}` in it stands for
     the value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
     output_dir: PathText = "runs"
-    """Where run directories are made. Like every relative path here, relative to the working directory."""
+    """Where run directories are made. As in every path here, `~` is the home folder, and a relative one begins in the
+    working directory."""
     seed: Seed = 42
     """Decides the order of the data and every other random choice."""
     deterministic: bool | Literal["layout"] = False
