@@ -9,12 +9,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from sftron.errors import place_of, show
 from sftron.report.terminal import wants_color
 from sftron.report.tokens import on_one_line
 from sftron.visible_text import visible_text
+
+TRAINING, EVALUATION = "training", "evaluation"
+"""The parts of a trainer's data, whose batches are checked apart."""
 
 
 class NotMeasuredError(ValueError):
@@ -33,6 +36,8 @@ class Check:
         remedy: The meaning of a failure for training, and what fixes it; empty unless the check failed.
         raised: Whether an exception ended the check, which shows nothing; a report with such a check has not passed.
         value: The number that was measured, if it is one.
+        faults: The names of the faults that were found; the remedy is that of the first.
+        part: "evaluation" if only the evaluation's batches have the fault, else "training".
     """
 
     name: str
@@ -45,28 +50,40 @@ class Check:
     remedy: str = ""
     raised: bool = False
     value: float | None = None
+    faults: tuple[str, ...] = ()
+    part: str = TRAINING
 
     @classmethod
-    def of(cls, rule: Rule, found: Finding, seconds: float) -> Check:
-        """Returns the row of what a rule has found."""
-        remedy = (found.remedy or rule.remedy) if found.passed is False else ""
-        detail = tuple(filter(None, found.detail))
+    def of(cls, rule: Rule, found: Finding, seconds: float, library: str = "") -> Check:
+        """Returns the row of what a rule has found in a trainer of this library."""
+        has_failed = found.passed is False
         return cls(
             rule.name,
             found.passed,
             found.measured,
             found.allowed,
-            detail,
-            seconds,
-            rule.proves,
-            remedy,
-            found.raised,
-            found.value,
+            detail=tuple(filter(None, found.detail)),
+            seconds=seconds,
+            proves=rule.proves,
+            remedy=(found.remedy(library) or rule.remedy) if has_failed else "",
+            raised=found.raised,
+            value=found.value,
+            faults=tuple(each.name for each in found.faults) if has_failed else (),
+            part=found.part,
         )
 
     @property
     def status(self) -> str:
         return {True: "PASS", False: "FAIL", None: "SKIP"}[self.passed]
+
+
+class Fault(Protocol):
+    """What a check may find wrong; verify/faults.py has those of trainers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def remedy(self, library: str, values: Mapping[str, Any]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +94,20 @@ class Finding:
     measured: str
     allowed: str = ""
     detail: tuple[str, ...] = ()
-    remedy: str = ""
-    """The remedy for what was measured; by default that of the rule."""
+    faults: tuple[Fault, ...] = ()
+    """What is wrong, the fault whose remedy is shown first; without faults, the remedy is that of the rule."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the places in the first fault's texts."""
+    part: str = TRAINING
     raised: bool = False
     value: float | None = None
+
+    def remedy(self, library: str) -> str:
+        """Returns the meaning and the remedy of the first fault in this library; "" without faults."""
+        if not self.faults:
+            return ""
+        where = "In the evaluation's batches: " if self.part == EVALUATION else ""
+        return where + self.faults[0].remedy(library, self.values)
 
     @classmethod
     def of_exception(cls, error: Exception, ended: str = "not measured:") -> Finding:
@@ -125,7 +152,7 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
                 found = replace(Finding.of_exception(error, "raised"), passed=False, allowed="no error", raised=False)
             else:
                 found = Finding.of_exception(error)
-        yield Check.of(rule, found, time.perf_counter() - started)
+        yield Check.of(rule, found, time.perf_counter() - started, getattr(subject, "library", ""))
 
 
 @dataclass(frozen=True, slots=True)

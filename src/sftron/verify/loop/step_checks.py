@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sftron.data.types import IGNORE_INDEX
+from sftron.verify.faults import Fault
 from sftron.verify.loop.batches import LoopBatch
 from sftron.verify.loop.model import Update
 from sftron.verify.loop.reading import is_cross_entropy
 from sftron.verify.loop.subject import StepSubject
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import Step
 
 _TOLERANCE, _LOST = 0.01, 0.05
@@ -30,7 +30,7 @@ def loss(subject: StepSubject) -> Finding:
     for step in steps:
         if lost := [n for n, batch in enumerate(step) if not batch.reading.has_gradient]:
             measured = f"{len(lost)} of {len(step)} micro-batches have no gradient"
-            return Finding(False, measured, "all have one", (), remedies.GRADIENT_LOST.of(subject.trainer))
+            return Finding(False, measured, "all have one", (), (Fault.GRADIENT_LOST,))
     worst = max((_of_step(subject, step) for step in steps), key=lambda each: each.passed is False)
     if worst.passed is False:
         return _unless_intended(subject, steps, worst)
@@ -46,28 +46,28 @@ def _of_step(subject: StepSubject, step: Sequence[LoopBatch]) -> Finding:
     total, mean = float(every.sum()), float(every.mean())
     sums = ", ".join(f"{len(each):,} targets with {each.sum():.3f}" for each in weights)
     detail = (f"the weights of a step's tokens sum to {total:.4g}, by micro-batch: {sums}",)
-    allowed, trainer = f"<= {_TOLERANCE:.0%}", subject.trainer
+    allowed = f"<= {_TOLERANCE:.0%}"
     if _spread(every) <= _TOLERANCE:
         if abs(total - 1) <= _TOLERANCE:
             measured = f"{len(every):,} targets of {len(step)} micro-batches have the same weight"
             return Finding(True, measured, allowed, detail)
         if abs(mean - 1) <= _TOLERANCE:
             measured = f"{total:,.0f} times the ratio: a sum that is not divided by its {len(every):,} targets"
-            return Finding(False, measured, allowed, detail, remedies.UNDIVIDED.of(trainer))
+            return Finding(False, measured, allowed, detail, (Fault.UNDIVIDED,))
         measured = f"{total:.3g} times the ratio of {len(every):,} targets"
-        return Finding(False, measured, allowed, detail, remedies.OTHER_COUNT.of(trainer))
+        return Finding(False, measured, allowed, detail, (Fault.OTHER_COUNT,))
     if _is_given(step, weights):
         measured = f"{len(every):,} targets have the weights that the batches give, by their sum"
         return Finding(True, measured, allowed, detail)
     if all(_spread(each) <= _TOLERANCE for each in weights if len(each)):
         off = max(abs(float(each.mean()) / mean - 1) for each in weights if len(each))
         measured = f"the weight of a micro-batch's tokens is off by {off:.0%}"
-        return Finding(False, measured, allowed, detail, remedies.MEAN_OF_MEANS.of(trainer))
+        return Finding(False, measured, allowed, detail, (Fault.MEAN_OF_MEANS,))
     off = f"the weight of a token is {every.min() / mean:.2f} to {every.max() / mean:.2f} times the mean"
     if _is_by_document(subject, step):
         measured = f"{off}: each conversation counts alike, whatever its length"
-        return Finding(False, measured, allowed, detail, remedies.MEAN_BY_SEQUENCE.of(trainer))
-    return Finding(False, off, allowed, detail, remedies.MEAN_OF_MEANS.of(trainer))
+        return Finding(False, measured, allowed, detail, (Fault.MEAN_BY_SEQUENCE,))
+    return Finding(False, off, allowed, detail, (Fault.MEAN_OF_MEANS,))
 
 
 def _weights(subject: StepSubject, batch: LoopBatch) -> np.ndarray:
@@ -134,7 +134,7 @@ def _unless_intended(subject: StepSubject, steps: Sequence[Sequence[LoopBatch]],
         measured = "another loss than the cross-entropy: all targets have the same weight; its size is not measured"
     else:
         return found
-    passed = replace(found, passed=True, measured=measured, remedy="")
+    passed = replace(found, passed=True, measured=measured, faults=())
     return _of_gradient(subject, subject.update) or _with_unlike_steps(subject, passed)
 
 
@@ -177,12 +177,12 @@ def _kept(update: Update) -> tuple[float, float]:
 def _of_gradient(subject: StepSubject, update: Update) -> Finding | None:
     """Returns the failure if the gradient of the step is not that of all its micro-batches; else None."""
     if not all(bool(torch.isfinite(each).all()) for each in update.summed.values()):
-        return Finding(False, "the gradient is not finite", "finite", (), remedies.NAN.of(subject.trainer))
+        return Finding(False, "the gradient is not finite", "finite", (), (Fault.NOT_FINITE,))
     _, off = _kept(update)
     if off <= _LOST:
         return None
     measured = f"the gradient of the step is {off:.0%} off from the sum of its micro-batches' gradients"
-    return Finding(False, measured, f"<= {_LOST:.0%}", (), remedies.GRADIENT_LOST.of(subject.trainer))
+    return Finding(False, measured, f"<= {_LOST:.0%}", (), (Fault.GRADIENT_LOST,))
 
 
 def _with_unlike_steps(subject: StepSubject, found: Finding) -> Finding:

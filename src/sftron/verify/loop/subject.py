@@ -27,8 +27,8 @@ from sftron.verify.trainer.view import View
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 8192, 400_000, 256
 
 
-class Loop:
-    """What a trainer would declare: nothing, so rows may be packed."""
+class Undeclared:
+    """Stands for the options of a loop, which declares none: rows may be packed, and nothing is evaluated."""
 
     args = SimpleNamespace(packing="unknown")
     eval_dataset = None
@@ -59,7 +59,8 @@ class StepSubject(Subject):
         optimizer: Optimizer | None,
         num_micro_batches: int,
     ) -> None:
-        self.trainer, self.trained_roles, self.num_micro_batches = Loop(), trained_roles, num_micro_batches
+        self.trainer, self.library = Undeclared(), "loop"
+        self.trained_roles, self.num_micro_batches = trained_roles, num_micro_batches
         self._step, self._optimizer = step, optimizer
         self._model = LoopModel(model, step, len(tokenizer))
         self._tokenizer, self._is_exhausted = tokenizer, False

@@ -6,9 +6,10 @@ A measurement may use `trainer`, `tokenizer`, `rows`, and for conversations and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from sftron.verify.faults import Fault
 from sftron.verify.script import measurements as texts
 from sftron.verify.script.program import Program
 from sftron.verify.script.quoting import filled, literal
@@ -53,7 +54,7 @@ class Evidence:
         fits: Whether it measures anything in such a trainer.
         given: The arguments that the measurement needs.
         compares: Whether it compares the rows with their conversations.
-        words: Words of what the check has measured if it is this kind of failure; a kind without words may be any.
+        faults: The faults that it shows; a kind without faults may show any.
     """
 
     sentence: str
@@ -62,11 +63,15 @@ class Evidence:
     fits: Callable[[Program, Facts], bool] = lambda _program, _facts: True
     given: Mapping[str, str] = field(default_factory=dict)
     compares: bool = False
-    words: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
-    def order(self, measured: str) -> int:
-        """Returns its place among the kinds of failure that are tried: the one that was measured first."""
-        return 1 if not self.words else 0 if any(each in measured for each in self.words) else 2
+    def order(self, found: Collection[str]) -> int:
+        """Returns its place among the kinds of failure that are tried: what was found comes first.
+
+        Args:
+            found: The names of the faults that the check has found.
+        """
+        return 1 if not self.faults else 0 if any(each.name in found for each in self.faults) else 2
 
     def lines(self, program: Program, facts: Facts) -> list[str]:
         """Returns the lines of the measurement."""
@@ -153,16 +158,17 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         Evidence("The chat template is applied twice.", texts.APPLIED_TWICE, fits=lambda program,
                  facts: bool(facts.twice)),
         Evidence("A row does not have the form of the tokenizer's chat template.", texts.NO_HEADER,
-                 fits=_is_rendered, words=("has the form",)),
+                 fits=_is_rendered, faults=(Fault.OTHER_TURNS,)),
         Evidence("The saved tokenizer has no chat template, and the rows were rendered with one.", texts.NO_TEMPLATE,
-                 fits=lambda program, facts: not facts.header, words=("no chat template",)),
+                 fits=lambda program, facts: not facts.header, faults=(Fault.TEMPLATE_UNSET,)),
     ),
     "trained tokens": (
-        Evidence("Labels are other tokens than those at their place.", texts.LABELS_OTHER, words=("are other tokens",)),
+        Evidence("Labels are other tokens than those at their place.", texts.LABELS_OTHER,
+                 faults=(Fault.MASKED_IDS, Fault.SHIFTED_LABELS, Fault.UNSHIFTED_LABELS)),
         Evidence("More is trained than what the model has to write.", texts.TOO_MUCH, fits=_has_answers,
-                 words=("prompt tokens trained", "headers trained")),
+                 faults=(Fault.PROMPTS_TRAINED, Fault.HEADERS_TRAINED)),
         Evidence("What is trained does not begin where an answer does.", texts.PROMPT, fits=_has_answers,
-                 words=("prompt tokens trained",)),
+                 faults=(Fault.PROMPTS_TRAINED,)),
         Evidence("Not all is trained that the model has to write.", texts.TOO_LITTLE, fits=_has_answers),
         Evidence("What is trained is not the completion.", texts.COMPLETION,
                  fits=lambda program, facts: facts.is_text and "completion" in program.measured.columns),
@@ -175,40 +181,42 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     ),
     "isolation": (
         Evidence("A conversation of a packed row changes another one.", texts.IN_ONE_ROW, _PAIRS, _is_packed,
-                 words=("in one row",)),
-        Evidence("A token is predicted from those after it.", texts.FUTURE, words=("tokens before a changed one",)),
+                 faults=(Fault.OWN_MASK, Fault.NO_POSITIONS, Fault.CACHE, Fault.MASK_OF_ONES, Fault.NOT_ISOLATED)),
+        Evidence("A token is predicted from those after it.", texts.FUTURE, faults=(Fault.FUTURE,)),
         Evidence("A row of a batch changes another one.", texts.IN_OTHER_ROWS, _PAIRS, _is_padded),
     ),
     "positions": (
         Evidence("A conversation is predicted from the one before it.", texts.LABELS_CROSS, _PAIRS, _is_packed,
-                 words=("labels cross",)),
+                 faults=(Fault.LABELS_CROSS,)),
         Evidence("A conversation is computed otherwise in a packed row than alone.", texts.ALONE_IN_PACK, _PAIRS,
-                 _is_packed, words=("wrong starts",)),
+                 _is_packed, faults=(Fault.POSITIONS_RUN_ON,)),
         Evidence("A conversation is computed otherwise in a batch than alone.", texts.ALONE_IN_BATCH, _FEW, _is_padded),
     ),
     "truncation": (
         Evidence("Conversations are not whole in the batches.", texts.WHOLE, _FEW, _has_wanted, compares=True),
-        Evidence("Rows have nothing to train.", texts.EMPTY, _FEW, words=("nothing to train",)),
+        Evidence("Rows have nothing to train.", texts.EMPTY, _FEW, faults=(Fault.ROWS_EMPTY,)),
         Evidence("A row ends before its answer does.", texts.ENDS, _FEW, lambda program, facts: facts.has_stop),
         Evidence("A row begins within a conversation.", texts.BEGINS, fits=lambda program,
                  facts: bool(facts.beginning) and not facts.is_text),
     ),
     "loss": (
         Evidence("A micro-batch has another loss than its token losses, divided by all labels of the step.",
-                 texts.MICRO_BATCHES, _PAIRS, words=("from the ratio", "times the ratio", "num_items_in_batch")),
+                 texts.MICRO_BATCHES, _PAIRS,
+                 faults=(Fault.MEAN_OF_MEANS, Fault.NO_LOSS_KWARGS, Fault.UNDIVIDED, Fault.OTHER_COUNT)),
         Evidence("The loss is over other tokens than the labels.", texts.AT_OTHER_PLACES, _FEW,
-                 words=("the loss ignores",)),
-        Evidence("The loss of a row depends on the rows beside it.", texts.ONE_BY_ONE, _PAIRS, words=("one by one",)),
+                 faults=(Fault.OTHER_LABELS,)),
+        Evidence("The loss of a row depends on the rows beside it.", texts.ONE_BY_ONE, _PAIRS,
+                 faults=(Fault.BATCH_DEPENDENT,)),
     ),
     "gradients": (
         Evidence("The gradients of a step are not those of its loss.", texts.GRADIENTS, _PAIRS),
     ),
     "padding": (
-        Evidence("Padding is trained.", texts.PADDING_TRAINED, _PAIRS, words=("padding tokens trained",),
+        Evidence("Padding is trained.", texts.PADDING_TRAINED, _PAIRS, faults=(Fault.PADDING_TRAINED,),
                  fits=lambda program, facts: facts.has_mask or not facts.pads_with_stop),
-        Evidence("The attention mask hides text.", texts.TEXT_HIDDEN, words=("attention mask is 0",),
+        Evidence("The attention mask hides text.", texts.TEXT_HIDDEN, faults=(Fault.TEXT_MASKED,),
                  fits=lambda program, facts: facts.has_mask),
-        Evidence("Padding is attended to.", texts.ALONE_IN_BATCH, _PAIRS, _is_padded, words=("attended",)),
+        Evidence("Padding is attended to.", texts.ALONE_IN_BATCH, _PAIRS, _is_padded, faults=(Fault.PADDING_ATTENDED,)),
     ),
     "forgery": (
         Evidence("A text's control tokens became control tokens.", texts.CONTROL_TOKENS, fits=_has_conversations),
@@ -217,10 +225,10 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     ),
     "adapters": (
         Evidence("Trainable tensors are not in the optimizer.", texts.NOT_IN_OPTIMIZER,
-                 words=("not in the optimizer",)),
+                 faults=(Fault.NOT_OPTIMIZED,)),
         Evidence("Trainable tensors are not saved with the adapter.", texts.NOT_SAVED, fits=_is_adapter,
-                 words=("not saved",)),
-        Evidence("New tokens are frozen.", texts.UNTRAINED_TOKENS, fits=_is_adapter, words=("look untrained",)),
+                 faults=(Fault.NOT_SAVED,)),
+        Evidence("New tokens are frozen.", texts.UNTRAINED_TOKENS, fits=_is_adapter, faults=(Fault.TOKENS_FROZEN,)),
     ),
     "generation": (
         Evidence("The saved model does not end where it is trained to end.", texts.ENDS_OF_FOLDER, given=_NEEDS_STEP,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftron.verify.report import Check
+from sftron.verify.report import EVALUATION, Check
 from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import Program, comment_of, confirmed
 from sftron.verify.script.quoting import is_plain_name, literal
@@ -20,7 +20,6 @@ _MOST_ALONE = 4
 _PARTS = ("arguments", "options", "after", "model_lines", "model_options", "tokenizer", "config")
 _OF_THE_MODEL = ("isolation", "positions", "loss", "gradients", "padding", "adapters")
 """The rows whose faults do not depend on the tokenizer; with another template, others would be other faults."""
-_IN_EVALUATION = "In the evaluation's batches"
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ def make_script(materials: Materials, check: Check, target: str | None) -> str:
     Raises:
         ValueError: None was found; the message says why.
     """
-    search, is_evaluation = Search(), check.remedy.startswith(_IN_EVALUATION)
+    search, is_evaluation = Search(), check.part == EVALUATION
     parts = _PARTS if check.name in _OF_THE_MODEL else tuple(part for part in _PARTS if part != "tokenizer")
-    found = _smallest(search, parts, candidates(materials, check.name, check.measured, is_evaluation=is_evaluation))
+    found = _smallest(search, parts, candidates(materials, check.name, check.faults, is_evaluation=is_evaluation))
     if found is None and target is not None:
         found = _smallest(search, (), of_function(materials, check, target, is_evaluation=is_evaluation))
     if found is not None:
@@ -64,7 +63,7 @@ def of_function(materials: Materials, check: Check, target: str, *, is_evaluatio
     if not (is_plain_name(module) and is_plain_name(function)):
         raise ValueError(f"{path}: give the file and the function names that Python can import, such as train.py:make")
     data = "eval_dataset" if is_evaluation else "train_dataset"
-    for evidence in _kinds(check.name, check.measured):
+    for evidence in _kinds(check.name, check.faults):
         for chosen in _choices(materials.suspects.get((check.name, is_evaluation), ()), evidence.num_rows):
             candidate = _candidate(materials.program, materials, evidence, "ids", chosen, is_evaluation)
             numbers = [each.index for each in chosen]
@@ -87,18 +86,18 @@ def of_function(materials: Materials, check: Check, target: str, *, is_evaluatio
             yield Candidate(program, evidence, keeps_texts=True)
 
 
-def _kinds(name: str, measured: str) -> list[Evidence]:
-    return sorted(EVIDENCE[name], key=lambda each: each.order(measured))
+def _kinds(name: str, faults: Collection[str]) -> list[Evidence]:
+    return sorted(EVIDENCE[name], key=lambda each: each.order(faults))
 
 
 def candidates(
-    materials: Materials, name: str, measured: str = "", *, is_evaluation: bool = False
+    materials: Materials, name: str, faults: Collection[str] = (), *, is_evaluation: bool = False
 ) -> Iterator[Candidate]:
     """Yields the programs that may show the fault of a row, those with a small model and few rows first."""
     suspects = materials.suspects.get((name, is_evaluation), ())
     for is_reduced in (True, False):
         base = with_sizes(materials, is_small=is_reduced)
-        for evidence in _kinds(name, measured):
+        for evidence in _kinds(name, faults):
             for way in _ways(materials, name, suspects):
                 for chosen in _choices(suspects, evidence.num_rows):
                     candidate = _candidate(base, materials, evidence, way, chosen, is_evaluation)

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sftron.verify.faults import library_of
 from sftron.verify.script.evidence import Facts
 from sftron.verify.script.program import Program
 from sftron.verify.script.quoting import NoSourceError, called, literal
 from sftron.verify.script.seen import Suspect, all_rows, facts_of, suspects
 from sftron.verify.script.source import Names, dataclass_changes
-from sftron.verify.trainer.remedies import library_of
 from sftron.verify.trainer.subject import TrainerSubject
 
 SMALL = {

@@ -6,16 +6,16 @@ verify_trainer.py says what a pass of each proves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
-from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import remedies
+from sftron.verify.faults import Fault
+from sftron.verify.report import EVALUATION, Finding, NotMeasuredError
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.label_checks import remedy_of_limit, with_lone_answers
+from sftron.verify.trainer.label_checks import are_cut_by_limit, longest_of, with_lone_answers
 from sftron.verify.trainer.measurements import Subject, with_evaluation
 from sftron.verify.trainer.view import View
 
@@ -35,11 +35,11 @@ def ids(view: View) -> Finding:
     num_known = sum(bool(each.source) for each in documents)
     if not num_known and encoder.problem and encoder.refused:
         measured = f"the rows are messages, and {encoder.problem}"
-        return Finding(False, measured, "the template's ids", (), remedies.TEMPLATE_UNSET.of(view.trainer))
+        return Finding(False, measured, "the template's ids", (), (Fault.TEMPLATE_UNSET,))
     if not num_known and view.training is not None and view.training.known() and view.turn_text.is_known:
         measured = f"none of {len(documents):,} documents has the form of the template"
         detail = (view.tokenizer.decode(documents[0].ids[:40]),)
-        return Finding(False, measured, "all", detail, remedies.OTHER_FORMAT.of(view.trainer))
+        return Finding(False, measured, "all", detail, (Fault.OTHER_TURNS,))
     wrong = [each for each in documents if each.difference]
     known = [each for each in documents if each.source] if wrong else view.known()
     what = "texts have the tokenizer's" if all(each.is_text for each in known) else "documents have the template's"
@@ -49,36 +49,37 @@ def ids(view: View) -> Finding:
     ):
         measured += f", {num_longer:,} and a token after them"
     detail = (*(f"{each.where}: {each.difference}" for each in wrong[:_MOST_SHOWN]), view.truth)
-    return Finding(not wrong, measured, "all", detail, _ids_remedy(view, wrong) if wrong else "")
+    if not wrong:
+        return Finding(True, measured, "all", detail)
+    return Finding(False, measured, "all", detail, (_fault_of_ids(view, wrong),), longest_of(view))
 
 
-def _ids_remedy(view: View, wrong: Sequence[Document]) -> str:
+def _fault_of_ids(view: View, wrong: Sequence[Document]) -> Fault:
     if wrong[0].is_rendered_twice:
-        return remedies.APPLIED_TWICE.of(view.trainer)
+        return Fault.APPLIED_TWICE
     if wrong[0].lacks_tools:
-        return remedies.TOOLS_LEFT_OUT.of(view.trainer)
-    if wrong[0].difference.startswith("a doubled"):
-        return remedies.DOUBLED_BOS.of(view.trainer)
-    if remedy := remedy_of_limit(view, wrong):
-        return remedy
+        return Fault.TOOLS_LEFT_OUT
+    if wrong[0].fault is Fault.DOUBLED_BOS:
+        return Fault.DOUBLED_BOS
+    if are_cut_by_limit(view, wrong):
+        return Fault.ROWS_CUT
     if getattr(view.trainer, "chat_template", None):
-        return remedies.TRAINING_TEMPLATE.of(view.trainer)
-    is_begun_late = wrong[0].difference.startswith("no ")
-    return (remedies.NO_BEGINNING if is_begun_late else remedies.OTHER_FORMAT).of(view.trainer)
+        return Fault.TRAINING_TEMPLATE
+    return wrong[0].fault or Fault.OTHER_FORMAT
 
 
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
 def positions(subject: Subject) -> Finding:
-    rows, trainer = subject.training.documents_of_rows, subject.trainer
+    rows = subject.training.documents_of_rows
     if not rows:
         raise NotMeasuredError("no document has known bounds")
-    wrong, crossing = list[str](), list[str]()
+    wrong, crossing = list[_WrongPositions](), list[str]()
     for batch, row, documents in rows:
         for each in documents:
             if why := _wrong_positions(batch, row, documents, each):
-                wrong.append(f"{each.where}: {why}")
+                wrong.append(why._replace(text=f"{each.where}: {why.text}"))
             if each.start and each is not documents[0] and each.labels[0] != IGNORE_INDEX:
                 crossing.append(f"{each.where} is trained from the document before it")
     num_packed = sum(len(documents) > 1 for *_, documents in rows)
@@ -90,41 +91,56 @@ def positions(subject: Subject) -> Finding:
         elif not wrong and not crossing and apart > allowed:
             measured = f"a conversation alone is computed otherwise: {apart:.1g} apart, relative"
             detail = (f"arguments: {subject.arguments}",)
-            return Finding(False, measured, f"<= {allowed:.0e}", detail, remedies.NOT_AS_ALONE.of(trainer))
-    if wrong and apart is None and remedies.library_of(trainer) == "loop":  # the model may make its own positions
-        raise NotMeasuredError(f"{wrong[0]}, and the model cannot be called with one conversation alone")
-    evaluated = [f"{name}: {why}" for name, why in _of_evaluation(subject) if _UNORDERED in why]
+            return Finding(False, measured, f"<= {allowed:.0e}", detail, (Fault.NOT_AS_ALONE,))
+    if wrong and apart is None and subject.library == "loop":  # the model may make its own positions
+        raise NotMeasuredError(f"{wrong[0].text}, and the model cannot be called with one conversation alone")
+    evaluated = [
+        f"{name}: {why.text}" for name, why in _of_evaluation(subject) if why.fault is Fault.POSITIONS_OUT_OF_ORDER
+    ]
     if evaluated and not (wrong or crossing):
-        remedy = f"In the evaluation's batches: {remedies.POSITIONS_OUT_OF_ORDER.of(trainer)}"
-        return Finding(False, evaluated[0], "none", tuple(evaluated[:_MOST_SHOWN]), remedy)
-    unordered = [each for each in wrong if _UNORDERED in each]
-    starts = [each for each in wrong if _UNORDERED not in each]
-    found = _counted({"documents out of order": unordered, "wrong starts": starts, "labels cross": crossing})
-    remedy = remedies.POSITIONS_RUN_ON if starts else remedies.LABELS_CROSS
-    remedy = remedies.POSITIONS_OUT_OF_ORDER if unordered else remedy
-    detail = (*wrong[:_MOST_SHOWN], *crossing[:_MOST_SHOWN])
-    return Finding(not found, found or measured, "none", detail, remedy.of(trainer))
+        faults = (Fault.POSITIONS_OUT_OF_ORDER,)
+        return Finding(False, evaluated[0], "none", tuple(evaluated[:_MOST_SHOWN]), faults, part=EVALUATION)
+    found = {
+        fault: [each.text for each in wrong if each.fault is fault]
+        for fault in (Fault.POSITIONS_OUT_OF_ORDER, Fault.POSITIONS_RUN_ON)
+    } | {Fault.LABELS_CROSS: crossing}
+    names = zip(("documents out of order", "wrong starts", "labels cross"), found.values(), strict=True)
+    faults = tuple(fault for fault, each in found.items() if each)
+    detail = (*(each.text for each in wrong[:_MOST_SHOWN]), *crossing[:_MOST_SHOWN])
+    return Finding(not faults, _counted(dict(names)) or measured, "none", detail, faults)
 
 
-_UNORDERED = "are not one after another"
+class _WrongPositions(NamedTuple):
+    """What is wrong with the positions of a document."""
+
+    fault: Fault
+    text: str
 
 
-def _of_evaluation(subject: Subject) -> Iterator[tuple[str, str]]:
+def _of_evaluation(subject: Subject) -> Iterator[tuple[str, _WrongPositions]]:
     """Yields the name of an evaluation, and what is wrong with the positions of a document."""
     for name, view in subject.evaluation.items():
         for batch, row, documents in view.documents_of_rows if isinstance(view, View) else ():
-            yield from ((name, _wrong_positions(batch, row, documents, each)) for each in documents)
+            found = (_wrong_positions(batch, row, documents, each) for each in documents)
+            yield from ((name, why) for why in found if why is not None)
 
 
-def _wrong_positions(batch: SeenBatch, row: int, documents: Sequence[Document], document: Document) -> str:
-    """Describes what is wrong with the positions of a document; "" if nothing is."""
+def _wrong_positions(
+    batch: SeenBatch, row: int, documents: Sequence[Document], document: Document
+) -> _WrongPositions | None:
+    """Returns what is wrong with the positions of a document; None if nothing is."""
+    fault, problem = Fault.POSITIONS_RUN_ON, ""
     if batch.positions is None:
-        return "no position_ids are passed, so positions run on" if document is not documents[0] else ""
-    own = batch.positions[document.index]
-    is_left_padded = len(documents) == 1 and batch.attended is not None and batch.attended[row, 0] == 0
-    if (np.diff(own) != 1).any():
-        return f"positions {' '.join(map(str, own[:4]))} ... {_UNORDERED}"
-    return f"positions begin at {int(own[0])}" if len(own) and own[0] != 0 and not is_left_padded else ""
+        problem = "no position_ids are passed, so positions run on" if document is not documents[0] else ""
+    else:
+        own = batch.positions[document.index]
+        is_left_padded = len(documents) == 1 and batch.attended is not None and batch.attended[row, 0] == 0
+        if (np.diff(own) != 1).any():
+            fault = Fault.POSITIONS_OUT_OF_ORDER
+            problem = f"positions {' '.join(map(str, own[:4]))} ... are not one after another"
+        elif len(own) and own[0] != 0 and not is_left_padded:
+            problem = f"positions begin at {int(own[0])}"
+    return _WrongPositions(fault, problem) if problem else None
 
 
 @with_evaluation
@@ -149,14 +165,15 @@ def truncation(view: View) -> Finding:
     found = _counted({**counts, "conversations are in no batch": missing})
     if not found:
         return Finding(True, f"{len(view.known()):,} documents are whole", "none")
-    args, remedy = view.trainer.args, remedies.PARTS
+    args, fault = view.trainer.args, Fault.ROWS_CUT
     is_wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") == "wrapped"
     if is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.documents_of_rows)):
-        remedy = remedies.CUT_BY_PACKING
+        fault = Fault.CUT_BY_PACKING
     elif not (cut or begins):
-        remedy = remedies.ROWS_DROPPED if missing else remedies.ROWS_SKIPPED if skipped else remedies.ROWS_EMPTY
+        fault = Fault.ROWS_DROPPED if missing else Fault.ROWS_SKIPPED if skipped else Fault.ROWS_EMPTY
+    also = (Fault.ROWS_EMPTY,) if empty and fault is not Fault.ROWS_EMPTY else ()
     longest = max(map(len, documents), default=0)
-    return Finding(False, found, "none", tuple(detail), remedy.of(view.trainer, longest=longest))
+    return Finding(False, found, "none", tuple(detail), (fault, *also), {"longest": longest})
 
 
 def _skipped(view: View) -> list[Document]:
@@ -175,7 +192,7 @@ def forgery(subject: Subject) -> Finding:
         measured = f"{len(lone):,} documents have an answer without a label, as those that a text spells"
         detail = [f"{each.where}: {tokenizer.decode(each.ids[:40])!r}" for each in lone[:_MOST_SHOWN]]
         detail.append("conversations= shows whether a text spells them")
-        return Finding(False, measured, "none", tuple(detail), remedies.FORGED.of(subject.trainer))
+        return Finding(False, measured, "none", tuple(detail), (Fault.FORGED,))
     known = [each for each in documents if each.truth is not None and each.source in ("rows", "conversations")]
     if all(each.is_rendered_twice for each in documents):
         raise NotMeasuredError("the template is applied twice, so the texts of the messages are not known; see ids")
@@ -187,4 +204,4 @@ def forgery(subject: Subject) -> Finding:
     if not forged:
         measured = f"no text became a control token; {num_plain:,} of {len(known):,} documents spell one"
     detail = [f"{each.where}: {each.truth.excerpt!r}" for each in forged[:_MOST_SHOWN] if each.truth is not None]
-    return Finding(not forged, measured, "none", tuple(detail), remedies.FORGED.of(subject.trainer))
+    return Finding(not forged, measured, "none", tuple(detail), (Fault.FORGED,))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sftron.data.types import IGNORE_INDEX, Role, TokenizedConversation, Turn
+from sftron.verify.faults import Fault
 from sftron.verify.trainer.batches import find
 from sftron.verify.trainer.truth import Encoder, PlainText, Truth
 from sftron.verify.trainer.turn_text import Parsed
@@ -37,6 +38,8 @@ class Document:
     """The roles of its own tokens, and the turns that it holds whole; None if it was not recovered."""
     difference: str = ""
     """How its ids differ from the template's; "" if they do not, or if it was not recovered."""
+    fault: Fault | None = None
+    """What the difference is, where it is known: a beginning that is doubled or missing."""
     num_cut_before: int = 0
     """The number of tokens of the conversation that are missing before it."""
     is_cut_after: bool = False
@@ -149,10 +152,11 @@ def locate(document: Document, truth: Truth, source: str, encoder: Encoder) -> D
     fitted, decode, bos = document.fitted(truth, source, begin, end, at), encoder.decode, encoder.tokenizer.bos_token_id
     begins_with_bos = len(truth.ids) > 0 and truth.ids[0] == bos
     is_template = truth.tokens is not None and (truth.tokens.role_ids[:at] == Role.TEMPLATE).all()
+    fault = None
     if not set(document.ids[end:].tolist()) <= around:
         difference = f"{decode(document.ids[end:])!r} after the conversation, where the template ends"
     elif begin and begins_with_bos and document.ids[0] == bos:
-        difference = f"a doubled beginning: {decode(document.ids[: begin + 1])!r}"
+        difference, fault = f"a doubled beginning: {decode(document.ids[: begin + 1])!r}", Fault.DOUBLED_BOS
     elif begin:
         difference = (
             f"{decode(document.ids[:begin])!r} before the conversation, which the template does not write there"
@@ -161,10 +165,10 @@ def locate(document: Document, truth: Truth, source: str, encoder: Encoder) -> D
         at and is_template and int(document.ids[0]) in encoder.special_ids
     ):
         difference = f"no {decode(truth.ids[:at])!r} at the beginning, which the template writes"
-        return replace(fitted, difference=difference, num_cut_before=0)
+        return replace(fitted, difference=difference, fault=Fault.NO_BEGINNING, num_cut_before=0)
     else:
         return fitted
-    return replace(fitted, difference=difference)
+    return replace(fitted, difference=difference, fault=fault)
 
 
 def _locate(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from sftron.verify.faults import Fault
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer.plain_values import read_back, written
 
@@ -50,12 +51,22 @@ class _Ended:
 def _written(message: _Value | _Ended) -> bytes:
     if isinstance(message, _Value):
         return written((message.name, message.value))
-    return written((astuple(message.finding), message.is_failed))
+    return written((fields_of(message.finding), message.is_failed))
 
 
 def _read_back(text: bytes) -> _Value | _Ended:
     first, second = read_back(text)
-    return _Value(first, second) if isinstance(first, str) else _Ended(Finding(*first), second)
+    return _Value(first, second) if isinstance(first, str) else _Ended(finding_of(first), second)
+
+
+def fields_of(finding: Finding) -> dict[str, Any]:
+    """Returns the fields of a finding, with its faults by name, as ranks exchange them."""
+    fields = {each: getattr(finding, each) for each in Finding.__dataclass_fields__}
+    return fields | {"faults": tuple(each.name for each in finding.faults), "values": dict(finding.values)}
+
+
+def finding_of(fields: dict[str, Any]) -> Finding:
+    return Finding(**fields | {"faults": tuple(Fault[each] for each in fields["faults"])})
 
 
 class Exchange:

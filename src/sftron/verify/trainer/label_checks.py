@@ -16,19 +16,23 @@ from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.types import IGNORE_INDEX, Conversation, Role, TokenizedConversation
 from sftron.report.counts import RoleCount
 from sftron.report.tokens import role_name
+from sftron.verify.faults import Fault, library_of, values_of_mask
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import remedies
 from sftron.verify.trainer.documents import Document
 from sftron.verify.trainer.measurements import with_evaluation
 from sftron.verify.trainer.view import View
 
 
-def remedy_of_limit(view: View, wrong: Sequence[Document]) -> str:
-    """Returns the remedy if only documents that a limit cuts are wrong, as all are of the greatest length."""
+def are_cut_by_limit(view: View, wrong: Sequence[Document]) -> bool:
+    """Returns whether only documents that a limit cuts are wrong, as all are of the greatest length."""
     lengths = Counter(map(len, view.documents))
     longest = max(lengths, default=0)
-    is_limit = 1 < lengths[longest] < len(view.documents) and {*map(len, wrong)} == {longest}
-    return remedies.PARTS.of(view.trainer, longest=longest) if is_limit else ""
+    return 1 < lengths[longest] < len(view.documents) and {*map(len, wrong)} == {longest}
+
+
+def longest_of(view: View) -> dict[str, int]:
+    """Returns the value of a fault that names the longest document."""
+    return {"longest": max(map(len, view.documents), default=0)}
 
 
 class _Expected(NamedTuple):
@@ -136,24 +140,25 @@ class _LabelCount:
                 text = self.view.tokenizer.decode(document.ids[at : at + 8])
                 self.first.setdefault(kind, f"{document.where} + {at}: {text!r}")
 
-    def remedy(self) -> str:
-        """Returns the remedy for the labels, by what was measured."""
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What is wrong with the labels; what explains most of it first."""
         if self.wrong["labels"]:
-            remedy = remedies.MASKED_IDS
             if 2 * self.num_shifted > self.wrong["labels"]:
-                remedy = remedies.SHIFTED_LABELS
-            elif 2 * self.num_unshifted > self.wrong["labels"]:
-                remedy = remedies.UNSHIFTED_LABELS
-            return remedy.of(self.view.trainer)
+                return (Fault.SHIFTED_LABELS,)
+            is_unshifted = 2 * self.num_unshifted > self.wrong["labels"]
+            return (Fault.UNSHIFTED_LABELS,) if is_unshifted else (Fault.MASKED_IDS,)
+        if self.view.trained_roles == "all":
+            return (Fault.EVERY_TOKEN,)
         is_none = not self.num_trained or self.wrong["answer"] == self.num_answer > 0
-        if self.wrong["weightless"] and not (self.wrong["prompt"] or self.wrong["answer"]):
-            return _remedy_of_mask(self.view, remedies.WEIGHTS_IGNORED)
-        if self.wrong["prompt"] and (is_none or not self.wrong["answer"]):
-            return _remedy_of_mask(self.view, remedies.PROMPTS_TRAINED)
-        if is_none:
-            return _remedy_of_mask(self.view, remedies.NOTHING_TRAINED)
-        meaning = remedies.ANSWERS_LEFT_OUT if self.wrong["answer"] else remedies.HEADERS_TRAINED
-        return _remedy_of_mask(self.view, meaning)
+        found = {
+            Fault.ANSWERS_LEFT_OUT: self.wrong["answer"] and not is_none,
+            Fault.PROMPTS_TRAINED: self.wrong["prompt"],
+            Fault.NOTHING_TRAINED: is_none,
+            Fault.WEIGHTS_IGNORED: self.wrong["weightless"],
+            Fault.HEADERS_TRAINED: self.wrong["header"],
+        }
+        return tuple(fault for fault, is_found in found.items() if is_found)
 
 
 def _is_weightless(document: Document) -> np.ndarray:
@@ -164,12 +169,6 @@ def _is_weightless(document: Document) -> np.ndarray:
     if tokens is None or tokens.token_weights is None or all(each.weight for each in messages):
         return np.zeros(len(document), dtype=bool)
     return (tokens.token_weights == 0) & np.isin(tokens.role_ids, list(DEFAULT_TRAINED_ROLES))
-
-
-def _remedy_of_mask(view: View, meaning: str) -> str:
-    if view.trained_roles == "all":
-        return remedies.EVERY_TOKEN.of(view.trainer)
-    return remedies.of_mask(view.trainer, view.rows, meaning)
 
 
 @with_evaluation
@@ -188,8 +187,9 @@ def trained_tokens(view: View) -> Finding:
     detail = (*(f"{kind}: the first at {where}" for kind, where in count.first.items()), f"trained by role: {by_role}")
     if wrong or not count.num_trained:
         measured = wrong if count.num_trained else "nothing is trained"
-        remedy = remedy_of_limit(view, count.documents) or count.remedy()
-        return Finding(False, measured, "as meant", detail, remedy)
+        faults = (Fault.ROWS_CUT,) if are_cut_by_limit(view, count.documents) else ()
+        values = longest_of(view) | values_of_mask(view.trainer, view.rows)
+        return Finding(False, measured, "as meant", detail, (*faults, *count.faults), values)
     what = "all of each document" if view.trained_roles == "all" else "all of what the model writes"
     measured = f"{count.num_trained:,} trained tokens, {what}"
     if count.num_headers and view.trained_roles != "all":
@@ -221,8 +221,12 @@ def stop_tokens(view: View) -> Finding:
         return Finding(True, measured, "all")
     problem = next((each.truth.problem for each in documents if each.truth is not None and each.truth.problem), "")
     detail = (f"the first whose stop token is not trained is in {without[0]}", problem)
-    remedy = _stop_remedy(view, set(names), is_text_trained=is_text_trained)
-    return Finding(False, measured, "all", detail, remedy)
+    values = values_of_mask(view.trainer, view.rows)
+    faults = _faults_of_stops(view, set(names), is_text_trained=is_text_trained)
+    if view.tokenizer.pad_token in names:
+        padding = Fault.PAD_IS_STOP.remedy(library_of(view.trainer), {"pad": view.tokenizer.pad_token})
+        values |= {"padding": f" {padding}"}
+    return Finding(False, measured, "all", detail, faults, values)
 
 
 def _ends_of_texts(view: View) -> Finding:
@@ -232,26 +236,24 @@ def _ends_of_texts(view: View) -> Finding:
     if not num_ended:
         raise NotMeasuredError("the texts have no roles, and none of them ends with the tokenizer's eos_token")
     measured = f"{num_ended:,} of {len(documents):,} texts train {view.tokenizer.eos_token}"
-    return Finding(num_ended == len(documents), measured, "all", (), remedies.NO_STOP.of(view.trainer))
+    return Finding(num_ended == len(documents), measured, "all", (), (Fault.NO_STOP,))
 
 
-def _stop_remedy(view: View, names: set[str], *, is_text_trained: bool) -> str:
-    """Returns the remedy for stop tokens without a label.
+def _faults_of_stops(view: View, names: set[str], *, is_text_trained: bool) -> tuple[Fault, ...]:
+    """Returns what is wrong with stop tokens without a label.
 
     Args:
         names: The stop tokens of the documents.
         is_text_trained: Whether an answer without one has a label.
     """
     if not names:
-        return remedies.NO_STOP.of(view.trainer)
+        return (Fault.NO_STOP,)
     count = _LabelCount.of(view)
     if count.wrong["labels"]:
-        return count.remedy()
+        return count.faults
     if not is_text_trained:
-        return remedies.ANSWERS_UNTRAINED.of(view.trainer)
-    pad = view.tokenizer.pad_token
-    also_padding = remedies.PAD_IS_STOP.of(view.trainer, pad=pad) if pad in names else ""
-    return _remedy_of_mask(view, remedies.STOP_MASKED) + also_padding
+        return (Fault.ANSWERS_UNTRAINED,)
+    return (Fault.EVERY_TOKEN if view.trained_roles == "all" else Fault.STOP_MASKED,)
 
 
 def with_lone_answers(documents: Sequence[Document]) -> list[Document]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Protocol
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sftron.verify.isolation import Isolation, compare_documents
-from sftron.verify.report import Finding, NotMeasuredError
+from sftron.verify.report import EVALUATION, Finding, NotMeasuredError
 from sftron.verify.trainer.batches import SeenBatch, Step
 from sftron.verify.trainer.documents import Document
 from sftron.verify.trainer.view import View
 
 FEW_ROWS = 2
+IN_ONE_ROW, IN_DIFFERENT_ROWS = "in one row", "in different rows"
 
 
 class Model(Protocol):
@@ -76,12 +77,14 @@ class Subject(ABC):
     """A trainer, or a loop.
 
     Attributes:
-        trainer: Declares its options, and the library for which remedies are worded.
+        trainer: Declares its options.
+        library: The package of the trainer's class, "" for transformers, or "loop" for a loop.
         training: The batches that are looked at, with their documents.
         trained_roles: "assistant", or "all" for a loss over every token.
     """
 
     trainer: Any
+    library: str
     training: View
     trained_roles: str
 
@@ -135,7 +138,7 @@ class Subject(ABC):
                 rows.setdefault(each.row, []).append(each)
             packed = [each.index for each in max(rows.values(), key=len, default=[])]
             across = [(row, slice(each[0].index[1].start, each[-1].index[1].stop)) for row, each in rows.items()]
-            for kind, indices in (("in one row", packed), ("in different rows", across)):
+            for kind, indices in ((IN_ONE_ROW, packed), (IN_DIFFERENT_ROWS, across)):
                 if len(indices) < 2:
                     continue
                 try:
@@ -198,11 +201,12 @@ def with_finding_of(name: str, found: Finding, other: Finding) -> Finding:
     """Returns the finding of the training together with that of an evaluation of this name."""
     is_first = other.passed is False and found.passed is not False
     raised = found.raised or other.raised
-    return Finding(
-        False if False in (found.passed, other.passed) else None if raised else found.passed,
-        f"{found.measured}; {name}: {other.measured}",
-        found.allowed,
-        (*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
-        f"In the evaluation's batches: {other.remedy}" if is_first else found.remedy,
-        raised,
+    return replace(
+        other if is_first else found,
+        passed=False if False in (found.passed, other.passed) else None if raised else found.passed,
+        measured=f"{found.measured}; {name}: {other.measured}",
+        allowed=found.allowed,
+        detail=(*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
+        part=EVALUATION if is_first else found.part,
+        raised=raised,
     )

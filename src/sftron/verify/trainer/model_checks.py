@@ -15,18 +15,18 @@ import numpy as np
 import torch
 
 from sftron.data.types import IGNORE_INDEX, Role
+from sftron.verify.faults import Fault
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import remedies
 from sftron.verify.trainer.batches import SeenBatch
 from sftron.verify.trainer.documents import Document
-from sftron.verify.trainer.measurements import Subject, with_finding_of
+from sftron.verify.trainer.measurements import IN_DIFFERENT_ROWS, IN_ONE_ROW, Subject, with_finding_of
 from sftron.verify.trainer.subject import TrainerSubject
 
 
 def isolation(subject: Subject) -> Finding:
     found, problem = subject.isolations
     leaking = [(kind, each) for kind, each in found if not each.isolated]
-    if "in one row" not in dict(leaking):
+    if IN_ONE_ROW not in dict(leaking):
         _require_bounds(subject)
     if not found and not problem and _are_alone(subject):
         measured = f"each of {len(subject.training.batches):,} batches holds one conversation"
@@ -45,28 +45,28 @@ def isolation(subject: Subject) -> Finding:
         f"a changed conversation itself changes by {worst.own_difference:.2g}",
         f"arguments: {subject.arguments}",
     )
-    remedy = _isolation_remedy(subject, kind, shows_future=worst.shows_future) if leaking else ""
-    return Finding(not leaking, measured, f"<= {worst.rounding:.1g}", detail, remedy)
+    faults = (_fault_of_isolation(subject, kind, shows_future=worst.shows_future),) if leaking else ()
+    config = subject.model.config
+    values = {
+        "name": getattr(config, "model_type", "this model"),
+        "attention": getattr(config, "_attn_implementation", None),
+    }
+    return Finding(not leaking, measured, f"<= {worst.rounding:.1g}", detail, faults, values)
 
 
-def _isolation_remedy(subject: Subject, kind: str, *, shows_future: bool) -> str:
+def _fault_of_isolation(subject: Subject, kind: str, *, shows_future: bool) -> Fault:
     batch, config = subject.step.batches[0], subject.model.config
     if shows_future:
-        remedy = remedies.FUTURE
-    elif kind == "in different rows":
-        remedy = remedies.ROWS_MIXED
-    elif getattr(batch.seen.get("attention_mask"), "ndim", 2) > 2:
-        remedy = remedies.OWN_MASK
-    elif batch.positions is None:
-        remedy = remedies.NO_POSITIONS
-    elif batch.seen.get("use_cache", getattr(config, "use_cache", False)):
-        remedy = remedies.CACHE
-    elif "attention_mask" in batch.seen:
-        remedy = remedies.MASK_OF_ONES
-    else:
-        remedy = remedies.NOT_ISOLATED
-    name, attention = getattr(config, "model_type", "this model"), getattr(config, "_attn_implementation", None)
-    return remedy.of(subject.trainer, name=name, attention=attention)
+        return Fault.FUTURE
+    if kind == IN_DIFFERENT_ROWS:
+        return Fault.ROWS_MIXED
+    if getattr(batch.seen.get("attention_mask"), "ndim", 2) > 2:
+        return Fault.OWN_MASK
+    if batch.positions is None:
+        return Fault.NO_POSITIONS
+    if batch.seen.get("use_cache", getattr(config, "use_cache", False)):
+        return Fault.CACHE
+    return Fault.MASK_OF_ONES if "attention_mask" in batch.seen else Fault.NOT_ISOLATED
 
 
 def _require_bounds(subject: Subject) -> None:
@@ -125,7 +125,7 @@ def _of_evaluation(subject: TrainerSubject, data: Any) -> Finding:
     counts = " and ".join(map(str, pair.num_labels))
     measured = f"eval_loss of batches with {counts} labels is {pair.together:.6g}, their ratio {pair.ratio:.6g}"
     detail = (f"each batch alone: {pair.alone[0]:.6g} and {pair.alone[1]:.6g}",)
-    return Finding(False, measured, "", detail, remedies.EVALUATED_BY_BATCHES.of(subject.trainer))
+    return Finding(False, measured, "", detail, (Fault.EVALUATED_BY_BATCHES,))
 
 
 def _of_training(subject: TrainerSubject) -> Finding:
@@ -148,10 +148,10 @@ def _of_training(subject: TrainerSubject) -> Finding:
     )
     if not math.isfinite(total + ratio):
         measured = f"the step returns {total}, the ratio is {ratio}"
-        return Finding(False, measured, "finite", detail, remedies.NAN.of(trainer))
+        return Finding(False, measured, "finite", detail, (Fault.NOT_FINITE,))
     if num_items not in (None, num_trained):
         measured = f"num_items_in_batch is {num_items}, and {num_trained} labels are trained"
-        return Finding(False, measured, "equal", detail, remedies.OTHER_COUNT.of(trainer))
+        return Finding(False, measured, "equal", detail, (Fault.OTHER_COUNT,))
     if apart <= tolerance and worst <= max(tolerance, _WEIGHT_TOLERANCE):
         measured = f"{apart:.1e} from the ratio of {num_trained:,} labels"
         found = Finding(True, measured, f"<= {tolerance:.0e}, relative", detail)
@@ -160,12 +160,12 @@ def _of_training(subject: TrainerSubject) -> Finding:
         return _at_other_places(subject, smallest, found) or _with_neighbors(subject, found, tolerance)
     if _are_equal([*weights, num_trained]):
         measured = f"{total / ratio:,.0f} times the ratio: a sum that is not divided by its {num_trained:,} labels"
-        return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.UNDIVIDED.of(trainer))
+        return Finding(False, measured, f"<= {tolerance:.0e}", detail, (Fault.UNDIVIDED,))
     measured = f"{_shown(apart)} from the ratio; the weight of a micro-batch is off by {_shown(worst)}"
     passes_no_count = trainer.model_accepts_loss_kwargs is False and trainer.compute_loss_func is None
-    remedy = remedies.NO_LOSS_KWARGS if passes_no_count else remedies.MEAN_OF_MEANS
+    fault = Fault.NO_LOSS_KWARGS if passes_no_count else Fault.MEAN_OF_MEANS
     allowed = f"<= {tolerance:.0e}" if apart > tolerance else f"<= {_WEIGHT_TOLERANCE:.0%} a micro-batch"
-    found = Finding(False, measured, allowed, detail, remedy.of(trainer))
+    found = Finding(False, measured, allowed, detail, (fault,))
     return _of_another_loss(subject, found, tolerance)
 
 
@@ -197,7 +197,7 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
         _require_accumulation(subject)
         return replace(found, detail=detail)
     measured = f"the same rows one by one have a loss {spread:.1e} off"
-    return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.BATCH_DEPENDENT.of(subject.trainer))
+    return Finding(False, measured, f"<= {tolerance:.0e}", detail, (Fault.BATCH_DEPENDENT,))
 
 
 def _require_accumulation(subject: TrainerSubject) -> None:
@@ -239,7 +239,7 @@ def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) 
     if not num_other and num_missing <= _MOST_WITHOUT_GRADIENT * batch.num_trained:
         return None
     measured = f"the loss ignores {num_missing:,} of {batch.num_trained:,} labels, and is over {num_other:,} others"
-    return Finding(False, measured, "the labels", found.detail, remedies.OTHER_LABELS.of(subject.trainer))
+    return Finding(False, measured, "the labels", found.detail, (Fault.OTHER_LABELS,))
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ _GRADIENT_TOLERANCE, _ROUNDED_GRADIENT_TOLERANCE = 1e-3, 2**-4
 
 
 def gradients(subject: TrainerSubject) -> Finding:
-    step, trainer, is_rounded = subject.step, subject.trainer, subject.model.is_rounded
+    step, is_rounded = subject.step, subject.model.is_rounded
     if not any(each.requires_grad for each in subject.model.trained.parameters()):
         raise NotMeasuredError("no tensor is trainable; see adapters")
     if not any(batch.num_trained for batch in step.batches):
@@ -269,12 +269,12 @@ def gradients(subject: TrainerSubject) -> Finding:
         measured = f"{found.worst_apart:.1e} from those of the loss in {count}"
         return Finding(True, measured, allowed, detail)
     if not math.isfinite(found.apart):
-        return Finding(False, "the gradients are not finite", "finite", detail, remedies.NAN.of(trainer))
+        return Finding(False, "the gradients are not finite", "finite", detail, (Fault.NOT_FINITE,))
     if found.apart_from_factor <= tolerance:
         measured = f"{found.factor:.4g} times those of the loss in {count}"
-        return Finding(False, measured, allowed, detail, remedies.GRADIENT_SCALED.of(trainer))
+        return Finding(False, measured, allowed, detail, (Fault.GRADIENT_SCALED,))
     measured = f"{found.apart:.2g} from those of the loss in {count}; furthest {found.worst} ({found.worst_apart:.2g})"
-    return Finding(False, measured, allowed, detail, remedies.GRADIENT_CHANGED.of(trainer))
+    return Finding(False, measured, allowed, detail, (Fault.GRADIENT_CHANGED,))
 
 
 def _is_ratio(subject: TrainerSubject) -> bool:
@@ -306,9 +306,12 @@ def padding(subject: Subject) -> Finding:
     if difference > allowed:
         found.append(f"attended: changing it changes others by {difference:.2g}")
     measured = ", ".join(found) or f"{num_padding:,} padding tokens: not trained, not attended to, not counted"
-    remedy = remedies.PADDING_TRAINED if num_trained else remedies.PADDING_ATTENDED
-    remedy = remedies.TEXT_MASKED if hidden else remedy
-    return Finding(not found, measured, "none", (), remedy.of(subject.trainer))
+    faults = {
+        Fault.TEXT_MASKED: hidden,
+        Fault.PADDING_TRAINED: num_trained,
+        Fault.PADDING_ATTENDED: difference > allowed,
+    }
+    return Finding(not found, measured, "none", (), tuple(fault for fault, is_found in faults.items() if is_found))
 
 
 def _hides_text(batch: SeenBatch, document: Document) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from sftron.verify.report import Check, Finding, Report, Rule
 from sftron.verify.trainer import part_checks, rank_checks, rank_rows
-from sftron.verify.trainer.exchange import Exchange, time_limit_of_trainer
+from sftron.verify.trainer.exchange import Exchange, fields_of, finding_of, time_limit_of_trainer
 from sftron.verify.trainer.rank_subject import RankSubject
 from sftron.verify.trainer.state import untouched
 
@@ -74,7 +74,7 @@ def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], 
     """Returns a check that rank 0 makes alone, as it alone saves."""
 
     def check(subject: RankSubject) -> Finding:
-        return Finding(*subject.exchange.of_first("the finding of rank 0", lambda: astuple(measure(subject))))
+        return finding_of(subject.exchange.of_first("the finding of rank 0", lambda: fields_of(measure(subject))))
 
     return check
 
@@ -90,7 +90,7 @@ def joined(findings: Sequence[Finding]) -> Finding:
     first, names = findings[shown], ", ".join(map(str, failed or raised))
     words = f"rank {names}: {first.measured}" if names else f"{first.measured} (rank {shown}; the others pass too)"
     detail = tuple(f"rank {shown}: {line}" for line in first.detail if line)
-    return Finding(first.passed, words, first.allowed, detail, first.remedy, first.raised)
+    return replace(first, measured=words, detail=detail)
 
 
 def num_ranks(trainer: Any) -> int:
@@ -150,7 +150,7 @@ def verify_on_ranks(
             for rule in rules_of_ranks(rules):
                 started = time.perf_counter()
                 found = joined(exchange.row(rule.name, lambda rule=rule: rule.measure(subject)))
-                checks.append(Check.of(rule, found, time.perf_counter() - started))
+                checks.append(Check.of(rule, found, time.perf_counter() - started, subject.library))
                 if is_main and on_check is not None:
                     on_check(checks[-1])
     finally:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sftron.data.types import IGNORE_INDEX
+from sftron.verify.faults import Fault
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import rank_remedies as remedies
 from sftron.verify.trainer.rank_batches import MicroBatch
 from sftron.verify.trainer.rank_subject import RankSubject
 
@@ -49,7 +49,7 @@ def rotations(subject: RankSubject) -> Finding:
         return Finding(True, measured, f"<= {allowed:.0e}", detail)
     ranks = [str(rank) for rank, each in enumerate(apart) if each > allowed]
     measured = f"rank {', '.join(ranks)}: rotations {max(apart):.2g} from those of the whole row"
-    return Finding(False, measured, f"<= {allowed:.0e}", detail, remedies.ROTATIONS.of(subject.trainer))
+    return Finding(False, measured, f"<= {allowed:.0e}", detail, (Fault.OTHER_ROTATIONS,))
 
 
 def _of_all_lengths(subject: RankSubject) -> list[int]:
@@ -110,7 +110,7 @@ def borders(subject: RankSubject) -> Finding:
     if not lost and not extra:
         return Finding(True, f"{total:,} labels are trained by the tokens before them", "all")
     measured = f"{lost:,} of {total:,} labels are not trained, and {extra:,} tokens without one are"
-    return Finding(False, measured, "all", (), remedies.BORDERS.of(subject.trainer))
+    return Finding(False, measured, "all", (), (Fault.LABELS_AT_BORDERS,))
 
 
 def across_ranks(subject: RankSubject) -> Finding:
@@ -143,7 +143,7 @@ def across_ranks(subject: RankSubject) -> Finding:
     measured = f"conversations on {world_size} ranks: others change by {worst:.2g}"
     if wrong:
         measured = f"rank {', '.join(map(str, wrong))}: {measured}"
-    return Finding(not wrong, measured, f"<= {allowed:.0e}", detail, remedies.ACROSS.of(subject.trainer))
+    return Finding(not wrong, measured, f"<= {allowed:.0e}", detail, (Fault.LEAK_ACROSS_RANKS,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sftron.verify.faults import Fault
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import rank_remedies as remedies
 from sftron.verify.trainer.rank_batches import digest
 from sftron.verify.trainer.rank_model import whole
 from sftron.verify.trainer.rank_subject import RankSubject
@@ -63,18 +63,18 @@ def gradients(subject: RankSubject) -> Finding:
     factors = [each.factor for each in found]
     is_constant = all(each.apart_from_factor <= tolerance for each in found)
     if not math.isfinite(worst.apart):
-        measured, remedy = f"rank {worst_rank}: the gradients are not finite", remedies.NOT_FINITE
+        measured, fault = f"rank {worst_rank}: the gradients are not finite", Fault.RANK_NOT_FINITE
     elif is_constant and max(factors) - min(factors) <= tolerance * max(map(abs, factors)):
-        measured, remedy = _named_factor(worst.factor, world_size, size), remedies.FACTOR
+        measured, fault = _named_factor(worst.factor, world_size, size), Fault.GRADIENT_FACTOR
     elif (
         max(each.apart for each in found) - min(each.apart for each in found) > tolerance or len(_digests(subject)) > 1
     ):
         measured = f"the ranks have different gradients: {', '.join(f'{each.apart:.2g}' for each in found)} apart"
-        remedy = remedies.NOT_SUMMED
+        fault = Fault.GRADIENTS_NOT_SUMMED
     else:
         measured = f"{worst.apart:.2g} from one process; worst {worst.worst} ({worst.worst_apart:.2g})"
-        remedy = remedies.OTHER_GRADIENTS
-    return Finding(False, measured, allowed, detail, remedy.of(subject.trainer))
+        fault = Fault.GRADIENTS_OF_RANKS
+    return Finding(False, measured, allowed, detail, (fault,))
 
 
 def _digests(subject: RankSubject) -> set[str]:
@@ -95,14 +95,14 @@ def loss(subject: RankSubject) -> Finding:
     )
     if not math.isfinite(total + ratio):
         measured = f"the ranks return {', '.join(f'{each:.4g}' for each in totals)}"
-        return Finding(False, measured, "finite", detail, remedies.NOT_FINITE.of(subject.trainer))
+        return Finding(False, measured, "finite", detail, (Fault.RANK_NOT_FINITE,))
     apart = abs(total - ratio) / ratio
     if apart <= tolerance:
         return Finding(True, f"{apart:.1e} from the ratio of {reference.num_labels:,} labels", allowed, detail)
     if _are_right(subject):
         measured = f"the gradients are right; what is returned, and logged, is {apart:.2g} from the ratio"
         return Finding(True, measured, allowed, detail)
-    return Finding(False, f"{apart:.2g} from the ratio", allowed, detail, remedies.MEAN_OF_RANKS.of(subject.trainer))
+    return Finding(False, f"{apart:.2g} from the ratio", allowed, detail, (Fault.MEAN_OF_RANKS,))
 
 
 def _rounded_down(count: int, world_size: int) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def denominators(subject: RankSubject) -> Finding:
     elif expected % world_size and set(counts) < {float(each) for each in _rounded_down(expected, world_size)}:
         kind = ": a quotient that is rounded down"
     measured = f"num_items_in_batch is {shown}{kind}"
-    return Finding(False, measured, f"{expected:,}", detail, remedies.DENOMINATOR.of(subject.trainer))
+    return Finding(False, measured, f"{expected:,}", detail, (Fault.OTHER_DENOMINATOR,))
 
 
 # -- replicas --------------------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def replicas(subject: RankSubject) -> Finding:
     words = "before the first step" if before else "after the first step"
     names = before or after
     measured = f"{len(names):,} of {num_tensors:,} tensors differ between the ranks {words}"
-    remedy = remedies.NOT_ALIKE if before else remedies.DRIFT
-    return Finding(False, measured, "equal", (", ".join(names[:_MOST_NAMED]),), remedy.of(subject.trainer))
+    fault = Fault.REPLICAS_DIFFER if before else Fault.REPLICAS_DRIFT
+    return Finding(False, measured, "equal", (", ".join(names[:_MOST_NAMED]),), (fault,))
 
 
 def _tensors(subject: RankSubject) -> dict[str, Tensor]:

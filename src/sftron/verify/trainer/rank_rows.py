@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from sftron.verify.faults import Fault
 from sftron.verify.report import Finding
-from sftron.verify.trainer import rank_remedies as remedies
 from sftron.verify.trainer.rank_batches import MicroBatch, digest
 from sftron.verify.trainer.rank_subject import RankSubject
 
@@ -29,7 +29,7 @@ def rows(subject: RankSubject) -> Finding:
     counted, counted_notes = _counted_rows(subject)
     wrong, notes = wrong + counted, notes + counted_notes
     measured = ", ".join(wrong) or f"{world_size} ranks: {', '.join(notes)}"
-    return Finding(not wrong, measured, "each row once", (), remedies.ROWS.of(subject.trainer))
+    return Finding(not wrong, measured, "each row once", (), (Fault.ROWS_REPEATED,))
 
 
 def _first_of_groups(subject: RankSubject) -> list[MicroBatch]:

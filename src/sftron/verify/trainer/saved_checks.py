@@ -17,8 +17,8 @@ from sftron.data.chat.check import reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.chat.tokenizer_file import difference_from_file
 from sftron.data.types import Conversation
+from sftron.verify.faults import Fault
 from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer import remedies
 from sftron.verify.trainer.measurements import Subject
 from sftron.verify.trainer.state import untouched
 from sftron.verify.trainer.subject import TrainerSubject
@@ -31,20 +31,22 @@ def adapters(subject: Subject) -> Finding:
     named, is_adapter = dict(model.named_parameters()), hasattr(model, "peft_config")
     trainable = [name for name, each in named.items() if each.requires_grad]
     if not trainable:
-        return Finding(False, "no tensor is trainable", "some", (), remedies.NOTHING_TRAINABLE.of(subject.trainer))
+        return Finding(False, "no tensor is trainable", "some", (), (Fault.NOTHING_TRAINABLE,))
     if not any(batch.num_trained for batch in subject.step.batches):
         raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
     moves = subject.moves(named)
     optimized, with_gradient, moved = moves.optimized, moves.with_gradient, moves.moved
     stuck = [name for name in trainable if name in with_gradient & optimized - moved]
+    not_optimized = [name for name in trainable if name not in optimized]
+    not_saved = _not_saved(model, trainable) if is_adapter else []
     counts = {
         "frozen tensors move": [name for name in named if name in moved and name not in trainable],
         # In a mixture, an expert to which no token is routed has none.
         "trainable tensors get no gradient": [
             name for name in trainable if name not in with_gradient and "expert" not in name
         ],
-        "trainable tensors are not in the optimizer": [name for name in trainable if name not in optimized],
-        "trained tensors are not saved with the adapter": _not_saved(model, trainable) if is_adapter else [],
+        "trainable tensors are not in the optimizer": not_optimized,
+        "trained tensors are not saved with the adapter": not_saved,
     }
     if stuck and not any(name in moved for name in trainable):
         counts["trainable tensors do not move (learning rate, or the rounding of their type)"] = stuck
@@ -56,11 +58,12 @@ def adapters(subject: Subject) -> Finding:
     detail += [f"{token}: {why}" for token, why in untrained.items()]
     if stuck:
         detail.append(f"{len(stuck):,} tensors have a gradient and do not move, as the step is below their rounding")
-    remedy = remedies.NOT_LEARNING
-    if counts["trained tensors are not saved with the adapter"]:
-        remedy = remedies.NOT_SAVED
-    if untrained:
-        remedy = remedies.TOKENS_FROZEN
+    faults = {
+        Fault.TOKENS_FROZEN: untrained,
+        Fault.NOT_SAVED: not_saved,
+        Fault.NOT_OPTIMIZED: not_optimized,
+        Fault.NOT_LEARNING: found,
+    }
     steps = f"{moves.num_steps} step{'s' * (moves.num_steps > 1)}"
     measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moved):,} moved in {steps}, "
     return Finding(
@@ -68,7 +71,7 @@ def adapters(subject: Subject) -> Finding:
         ", ".join(found) or f"{measured}no frozen one",
         "all, and no frozen one",
         tuple(detail),
-        remedy.of(subject.trainer),
+        tuple(fault for fault, names in faults.items() if names),
     )
 
 
@@ -153,10 +156,15 @@ def generation(subject: TrainerSubject) -> Finding:
     detail.append(f"eos_token_id of the folder: {sorted(ends)}; trained stop tokens: {dict(stops)}")
     measured = f"ends at {', '.join(tokenizer.convert_ids_to_tokens(list(stops)))}; the same template"
     stop = tokenizer.convert_ids_to_tokens((lacking or list(stops))[0])
-    remedy = (remedies.NO_END if lacking else remedies.OTHER_TOKENIZER).of(subject.trainer, stop=stop)
-    if difference and not (lacking or num_differing):
-        remedy = remedies.OTHER_CLASS.of(subject.trainer)
-    return Finding(not found, ", ".join(found) or measured, "stops, and ids", tuple(detail), remedy)
+    faults = {Fault.NO_END: lacking, Fault.OTHER_TOKENIZER: num_differing, Fault.OTHER_CLASS: difference}
+    return Finding(
+        not found,
+        ", ".join(found) or measured,
+        "stops, and ids",
+        tuple(detail),
+        tuple(fault for fault, is_found in faults.items() if is_found),
+        {"stop": stop},
+    )
 
 
 def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str], str]:

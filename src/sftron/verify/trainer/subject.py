@@ -24,6 +24,7 @@ from torch.utils.data import SequentialSampler
 
 from sftron.data.dataset import PackedDataset
 from sftron.errors import place_of
+from sftron.verify.faults import library_of
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer.batches import (
     SeenBatch,
@@ -41,7 +42,6 @@ from sftron.verify.trainer.evaluation import EvaluatedPair, evaluated_by_rows, n
 from sftron.verify.trainer.gradients import GradientDifference, difference_of
 from sftron.verify.trainer.measurements import FEW_ROWS, Moves, Subject
 from sftron.verify.trainer.model import CalledModel, StepLosses
-from sftron.verify.trainer.remedies import library_of
 from sftron.verify.trainer.schedule import num_steps_of, schedule_note
 from sftron.verify.trainer.state import own_collator, restored
 from sftron.verify.trainer.truth import Encoder
@@ -66,7 +66,7 @@ class TrainerSubject(Subject):
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
-        self.trainer, self.trained_roles = trainer, trained_roles
+        self.trainer, self.trained_roles, self.library = trainer, trained_roles, library_of(trainer)
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
         self._is_endless = isinstance(data, PackedDataset)
@@ -322,7 +322,7 @@ class TrainerSubject(Subject):
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
             **self._notes,
             **({"not run": f"callbacks that may change what trains: {', '.join(own)}"} if own else {}),
-            "versions": ", ".join(_versions("sftron", "torch", "transformers", library_of(trainer))),
+            "versions": ", ".join(_versions("sftron", "torch", "transformers", self.library)),
         }
 
 
