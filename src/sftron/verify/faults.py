@@ -471,7 +471,7 @@ class Fault(Enum):
         """
         option = getattr(self.entry, library, "") if library else ""
         text = f"{self.entry.meaning} {option or self.entry.option}".strip() + self.entry.note
-        return text.format_map(defaultdict(str, values))
+        return text.format_map(defaultdict(str, values)).strip()
 
 
 def library_of(trainer: Any) -> str:
