@@ -29,13 +29,13 @@ def _name_of(node: ast.AST) -> str:
 def decisions_by_sentences(source: str) -> Iterator[int]:
     """Yields the lines of a module that read the sentence of a finding."""
     for node in ast.walk(ast.parse(source)):
-        read: ast.AST | None = None
+        read: ast.expr | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _READING:
             read = node.func.value
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             read = node.comparators[0]
         if read is not None and _name_of(read) in _SENTENCES:
-            yield node.lineno
+            yield read.lineno
 
 
 @pytest.mark.parametrize(

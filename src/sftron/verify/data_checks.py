@@ -139,8 +139,8 @@ def masks(subject: Subject) -> Finding:
     if count.num_rows:
         measured, allowed = f"{count.num_equal:,} of {count.num_rows:,} masks as found a second way", "all"
     if count.not_compared:
-        num_left = f"{count.not_compared.total():,}"
-        measured, allowed = f"{measured}, {num_left} not comparable", f"all but {MOST_NOT_COMPARED:.0%}"
+        num_left = count.not_compared.total()
+        measured, allowed = f"{measured}, {num_left:,} not comparable", f"all but {MOST_NOT_COMPARED:.0%}"
         not_compared = f"{counted(num_left, 'masks')} could not be compared: {count.reasons}"
     second_way = f"{count.num_compared:,} masks were found by transformers' rendering of each turn's prompt alone"
     assurance = "" if audit.problems else audit.assurance

@@ -66,7 +66,8 @@ def fields_of(finding: Finding) -> dict[str, Any]:
 
 
 def finding_of(fields: dict[str, Any]) -> Finding:
-    return Finding(**fields | {"faults": tuple(Fault[each] for each in fields["faults"])})
+    faults = tuple(Fault[each] for each in fields.pop("faults"))
+    return Finding(**fields, faults=faults)
 
 
 class Exchange:
