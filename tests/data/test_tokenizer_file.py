@@ -83,3 +83,90 @@ def test_pieces_that_are_written_otherwise_and_do_the_same_are_equal() -> None:
     assert difference(one, other, ("one", "other")).startswith("the decoder is")
     one.decoder, one.normalizer = other.decoder, normalizers.NFD()
     assert difference(one, other, ("one", "other")).startswith("the normalizer is")
+
+
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES])
+_SPLIT = [pre_tokenizers.Split(Regex(_QWEN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+_TO_MARKS = normalizers.Replace(" ", "▁")
+_LLAMA_2 = normalizers.Sequence([normalizers.Prepend("▁"), _TO_MARKS])
+_FROM_MARKS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+_LLAMA_DECODER = decoders.Sequence([*_FROM_MARKS, decoders.Strip(" ", 1, 0)])
+PUBLISHED = {  # name: normalizer, pre-tokenizer, decoder, settings, model type
+    "Mistral 7B": (_LLAMA_2, None, _LLAMA_DECODER, {"tokenizer_class": "LlamaTokenizer", "legacy": True}, "mistral"),
+    "Phi-3": (_LLAMA_2, None, _LLAMA_DECODER, {"tokenizer_class": "LlamaTokenizer", "legacy": False}, "phi3"),
+    "Llama 2, saved without legacy": (
+        None,
+        pre_tokenizers.Metaspace("▁", "first", split=False),
+        _LLAMA_DECODER,
+        {"tokenizer_class": "LlamaTokenizer", "legacy": False},
+        "llama",
+    ),
+    "Gemma": (
+        _TO_MARKS,
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoders.Sequence(_FROM_MARKS),
+        {"tokenizer_class": "GemmaTokenizer"},
+        "gemma2",
+    ),
+    **{
+        f"{model_type} of {name}": (
+            normalizers.NFC(),
+            pre_tokenizers.Sequence(_SPLIT),
+            decoders.ByteLevel(),
+            {"tokenizer_class": name},
+            model_type,
+        )
+        for model_type in ("qwen2", "qwen3")
+        for name in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+    },
+    "GPT-2": (None, _BYTES, decoders.ByteLevel(), {"tokenizer_class": "GPT2Tokenizer"}, "gpt2"),
+    "Granite 3": (None, _DIGITS, decoders.ByteLevel(), {"tokenizer_class": "GPT2Tokenizer"}, "granite"),
+    "Pythia": (normalizers.NFC(), _BYTES, decoders.ByteLevel(), {"tokenizer_class": "GPTNeoXTokenizer"}, "gpt_neox"),
+    "TinyLlama": (_LLAMA_2, None, _LLAMA_DECODER, {"tokenizer_class": "LlamaTokenizer", "legacy": False}, "llama"),
+    "Vicuna": (_LLAMA_2, None, _LLAMA_DECODER, {"tokenizer_class": "LlamaTokenizer", "legacy": True}, "llama"),
+    "SmolLM2": (None, _DIGITS, decoders.ByteLevel(), {"tokenizer_class": "GPT2Tokenizer"}, "llama"),
+    "another one's tokenizer in a Qwen 2": (
+        *(None, _DIGITS, decoders.ByteLevel()),
+        *({"tokenizer_class": "PreTrainedTokenizerFast"}, "qwen2"),
+    ),
+}
+"""The pieces of tokenizer.json and the settings of popular models on the Hub."""
+REFUSED = {
+    "TinyLlama": 'ids in the file; set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json',
+    "Vicuna": 'ids in the file; set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json',
+    "SmolLM2": 'in the file; set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json',
+    "another one's tokenizer in a Qwen 2": "in the file; install another version of transformers",
+}
+"""Those of which transformers gives other ids than the file for real text: after a control token, or before a digit."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tokenizers_load_or_are_refused_with_a_remedy_that_helps(tmp_path: Path, name: str) -> None:
+    normalizer, pre_tokenizer, decoder, settings, model_type = PUBLISHED[name]
+    is_bytes = "ByteLevel" in str(decoder)
+    folder = tmp_path / "published"
+    shutil.copytree(ASSETS / ("tokenizer" if is_bytes else "tokenizer_sentencepiece"), folder)
+    file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    file.normalizer, file.pre_tokenizer, file.decoder = normalizer, pre_tokenizer, decoder
+    file.save(str(folder / "tokenizer.json"))
+    found = json.loads((folder / "tokenizer_config.json").read_text()) | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(found))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if name not in REFUSED:
+        loaded, _ = load_tokenizer(folder)
+    else:
+        with pytest.raises(ValueError, match=r"(?s)transformers builds a .* says otherwise: ") as refused:
+            load_tokenizer(folder)
+        assert REFUSED[name] in str(refused.value)
+        if "install" in REFUSED[name]:
+            return
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (folder / "tokenizer_config.json").write_text(json.dumps(found))
+        loaded, _ = load_tokenizer(folder)
+    for text in ("Loop, please.\n\n12345  x", "</s>\n<|assistant|>  2", " \n\n1. It's"):
+        ids, wanted = (each.encode(text, add_special_tokens=False).ids for each in (loaded.backend_tokenizer, file))
+        assert ids == wanted

@@ -6,15 +6,22 @@ pieces by those of a class, so that it gives other ids than every other reader o
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-_FILE = "tokenizer.json"
+_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_READS_THE_FILE = "PreTrainedTokenizerFast"
+"""The class with which transformers takes all pieces from the file."""
 _PIECES = ("normalizer", "pre_tokenizer", "model", "decoder", "post_processor")
 _MODEL_SETTINGS = (
     *("unk_token", "fuse_unk", "byte_fallback", "ignore_merges"),
@@ -54,23 +61,51 @@ def difference_from_file(tokenizer: Any, path: str | Path) -> str:
         tokenizer: One that is not fast has no pieces to compare.
         path: A folder, or a repository in the Hub's cache. Without tokenizer.json, only transformers reads it.
     """
+    backend, file = getattr(tokenizer, "backend_tokenizer", None), _file_of(path, _FILE)
+    if not isinstance(backend, Tokenizer) or file is None:
+        return ""
+    if not (found := _from_file(backend, file)):
+        return ""
+    remedy = (
+        f"install another version of transformers: in {version('transformers')}, model_type in config.json decides the "
+        "class, whatever tokenizer_config.json says"
+    )
+    if _reads_file_as(_READS_THE_FILE, path, file):
+        remedy = (
+            f'set "tokenizer_class": "{_READS_THE_FILE}" in tokenizer_config.json (of a model on the Hub, in a copy of '
+            "its tokenizer's files, and give the copy as tokenizer.path)"
+        )
+    name = type(tokenizer).__name__
+    return f"transformers builds a {name} from {path}, but its {_FILE} says otherwise: {found}; {remedy}"
+
+
+def _from_file(built: Tokenizer, file: Path) -> str:
+    return difference(built, Tokenizer.from_file(str(file)), ("transformers", "the file"))
+
+
+def _file_of(path: str | Path, name: str) -> Path | None:
     from transformers.utils.hub import cached_file
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        return ""
     try:
-        file = cached_file(str(path), _FILE, local_files_only=True)
+        file = cached_file(str(path), name, local_files_only=True)
     except (OSError, ValueError):
-        return ""
-    found = "" if file is None else difference(backend, Tokenizer.from_file(file), ("transformers", "the file"))
-    if not found:
-        return ""
-    return (
-        f"transformers builds a {type(tokenizer).__name__} from {path}, but its {_FILE} says otherwise: {found}; set "
-        '"tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, or, where model_type in config.json '
-        "decides the class, install another version of transformers"
-    )
+        return None
+    return file and Path(file)
+
+
+def _reads_file_as(class_name: str, path: str | Path, file: Path) -> bool:
+    """Returns whether transformers would build the tokenizer of the file if tokenizer_config.json named this class."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, settings = Path(name), _file_of(path, _SETTINGS)
+        shutil.copyfile(file, folder / _FILE)
+        tree = json.loads(settings.read_text(encoding="utf-8")) if settings else {}
+        (folder / _SETTINGS).write_text(json.dumps({**tree, "tokenizer_class": class_name}), encoding="utf-8")
+        if config := _file_of(path, "config.json"):
+            shutil.copyfile(config, folder / "config.json")
+        built = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return not _from_file(built.backend_tokenizer, file)
 
 
 def difference(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> str:
@@ -82,41 +117,42 @@ def difference(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> str:
     pieces = {name: (_piece(one, name), _piece(other, name)) for name in _PIECES}
     differing = [name for name, (own, its) in pieces.items() if own != its]
     with _plain(one), _plain(other):
-        for text in _probing_texts(one, other):
-            if shown := _differs_on(text, one, other, differing):
-                break
-        else:
-            return ""
+        shown = _shown(one, other, differing)
+    if shown is None:
+        return ""
+    text, of_one, of_other = shown
     piece = differing[0] if differing else "vocabulary"
-    values = [_shortened(each, _LONGEST_PIECE) for each in pieces.get(piece, shown)]
+    values = [_shortened(each, _LONGEST_PIECE) for each in pieces.get(piece, (of_one, of_other))]
     stated = " and ".join(f"{value} in {name}" for name, value in zip(names, values, strict=True))
-    counts = " and ".join(f"{value} in {name}" for name, value in zip(names, shown, strict=True))
+    made = [_shortened(each, _LONGEST_PIECE) for each in (of_one, of_other)]
+    counts = " and ".join(f"{value} in {name}" for name, value in zip(names, made, strict=True))
     return f"the {piece} is {stated}, so that {_shortened(repr(text), _LONGEST_TEXT)} is {counts}"
 
 
-def _differs_on(text: str, one: Tokenizer, other: Tokenizer, differing: list[str]) -> tuple[str, str] | None:
-    """Returns what the two tokenizers make of a text, if that differs."""
-    (own, error), (its, its_error) = _encode(one, text), _encode(other, text)
-    if error or its_error:  # an unknown token that is not in the vocabulary
-        return None if error and its_error else (error or f"{len(own)} ids", its_error or f"{len(its)} ids")
-    found = (f"{len(own)} ids", f"{len(its)} ids") if len(own) != len(its) else (f"ids {own}", f"ids {its}")
-    is_equal = own == its
-    # No merge of a small vocabulary may cross the places where two pre-tokenizers split, and others do.
-    if is_equal and not {"normalizer", "pre_tokenizer"}.isdisjoint(differing):
-        words, its_words = _split(one, text), _split(other, text)
-        found, is_equal = (f"words {words}", f"words {its_words}"), words == its_words
-    if is_equal and "decoder" in differing:
-        decoded = [each.decode(own, skip_special_tokens=False) for each in (one, other)]
-        found, is_equal = (repr(decoded[0]), repr(decoded[1])), decoded[0] == decoded[1]
-    return None if is_equal else (_shortened(found[0], _LONGEST_PIECE), _shortened(found[1], _LONGEST_PIECE))
+def _shown(one: Tokenizer, other: Tokenizer, differing: list[str]) -> tuple[str, str, str] | None:
+    """Returns a text of which the two make different things, and what each makes of it."""
+    compared: dict[str, Callable[[Tokenizer, str], list[Any] | str]] = {"ids": _ids}  # first, as they prove the most
+    if not {"normalizer", "pre_tokenizer"}.isdisjoint(differing):
+        # No merge of a small vocabulary may cross the places where two pre-tokenizers split, and others do.
+        compared["words"] = _split
+    if "decoder" in differing:
+        compared["text"] = lambda backend, text: repr(backend.decode([*_ids(backend, text)], skip_special_tokens=False))
+    texts = [*_probing_texts(one, other)]
+    for (kind, made), text in product(compared.items(), texts):
+        of_one, of_other = made(one, text), made(other, text)
+        if of_one != of_other:
+            are_counted = kind == "ids" and len(of_one) != len(of_other)
+            said = [f"{len(each)} ids" if are_counted else f"{kind} {each}" for each in (of_one, of_other)]
+            return text, said[0], said[1]
+    return None
 
 
-def _encode(backend: Tokenizer, text: str) -> tuple[list[int], str]:
-    """Returns the ids of a text, or the error of the tokenizers library."""
+def _ids(backend: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a text; none if the library refuses it, for an unknown token outside the vocabulary."""
     try:
-        return backend.encode(text, add_special_tokens=False).ids, ""
-    except Exception as error:  # the library has no class of its own
-        return [], f"refused ({error})"
+        return backend.encode(text, add_special_tokens=False).ids
+    except Exception:  # the library has no class of its own
+        return []
 
 
 def _piece(backend: Tokenizer, name: str) -> str:
