@@ -1,6 +1,7 @@
 """No string of others becomes code of a program: whatever models, tokenizers, rows, columns and paths spell."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron import verify_trainer
 from sftron.verify.report import Report
-from sftron.verify.script import make
+from sftron.verify.script import make, quoting
 from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import Program, Rows, run_here
 from sftron.verify.script.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
@@ -294,3 +295,13 @@ def test_a_file_that_cannot_be_imported_by_its_name_is_refused(materials: Materi
     check: Mapping[str, Any] = {"name": "loss", "measured": "", "remedy": ""}
     with pytest.raises(ValueError, match="give the file and the function names that Python can import"):
         list(make.of_function(materials, type("Check", (), dict(check)), target, is_evaluation=False))  # pyright: ignore[reportArgumentType]
+
+
+def test_the_check_knows_every_attribute_in_the_lines_that_the_package_writes() -> None:
+    package, found = Path(quoting.__file__).parent, set[str]()
+    for name in ("evidence", "make", "packed", "rebuild"):
+        for node in ast.walk(ast.parse((package / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.startswith("from "):
+                found |= {*re.findall(r"\.([a-z]\w*)", node.value)}
+    assert len(found) > 20
+    assert found - {"py"} <= quoting._ATTRIBUTES | quoting._DTYPES
