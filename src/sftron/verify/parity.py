@@ -260,9 +260,9 @@ def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Sequence[Te
         return 0.0
     (alone,) = outputs(1)
     largest = max((alone - copy).abs().max().item() for number in _NUM_COPIES for copy in outputs(number))
-    # At least a quarter of the spacing of numbers of this type, as the copies may round alike by chance.
-    spacing = torch.finfo(model.compute_dtype).eps * alone.abs().max().item()
-    return max(largest, spacing / 4)
+    # The copies may round alike by chance, where neighbors do not: sums in fp32 then differ by some of its spacings.
+    least = max(torch.finfo(model.compute_dtype).eps / 4, 2 * torch.finfo(torch.float32).eps)
+    return max(largest, least * alone.abs().max().item())
 
 
 # -- generation ------------------------------------------------------------------------------------------------------
