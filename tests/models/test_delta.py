@@ -1,5 +1,7 @@
 """The gated delta rule and its convolution in packed documents, against a token-by-token computation in fp64."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -174,6 +176,16 @@ def test_recomputing_the_rule_changes_no_bit_and_bfloat16_is_computed_in_fp32() 
     assert {x.dtype for x in found[0]} == {torch.bfloat16}
     wide = chunk_gated_delta_rule(*(x.float() for x in inputs), bounds(LENGTHS))
     assert found[0][0].equal(wide.bfloat16())
+
+
+def test_nothing_of_a_batch_is_kept_once_its_pass_is_over() -> None:
+    recur, inputs = RecurInDocuments(bounds([70, 5]), bounds([70, 5])), make_inputs(75)
+    results(recur, inputs)
+    assert recur._chunks is not None
+    chunks = weakref.ref(recur._chunks)  # its indices take two numbers a token and head
+    del recur
+    gc.collect()
+    assert chunks() is None
 
 
 def test_the_rule_uses_no_operation_that_cuda_refuses_to_compute_deterministically() -> None:

@@ -81,6 +81,7 @@ class Chunks:
         within = torch.arange(chunk_size)
         is_token = within < (lengths[documents] - step_of * chunk_size)[:, None]
         self._tokens_MC = torch.where(is_token, first[:, None] + within, -1)
+        self._rows_by_heads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     @cached_property
     def _slots(self) -> Tensor:
@@ -91,10 +92,14 @@ class Chunks:
         slots_T[tokens[filled]] = filled
         return slots_T
 
-    @cache  # noqa: B019 the object lives as long as its batch
     def _indices(self, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the rows of [T * heads, ...] for [M, heads, C, ...], those of the latter for the former, and the rows
-        of the latter that are padding."""
+        of the latter that are padding; the same tensors at each call."""
+        if num_heads not in self._rows_by_heads:
+            self._rows_by_heads[num_heads] = self._make_indices(num_heads)
+        return self._rows_by_heads[num_heads]
+
+    def _make_indices(self, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         heads = torch.arange(num_heads)
         tokens_MC, slots_T, size = self._tokens_MC, self._slots, self.chunk_size
         into = torch.where(tokens_MC >= 0, tokens_MC * num_heads, -1)[:, None] + heads[:, None]
