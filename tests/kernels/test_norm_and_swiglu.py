@@ -83,10 +83,10 @@ def test_output_and_gradients_are_those_of_fp64(
 
 @pytest.mark.parametrize("implementation", DEVICES)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_rows_of_any_stride_and_a_half_precision_weight_are_read_right(operation: str, implementation: str) -> None:
+def test_rows_and_half_precision_weights_of_any_stride_are_read_right(operation: str, implementation: str) -> None:
     x, *weight, grad = make_inputs(operation, 6, 32, torch.bfloat16, DEVICES[implementation])
     x, grad = (x[:, 8:24] if operation == "norm" else x[:, 8:40]), grad[:1, :16].expand(6, 16)
-    weight = [each[:16].bfloat16() for each in weight]
+    weight = [each.bfloat16()[::2] for each in weight]
     expected = run(operation, "torch", [x.contiguous(), *(each.float() for each in weight), grad.contiguous()])
     torch.testing.assert_close(run(operation, implementation, [x, *weight, grad]), expected)
 

@@ -134,7 +134,7 @@ if find_spec("triton"):
         tl.store(grad_weight_ptr + tl.program_id(0) * H + columns_H, grad_weight_H, mask=columns_H < H)
 
     def launch_normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x_TH, num_programs, sizes = x_TH.contiguous(), *launch_sizes(x_TH)
+        x_TH, weight_H, num_programs, sizes = x_TH.contiguous(), weight_H.contiguous(), *launch_sizes(x_TH)
         y_TH, rstd_T = torch.empty_like(x_TH), x_TH.new_empty(len(x_TH), dtype=torch.float32)
         if num_programs:
             normalize_kernel[(num_programs,)](x_TH, weight_H, y_TH, rstd_T, len(x_TH), eps=eps, **sizes)
@@ -143,7 +143,8 @@ if find_spec("triton"):
     def launch_normalize_backward(
         grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, *, with_output: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_TH, x_TH, num_programs, sizes = grad_TH.contiguous(), x_TH.contiguous(), *launch_sizes(x_TH)
+        grad_TH, x_TH, weight_H, rstd_T = (each.contiguous() for each in (grad_TH, x_TH, weight_H, rstd_T))
+        num_programs, sizes = launch_sizes(x_TH)
         sizes["WITH_OUTPUT"] = with_output
         grad_x_TH = torch.empty_like(x_TH)
         output_TH = torch.empty_like(x_TH) if with_output else x_TH.new_empty(0)
