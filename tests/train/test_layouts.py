@@ -160,6 +160,14 @@ def test_sums_need_little_memory_beside_their_integers(monkeypatch: pytest.Monke
     assert memory.peak < 4 * 2**16 + 64 * 2**10  # of the largest one's absolute values
 
 
+def test_a_tensor_of_another_shape_does_not_replace_a_sum() -> None:
+    reduction = exact_sums._ExactReduceScatter(None)
+    reduction.is_last = False
+    reduction.sum_in_place(torch.ones(4))
+    with pytest.raises(AssertionError, match=r"tensors \(4,\) was given \(3,\)"):
+        reduction.sum_in_place(torch.ones(3))
+
+
 def test_without_it_the_bits_depend_on_the_layout(tmp_path: Path) -> None:
     found = digests_of(Runs(tmp_path, "float32", deterministic=True), FEW, 6)
     assert len(set(found.values())) > 1

@@ -79,6 +79,7 @@ class _Sum:
         length = max(1, _SLICE // num_chunks)
         shape = values.shape if group is None else chunks.shape[1:]
         if self.integers.shape != shape or self.integers.device != values.device:  # the first tensor
+            assert self.integers.ndim == 0, f"a sum of tensors {tuple(self.integers.shape)} was given {tuple(shape)}"
             self.integers = torch.zeros(shape, dtype=torch.int64, device=values.device)
             self.is_exact = torch.ones((), dtype=torch.bool, device=values.device)
         for part, total in zip(chunks.split(length, 1), self.integers.view(-1).split(length), strict=True):
