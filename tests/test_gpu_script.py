@@ -171,6 +171,12 @@ def of_gpu_times(factor: float, function: Callable[..., Any]) -> Callable[..., A
     return wrong
 
 
+def test_tf32_is_stated_with_the_device(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    numbers = gpu_stages.facts_of(gpu_stages.gpu_of(parts))
+    assert numbers["precision of fp32 products"] == "high"
+
+
 def test_the_calls_and_the_steps_see_an_attention_that_is_wrong_on_the_gpu(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

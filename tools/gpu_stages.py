@@ -39,7 +39,7 @@ Numbers = dict[str, Any]
 
 
 def gpu_of(parts: Parts) -> torch.device:
-    """Returns the GPU. Raises SkippedError if there is none."""
+    """Returns the GPU. Raises RuntimeError if there is none."""
     device = default_device()
     if not is_gpu(device):
         raise RuntimeError("torch finds no GPU; --pretend runs without one")
@@ -99,6 +99,8 @@ def facts_of(device: torch.device) -> Numbers:
         "compute capability": capability,
         "GB": properties.total_memory / 1e9,
         "CUDA": torch.version.cuda or "none",
+        # "high" is TF32, to which an image may set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE; no bound of fp32 holds then.
+        "precision of fp32 products": torch.get_float32_matmul_precision(),
     }
 
 
@@ -475,8 +477,7 @@ def _in_new_process(words: list[str], kill_in_step: int | None) -> int:
 
 
 def _in_fork(words: list[str], kill_in_step: int | None) -> int:
-    """The stand-in is there in a fork of this process alone."""
-
+    """As `_in_new_process`, but in a fork of this process, which has the stand-in."""
     process = multiprocessing.get_context("fork").Process(target=run_command, args=(words, kill_in_step))
     process.start()
     process.join()
