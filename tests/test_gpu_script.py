@@ -238,7 +238,7 @@ def test_a_run_that_fails_or_has_other_bits_is_seen(
     gpu_stages.runs(parts)
     failed, _ = failed_and_passed(tmp_path)
     assert failed["LoRA"].startswith("ValueError: sftron train ended with 3")
-    expected = "ValueError: the weights of the run 'second' are not those of the first to the bit"
+    expected = "ValueError: the weights of the run 'second' differ from those of the first"
     assert failed["deterministic, twice; killed and resumed"].startswith(expected)
 
 

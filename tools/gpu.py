@@ -40,7 +40,7 @@ _STARTED, _ENDED = "started", "ended"
 _START, _WHOLE = "the start", ""
 """The names of the parts of a stage before its first part, and of the stage itself."""
 _LEAST_TIME = 5.0
-"""The seconds of the budget with which a stage is not started any more."""
+"""No stage is started with fewer seconds of the budget left."""
 _PACKAGES = (
     *("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "liger-kernel"),
     *("peft", "bitsandbytes", "flash-linear-attention", "pydantic", "datasets", "torchdata", "pytest"),

@@ -30,10 +30,10 @@ ROUNDING = {BF16: 0.02, FP32: 1e-5}
 """The largest accepted root mean square of a difference, as a share of the reference's; bf16 gives 0.002 to 0.006."""
 LARGEST_DIFFERENCES = {BF16: (0.003, 0.02), FP32: (1e-4, 1e-3)}
 """The largest accepted differences of a step's loss and gradient norm from those in fp32 on a CPU, as shares. On a CPU,
-bf16 changes those of `step` by 0.0004 and 0.002."""
+bf16 changes the loss and the norm of `step` by 0.0004 and 0.002."""
 LARGEST_FAMILY_DIFFERENCE = 0.03
-"""The same of the loss in bf16 of a family: its weights are larger, so that nothing hides, and bf16 changes losses by
-0.01 at most on a CPU, and norms by up to 0.23, which are not compared."""
+"""The largest accepted difference of a family's loss in bf16. Families have larger weights, so that mistakes show. On a
+CPU, bf16 changes their losses by 0.01 at most, and their norms, which are not compared, by up to 0.23."""
 
 Numbers = dict[str, Any]
 
@@ -540,7 +540,7 @@ def _run_thrice(start: Start, model: dict[str, Any]) -> Numbers:
         for name, each in found.items():
             for what, ours, expected in zip(("losses", "weights"), each, found["first"], strict=True):
                 if ours != expected:
-                    raise ValueError(f"the {what} of the run {name!r} are not those of the first to the bit")
+                    raise ValueError(f"the {what} of the run {name!r} differ from those of the first")
     return {"weights": "equal to the bit"}
 
 

@@ -184,5 +184,5 @@ def test_a_thought_that_the_template_writes_beside_one_in_a_content_is_named_at_
     preparation = open_data(config, ChatTokenizer(chat_tokenizer.tokenizer, template))
     describe_data(config, make_dataset(config, preparation), check_sample(preparation, max_dropped_share=0.0))
     printed = capsys.readouterr().out
-    assert "WARNING    the template writes a thought of its own beside the one in a content, in 2 sampled" in printed
+    assert "WARNING    the template adds a thought of its own to answers whose content has one, in 2 sampled" in printed
     assert "leaves out" not in printed

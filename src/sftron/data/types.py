@@ -132,7 +132,7 @@ class TokenizedConversation:
     left_out: tuple[str, ...] = ()
     """Fields whose texts the template does not write, as role and field ("assistant reasoning_content")."""
     has_second_thought: bool = False
-    """Whether the template writes a thought of its own beside one in an answer's content; both are trained."""
+    """Whether the template adds a thought of its own to an answer whose content has one; both are trained."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

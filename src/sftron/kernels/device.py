@@ -72,7 +72,7 @@ def expand_segments() -> None:
     """Lets torch's allocator grow its segments of GPU memory, unless the user has set one of its variables.
 
     The sizes of some tensors change from step to step. With segments of a fixed size, the holes that they leave are
-    reserved in addition. The variables themselves are of no use here: torch reads them when it is imported.
+    reserved in addition. Setting a variable here would have no effect: torch reads them when it is imported.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -87,7 +87,7 @@ def pinned_bytes(size: int) -> Tensor:
     functions = gpu_functions(default_device())
     runtime, address = functions.cudart(), memory.ctypes.data
     functions.check_error(int(runtime.cudaHostRegister(address, size, 0)))
-    # Of the array, because a storage of torch frees its memory before it tells anybody.
+    # The array has the finalizer: a torch storage frees its memory before its own finalizers run.
     weakref.finalize(memory, runtime.cudaHostUnregister, address)
     return torch.from_numpy(memory)
 

@@ -70,7 +70,8 @@ _LIMITS = {
 """The supported major compute capabilities and head sizes."""
 
 _DOCUMENT_STEP, _SHORTEST_LONGEST = 16, 128
-"""Of the padded number of documents, and of the padded max_seqlen; see `attend_documents`."""
+"""The number of documents is padded to a multiple of the first, and max_seqlen to the second at least; see
+`attend_documents`."""
 
 _PLAIN_LAYER = Layer()
 
@@ -96,7 +97,7 @@ def resolve_attention(
 
     Args:
         name: One of CHOICES; "auto" is the first backend that supports the device and the layer.
-        report: Is given a line for each backend that supports them but fails in `trial_failure`.
+        report: Called with a line for each backend that supports them but fails in `trial_failure`.
 
     Raises:
         ValueError: The requested backend cannot run on the device, with the reason. There is no silent fallback.
@@ -104,11 +105,15 @@ def resolve_attention(
     if name not in CHOICES:
         raise ValueError(f"attention: {name!r} is not one of {', '.join(CHOICES)}.")
     # A window that a trial on few tokens notices. All layers that differ in nothing else share the trial.
-    tried = Layer(window=layer.window and 24, scale=layer.scale, softcap=layer.softcap, sinks=layer.sinks)
+    trial_layer = Layer(window=layer.window and 24, scale=layer.scale, softcap=layer.softcap, sinks=layer.sinks)
     reasons = []
     for backend in _TRIED.get(name, (name,)):
         reason = reason_against(backend, device, dtype, head_dim, layer)
-        if reason is None and backend != "sdpa" and (reason := trial_failure(backend, device, dtype, head_dim, tried)):
+        if (
+            reason is None
+            and backend != "sdpa"
+            and (reason := trial_failure(backend, device, dtype, head_dim, trial_layer))
+        ):
             report(f"attention: {backend} is not used: {reason}")
         if reason is None:
             return backend

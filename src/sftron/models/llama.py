@@ -65,7 +65,7 @@ def attention_of_layers(
 ) -> tuple[str, ...]:
     """Returns the attention backend of each layer for `name`, one of CHOICES; "" for a layer without attention.
 
-    Raises ValueError as `resolve_attention` does; `report` is given each of its lines once.
+    Raises ValueError as `resolve_attention` does, and calls `report` once with each of its lines.
     """
     report = cache(report)
     backends = {

@@ -77,7 +77,7 @@ def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.d
 def to_stored(weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns rows of a frozen matrix as they are stored in `dtype`, computed on the device of the weight.
 
-    The codes are the same on any device. bitsandbytes' own operation for GPUs rounds otherwise than the one for CPUs.
+    The codes are the same on any device. bitsandbytes' own operation rounds differently on GPUs and on CPUs.
     """
     if dtype != NF4:
         return weight_OI.to(dtype)

@@ -74,10 +74,14 @@ def whole_head(model: LlamaForSFT) -> Iterator[None]:
 
 @contextmanager
 def gathered_blocks(model: LlamaForSFT, fits: Callable[[int], bool]) -> Iterator[None]:
-    """Gathers each block once instead of in each forward pass, if `fits` of the bytes of all of them, which has to be
-    the same on all ranks. One token of an answer would otherwise gather as much as a step.
+    """Gathers each block once instead of in each forward pass, which would gather as much for a token of an answer as
+    for a step.
 
     They are resharded at exit, because weights that stay gathered would not receive the next update.
+
+    Args:
+        fits: Returns whether this number of bytes, of all blocks, fits into memory, alike on all ranks. If it does not,
+            nothing changes.
     """
     blocks = [module for module in _sharded_modules(model) if module is not model]
     gathered = (

@@ -24,11 +24,12 @@ def lengths_of(num_tokens: int, longest: int) -> list[int]:
 
 
 def backward_bytes(backend: str, tokens: int, documents: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Returns the bytes of the buffers in the backward pass of a GPU kernel, beside the gradients of its inputs.
+    """Returns the bytes of the buffers of a GPU kernel's backward pass, without the gradients of its inputs.
 
-    FlashAttention sums dq in fp32, with 128 more rows for each document. Version 2, which varlen is too, makes dk and
-    dv of every query head (mha_varlen_bwd in torch's flash_api.cpp); 3 and 4 sum those of key-value heads in fp32. The
-    kernel of sdpa sums dq in fp32, and above 256 numbers a head dk and dv. flex has no such buffer.
+    FlashAttention sums dq in fp32, with 128 more rows for each document. Version 2, and varlen, which is the same
+    kernel, make dk and dv of every query head (mha_varlen_bwd in torch's flash_api.cpp). Versions 3 and 4 sum dk and dv
+    of the key-value heads in fp32. The kernel of sdpa sums dq in fp32, and with heads above 256 also dk and dv. flex
+    has no such buffer.
     """
     if backend == "flex":
         return 0
@@ -44,7 +45,7 @@ def backward_bytes(backend: str, tokens: int, documents: int, heads: int, kv_hea
 
 @dataclass(frozen=True, slots=True)
 class MetaAttention:
-    """Attention as far as memory goes, by a kernel of which torch knows the shapes on the meta device."""
+    """Takes the memory of attention and computes nothing, by a kernel whose shapes torch knows on the meta device."""
 
     backend: str
     num_tokens: int

@@ -100,7 +100,7 @@ def predict(
 
     Args:
         model: A model from `make_unloaded`, which is changed.
-        attention: The attention backend of each layer; that of a layer without attention is not used.
+        attention: The attention backend of each layer; of a layer without attention it is not used.
         num_tokens: The tokens of a micro-batch, each with a label.
         num_documents: The documents of a micro-batch, if they are more than it has at `longest_document` tokens.
         accumulates: Whether a step has several micro-batches, so that gradients remain while the next one runs.
@@ -117,7 +117,7 @@ def predict(
     num_own = -(-num_tokens // num_sharing)
     with torch.device("meta"):
         ids, loss_weights = torch.zeros(num_own, dtype=torch.int64), torch.ones(num_own)
-    # The memory of a recurrence is that of its tokens; on a long document, its loop over chunks would take minutes.
+    # A recurrence needs the same memory for any length of documents; for a long one, its loop would take minutes.
     bounds = torch.tensor([0, *lengths_of(num_own, min(longest_document, _LONGEST_RECURRENCE))]).cumsum(0)
     documents = Documents(bounds, bounds.to("meta"), longest_document, num_own, model.recomputes)
     num_documents = max(num_documents, -(-num_tokens // longest_document))

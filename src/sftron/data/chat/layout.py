@@ -74,7 +74,7 @@ class Layout:
         text_spans: The indices of the spans that hold text of the conversation.
         generated_starts: The indices of the model-generated spans that follow a span of the template.
         left_out: The texts that the template does not write.
-        has_second_thought: Whether the template writes a thought of its own beside one in a content.
+        has_second_thought: Whether the template adds a thought of its own to an answer whose content has one.
         num_control: The number of control tokens.
         holds_control_text: Whether a text of the conversation spells a control token.
     """

@@ -131,7 +131,7 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
     if count := audit.num_with_second_thought:
         yield (
             _WARNING,
-            f"the template writes a thought of its own beside the one in a content, in {count:,} sampled rows, and "
+            f"the template adds a thought of its own to answers whose content has one, in {count:,} sampled rows, and "
             "both are trained: move thoughts into reasoning_content, or set data.reasoning: strip",
         )
     for text, count in audit.left_out.most_common():
