@@ -19,7 +19,7 @@ from sftron.checkpoint.model_folder import local_folder
 from sftron.config import load_config
 from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
-from sftron.train import build_run
+from sftron.train import build_model, build_run
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions, RankError, end_ranks, start_ranks
 from tests.checkpoint.saving import save_checkpoint
@@ -195,6 +195,21 @@ def test_ranks_that_would_train_on_other_rows_are_refused(tmp_path: Path, model_
     assert [each.exit_code for each in ended] == [2, 2]
     assert "rank 1 has another configuration, data or model than rank 0" in ended[0].err
     assert "data.datasets.0: " in ended[0].err
+
+
+def train_with_other_attention(config: Path) -> int:
+    """As `train`; on rank 1 the backend fails that rank 0 has."""
+    if os.environ["RANK"] == "1":
+        build_model.attention_of_layers = lambda _, architecture, *__: ("flex",) * len(architecture.layers)
+    return train(config)
+
+
+def test_a_rank_that_would_compute_attention_by_another_backend_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 100)
+    config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder))
+    ended = launch(2, train_with_other_attention, config, folder=tmp_path)
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert "the attention backends: sdpa, there flex" in ended[0].err
 
 
 def look_in_a_full_folder(folder: Path) -> int:

@@ -17,6 +17,7 @@ import torch
 from sftron.config import Config, dump_config
 from sftron.data.sources import find_files
 from sftron.kernels.device import compute_capability, computes_bfloat16, device_name, is_gpu
+from sftron.models.attention import describe_backends
 from sftron.models.quantization import import_bitsandbytes
 from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
 from sftron.train.build_model import base_digest, build_model
@@ -67,14 +68,16 @@ def download(config: Config, ranks: Ranks) -> None:
 
 
 def require_alike(setup: Setup) -> None:
-    """Requires that all ranks have the configuration, data and weights of the main one. Every rank calls this.
+    """Requires that all ranks have the configuration, data, weights and attention of the main one. Every rank calls it.
 
-    A node with an older copy of a file would otherwise train on different packs or weights without an error.
+    A node with an older copy of a file would otherwise train on different packs or weights without an error, and a rank
+    on whose GPU a backend of attention fails would compute another one, perhaps a slow one, without a word.
     """
     weights = [f"{path.name} {path.stat().st_size}" for path in sorted(setup.model.folder.glob("*.safetensors"))]
     facts = {
         "the configuration": hashlib.sha256(dump_config(setup.config).encode()).hexdigest()[:12],
         "the model's files": ", ".join(weights),
+        "the attention backends": describe_backends(setup.model.attention),
         **{f"evaluation set {each.name}": each.fingerprint for each in setup.data.evaluation_sets},
         **setup.fingerprint,
     }
@@ -83,8 +86,8 @@ def require_alike(setup: Setup) -> None:
         differing = [name for name in first if first[name] != other.get(name)]
         if differing:
             raise ValueError(
-                f"rank {rank} has another configuration, data or model than rank 0; give every node the same files "
-                "and arguments:\n  "
+                f"rank {rank} has another configuration, data or model than rank 0; give every node the same files, "
+                "arguments, packages and GPUs:\n  "
                 + "\n  ".join(f"{name}: {first[name]}, there {other.get(name)}" for name in differing)
             )
 
