@@ -1,6 +1,8 @@
 """The operators of torch: schemas, fake kernels and compilation, on a CPU with interpreted kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from sftron.kernels import cross_entropy, rms_norm, rope, swiglu
+from sftron.kernels import cross_entropy, operators, rms_norm, rope, swiglu
 from sftron.kernels.operators import OPS
 from tests.kernels.conftest import DEVICES
 
@@ -64,6 +66,31 @@ def test_schema_and_fake_results_are_those_of_the_function(name: str) -> None:
     args, kwargs = arguments(name)
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_static"]
     torch.library.opcheck(getattr(torch.ops.sftron, name).default, args, kwargs, test_utils=tests)
+
+
+def test_a_kernel_is_launched_on_the_gpu_of_its_first_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, registered = [0], dict[str, Callable[..., Any]]()
+
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(current[-1])
+        return x
+
+    library = SimpleNamespace(define=lambda *_, **__: None, impl=lambda _, impl, key: registered.update({key: impl}))
+    monkeypatch.setattr(operators, "_LIBRARY", library)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *_, **__: None)
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setitem(OPS, "normalize", OPS["normalize"])
+    operators.operator("normalize", function, fake=function, devices=["CPU", "CUDA"])
+    seen: list[int] = []
+    registered["CUDA"](SimpleNamespace(device=torch.device("cuda", 1)))
+    registered["CPU"](torch.zeros(1))
+    assert (seen, current) == ([1, 0], [0])
 
 
 # torch.compile itself makes an instance of each autograd function.

@@ -5,9 +5,11 @@ as much (`normalize`: 11 us, not 4, on one core of an EPYC). Steps of small mode
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 OPS: dict[str, Callable[..., Any]] = {}
 """The function of each operator by its name in torch.ops.sftron. A stand-in for a GPU can register them for its own
@@ -34,7 +36,18 @@ def operator(
     """
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     for device in devices:
-        _LIBRARY.impl(name, function, device)
+        _LIBRARY.impl(name, function if device == "CPU" else _on_device_of_first(function), device)
     torch.library.register_fake(f"sftron::{name}", fake, lib=_LIBRARY)
     OPS[name] = function
     return getattr(torch.ops.sftron, name).default
+
+
+def _on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the device of the first argument the current one during a call, because Triton launches kernels there."""
+
+    @wraps(function)
+    def launch(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.accelerator.device_index(first.device.index):
+            return function(first, *args, **kwargs)
+
+    return launch
