@@ -99,7 +99,7 @@ def facts_of(device: torch.device) -> Numbers:
         "compute capability": capability,
         "GB": properties.total_memory / 1e9,
         "CUDA": torch.version.cuda or "none",
-        # "high" is TF32, to which an image may set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE; no bound of fp32 holds then.
+        # "high" is TF32, which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE turns on; no bound of fp32 holds then.
         "precision of fp32 products": torch.get_float32_matmul_precision(),
     }
 

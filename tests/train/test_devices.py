@@ -16,6 +16,7 @@ from sftron.train.build_run import require_device
 from sftron.train.dry_run import measure_step_memory
 from sftron.train.ranks import Dimensions, Ranks, start_ranks
 from sftron.train.step import OutOfMemory
+from sftron.train.text import description
 from sftron.train.trainer import Trainer
 from tests.marked_gpu import wants_gpus
 from tests.pretended import MEMORY, pretended_gpu
@@ -281,6 +282,19 @@ def test_a_step_on_a_gpu_states_the_reserved_memory_too(config: Config) -> None:
     assert [(line["peak_memory_gb"], line["peak_reserved_gb"]) for line in metrics(trainer.directory.folder)] == [
         (2, 3)
     ] * 2
+
+
+def test_a_run_whose_float32_is_tf32_says_so(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = []
+    with pretended_gpu():
+        setup = Trainer(config).setup
+        for precision in ("highest", "high"):
+            monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+            description._describe_model(setup)
+            printed.append("TF32" in capsys.readouterr().out)
+    assert printed == [False, True]
 
 
 def test_a_deterministic_run_does_not_fill_new_memory(

@@ -171,6 +171,12 @@ def _model_lines(setup: Setup) -> _Lines:
     )
     for failure in model.attention_failures:
         yield _WARNING, failure
+    if is_gpu(setup.ranks.device) and torch.get_float32_matmul_precision() != "highest":
+        yield (
+            _WARNING,
+            "the GPU multiplies float32 numbers as TF32, with 3 digits instead of 7; unless your code wants that, "
+            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        )
     source = read_json(model.folder / "config.json")
     yield from _expert_lines(setup)
     if quant_method(source) is not None:
