@@ -30,7 +30,7 @@ from sftron.train.step import out_of_memory_explained, require_finite
 def measure_step_memory(setup: Setup) -> MeasuredPeak:
     """Returns the peak memory of a training step on maximal batches. No weight changes.
 
-    Raises ValueError if the weights give no finite loss.
+    Raises ValueError if the weights give no finite loss, and OutOfMemory if the step does not fit.
     """
     ranks, baseline = setup.ranks, resident_memory()
     console.write("dry run    loading the weights")
@@ -40,8 +40,8 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
     set_learning_rate(optimizer, 0.0)
     tokens = f"{setup.data.dataset.token_budget:,} tokens"
     console.write(f"dry run    making a training step on two batches of {tokens}, to measure its memory")
-    doing = out_of_memory_explained(setup.config, ranks.device, setup.data.dataset.token_budget, "a training step")
-    with doing, peak_of_step(model, ranks.device, baseline) as peak:
+    explained = out_of_memory_explained(setup.config, ranks.device, setup.data.dataset.token_budget, "a training step")
+    with explained, peak_of_step(model, ranks.device, baseline) as peak:
         loss = loss_of(model, batch, loss_function(setup.model.loss))
         whole_loss = ranks.sum(loss.detach().clone())  # each rank may have a part of the batch
         if not torch.isfinite(whole_loss):
