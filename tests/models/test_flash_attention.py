@@ -330,6 +330,13 @@ def test_a_backend_that_fails_its_trial_is_not_used_and_the_reason_is_printed(fa
         resolve_attention("flash_attn", device, BF16, 64, layer, lines.append)
 
 
+def test_no_mode_around_it_lets_a_trial_fail(machine: Machine, varlen_on_cpu: None) -> None:
+    lines: list[str] = []
+    device = machine.computes((9, 0), {})
+    with torch.device("meta"), torch.inference_mode():
+        assert resolve_attention("auto", device, BF16, 64, report=lines.append) == "varlen", lines
+
+
 @pytest.mark.parametrize("layer", [Layer(), WINDOW, SOFTCAP, Layer(window=1, scale=0.2, softcap=3.0)])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_a_sound_backend_passes_its_trial_once_in_a_process(

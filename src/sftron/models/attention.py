@@ -168,14 +168,15 @@ def reason_against(
 def trial_failure(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, layer: Layer) -> str | None:
     """Returns how a backend fails on two small documents on the device, forward and backward; None if it computes what
     sdpa computes on the CPU in fp32. A process tries each case once."""
-    generator = torch.Generator().manual_seed(0)
-    heads, weights = (torch.randn(128, num, head_dim, generator=generator).to(dtype) for num in (8, 4))
-    sinks, bounds = torch.linspace(-1, 1, 4), torch.tensor([0, 48, 128], dtype=torch.int32)
+    with torch.device("cpu"), torch.inference_mode(False):  # whatever the caller has set
+        generator = torch.Generator().manual_seed(0)
+        heads, weights = (torch.randn(128, num, head_dim, generator=generator).to(dtype) for num in (8, 4))
+        sinks, bounds = torch.linspace(-1, 1, 4), torch.tensor([0, 48, 128], dtype=torch.int32)
 
     def results(name: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        q, k, v = (x.to(device, dtype).requires_grad_() for x in heads.split([4, 2, 2], dim=1))
-        scores = Scores(layer.window, layer.scale, layer.softcap, sinks.to(device) if layer.sinks else None)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v = (x.to(device, dtype).requires_grad_() for x in heads.split([4, 2, 2], dim=1))
+            scores = Scores(layer.window, layer.scale, layer.softcap, sinks.to(device) if layer.sinks else None)
             out = attend_documents(name, bounds.to(device), 80, 128)(q, k, v, scores)
             gradients = torch.autograd.grad(out, (q, k, v), weights.to(device, dtype))
         return [x.detach().cpu().float() for x in (out, *gradients)]
