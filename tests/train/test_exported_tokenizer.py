@@ -6,15 +6,14 @@ import shutil
 import pytest
 
 from sftron.train.build_data import load_chat_tokenizer
-from sftron.train.revisions import export_source
-from sftron.train.revisions import model_folder as model_folder_of
+from sftron.train.places import export_source, find_places
 from tests.conftest import ASSETS
 from tests.train.runs import make_config
 
 
 def _chat_tokenizer_of_export(config):
     chat_tokenizer = load_chat_tokenizer(config)
-    export_source(config, model_folder_of(config), chat_tokenizer)
+    export_source(config, find_places(config), chat_tokenizer)
     return chat_tokenizer
 
 

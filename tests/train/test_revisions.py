@@ -15,7 +15,7 @@ from sftron.commands.inspect import main as inspect
 from sftron.commands.verify import main as verify
 from sftron.compare.grid import PlannedRun
 from sftron.config import ConfigError, load_config
-from sftron.train.revisions import REVISIONS
+from sftron.train.places import REVISIONS
 from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
 from tests.local_hub import LocalHub, folder_files, gsm8k, local_hub, point_at

@@ -24,7 +24,7 @@ from sftron.config import ConfigError, load_config
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.errors import exit_with, redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
-from sftron.train.build_run import open_run
+from sftron.train.build_run import build_run
 from sftron.train.logs import console
 from sftron.train.ranks import start_ranks
 from sftron.verify.parity import read_prompts
@@ -95,7 +95,7 @@ def test_code_in_a_model_folder_never_runs_not_even_when_somebody_would_say_yes(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))
     config = make_config(tmp_path, folder)
     try:
-        open_run(config, start_ranks())
+        build_run(config, start_ranks())
     except ValueError as error:
         assert str(folder) in str(error)  # noqa: PT017  refused or ignored: both are well
     assert not marker.exists()
@@ -150,7 +150,7 @@ def test_a_folder_with_a_file_larger_than_any_in_use_is_refused_before_it_is_rea
         with pytest.raises(ValueError, match=rf"{name}: has {size:,} bytes, and no such file has more than"):
             check_files(folder)
         with pytest.raises(ValueError, match=name):
-            open_run(make_config(tmp_path, folder), start_ranks())
+            build_run(make_config(tmp_path, folder), start_ranks())
     with pytest.raises(ValueError, match=r"config\.json: has 1,073,741,824 bytes, and no such file has more than"):
         read_json(tmp_path / "config.json/config.json")
 

@@ -210,6 +210,7 @@ def load_model(
     num_positions: int | None = None,
     activation_checkpointing: str = "none",
     *,
+    architecture: LlamaConfig | None = None,
     vocab_size: int | None = None,
     initialize_ids: Collection[int] = (),
     device: torch.device | str = "cpu",
@@ -217,11 +218,12 @@ def load_model(
     adapters: AdapterStart | None = None,
     frozen_dtype: torch.dtype = torch.float32,
 ) -> LlamaForSFT:
-    """Returns the model in `folder` with fp32 master weights; arguments before `vocab_size` are those of LlamaForSFT.
+    """Returns the model in `folder` with fp32 master weights; arguments before `architecture` are those of LlamaForSFT.
 
     fp16 and bf16 weights are cast to fp32, which is exact. At most one tensor is held in addition to the model.
 
     Args:
+        architecture: The architecture in the folder's config.json, if that was read already.
         vocab_size: The number of rows of embeddings and head if tokens were added; by default the same as in the
             folder.
         initialize_ids: The tokens whose rows are initialized to the mean of all other rows. They must include all
@@ -237,7 +239,7 @@ def load_model(
             type. The message lists all such keys, and no weights have been read. Or the model has no such adapters.
     """
     folder = Path(folder)
-    stored = read_config(folder)
+    stored = read_config(folder) if architecture is None else architecture
     config = stored if vocab_size is None else replace(stored, vocab_size=vocab_size)
     with torch.device("meta"):
         model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing)

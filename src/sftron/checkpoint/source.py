@@ -80,19 +80,29 @@ class ExportSource:
     """The contents of the files that are copied unchanged, by their path in the folder."""
 
     @classmethod
-    def read(cls, folder: Path, tokenizer_folder: Path | None = None, *, path: str | None = None) -> ExportSource:
+    def read(
+        cls,
+        folder: Path,
+        tokenizer_folder: Path | None = None,
+        *,
+        path: str | None = None,
+        architecture: LlamaConfig | None = None,
+    ) -> ExportSource:
         """Reads and checks both folders.
 
         Args:
             path: The Hub id or path by which the model was chosen; by default, the folder.
+            architecture: The architecture in config.json, if that was read and the files of both folders checked.
 
         Raises:
             ValueError: A file is broken, too large, not a regular file, or a link out of its folder; or the index of
                 the weights is invalid. The message has the name of the file.
         """
         tokenizer_folder = tokenizer_folder or folder
-        for each in {folder, tokenizer_folder}:
-            check_files(each)
+        if architecture is None:
+            for each in {folder, tokenizer_folder}:
+                check_files(each)
+            architecture = read_config(folder)
         generation = folder / "generation_config.json"
         with SafetensorsFolder(folder) as weights:
             names = weights.names()
@@ -104,7 +114,7 @@ class ExportSource:
             folder=folder,
             model=read_base_model(path or str(folder), folder),
             config=read_json(folder / "config.json"),
-            architecture=read_config(folder),
+            architecture=architecture,
             generation_config=read_json(generation) if generation.exists() else {},
             stop_ids=tuple(stop_ids_of(folder)),
             stored_names=stored_names,

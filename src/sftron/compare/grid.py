@@ -19,7 +19,7 @@ from sftron.config import Config, ConfigError, load_config
 from sftron.config.help import describe_value, dotted
 from sftron.config.load import split_arguments
 from sftron.regular_file import read_regular
-from sftron.train.revisions import pin, read_commits
+from sftron.train.places import pin, read_commits
 from sftron.train.run_directory import read_result
 
 _MAX_FILE_BYTES = 256 * 2**10

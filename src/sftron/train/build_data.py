@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.model_folder import check_files, read_config
+from sftron.checkpoint.model_folder import check_files
 from sftron.config import Config
 from sftron.config.data_schema import Rows
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -20,7 +20,7 @@ from sftron.data.labels import Targets
 from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataOptions, DataSet, Preparation
-from sftron.data.sources import find_files, open_source, open_stream, split_source
+from sftron.data.sources import open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import (
     WHOLE_ROW,
@@ -33,9 +33,9 @@ from sftron.data.types import (
 )
 from sftron.regular_file import where_missing
 from sftron.train.logs import console
+from sftron.train.places import Places, file_stamps, tokenizer_folder
 from sftron.train.progress import too_many_dropped
 from sftron.train.ranks import Ranks
-from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import EvaluationSet, Question, RunData, Setup
 from sftron.train.sample import check_sample, project
 from sftron.visible_text import counted
@@ -48,14 +48,10 @@ _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
 
 
-def build_data(config: Config, ranks: Ranks) -> RunData:
+def build_data(config: Config, ranks: Ranks, places: Places) -> RunData:
     """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError."""
-    folder = model_folder(config, download=False)
-    check_files(folder)
-    read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
-    chat_tokenizer = load_chat_tokenizer(config, tokenizer_folder(config, download=False))
+    chat_tokenizer = load_chat_tokenizer(config, places.tokenizer)
     questions = read_questions(config.evaluation.prompts)
-    stamps = file_stamps(config)
     preparation = open_data(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)
     evaluation_sets = open_evaluation_sets(config, preparation)
@@ -68,7 +64,7 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
         projection=project(config, dataset, sample, dp_world_size=dp_world_size),
         evaluation_sets=evaluation_sets,
         questions=questions,
-        file_stamps=stamps,
+        file_stamps=places.data_files,
     )
 
 
@@ -76,12 +72,17 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
 
 
 def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:
-    """Loads the tokenizer in `folder`, or at the configured path, with the configured chat template.
+    """Loads the tokenizer with the configured chat template.
 
-    Raises ValueError if the folder, the tokenizer or the template cannot be used.
+    Args:
+        folder: The tokenizer's folder, if its files are checked already; by default, it is found and checked here.
+
+    Raises:
+        ValueError: The folder, the tokenizer or the template cannot be used.
     """
-    folder = folder or tokenizer_folder(config)
-    check_files(folder)
+    if folder is None:
+        folder = tokenizer_folder(config)
+        check_files(folder)
     options = config.tokenizer
     return ChatTokenizer.from_pretrained(
         str(folder),
@@ -290,22 +291,6 @@ def plan_packs(setup: Setup) -> None:
 
 
 # --- Data files that change while a run reads them ---
-
-
-def file_stamps(config: Config) -> list[tuple[str, int, int, int, int]]:
-    """Returns path, inode, size, mtime and ctime of all data files; data sets on the Hub are left out.
-
-    A write in place that keeps the size and restores the mtime still changes the ctime.
-    """
-    stamps = []
-    for each in config.data.datasets:
-        try:
-            files = find_files(each.path, each.split, each.config) or []
-            stats = [(str(file), file.stat()) for file in files]
-        except (OSError, DataError):
-            continue  # opening the data set reports the problem
-        stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
-    return stamps
 
 
 def require_unchanged(setup: Setup) -> None:

@@ -13,7 +13,7 @@ from sftron.checkpoint import hf_weights
 from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests
-from sftron.checkpoint.model_folder import read_config, read_json
+from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -37,8 +37,8 @@ from sftron.models.wrappers import text_config
 from sftron.regular_file import where_missing
 from sftron.train.flops import TrainedMatrices, find_peak
 from sftron.train.optimizer import ANY_LAYOUT, make_adamw
+from sftron.train.places import Places, export_source
 from sftron.train.ranks import Ranks
-from sftron.train.revisions import export_source, model_folder
 from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
 from sftron.visible_text import counted
 
@@ -49,11 +49,10 @@ _NUM_COMPARED_ROWS = 256
 _LEAST_SHARE_OF_NORM = 1e-2
 
 
-def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
-    """Reads the architecture and chooses the implementations, without reading weights. Raises ValueError."""
-    folder = model_folder(config, download=False)
+def build_model(config: Config, ranks: Ranks, places: Places, data: RunData) -> RunModel:
+    """Chooses the implementations that compute the model, without reading weights. Raises ValueError."""
+    folder, architecture = places.model, places.architecture
     compute_dtype = getattr(torch, config.model.compute_dtype)
-    architecture = read_config(folder)
     num_heads = min(block.num_heads for block in blocks_without_weights(architecture))
     if num_heads < (context := config.parallelism.context):
         raise ValueError(
@@ -66,6 +65,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
     failures: list[str] = []
     return RunModel(
         folder=folder,
+        stored_architecture=places.architecture,
         architecture=architecture,
         compute_dtype=compute_dtype,
         attention=attention_of_layers(
@@ -75,7 +75,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         loss=resolve_loss(config.model.loss, ranks.device, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=ids_to_initialize(config, folder, data.chat_tokenizer, data.sample.control_ids),
-        export_source=export_source(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
+        export_source=export_source(config, places, data.chat_tokenizer) if config.checkpoints.export_hf else None,
         adapters=resolve_adapters(config, architecture),
         router_aux_loss_coef=_router_aux_loss_coef(config, architecture, folder),
     )
@@ -319,6 +319,7 @@ def load_whole_model(
         # The padding is a document too, and may be as long as the whole pack.
         max(setup.data.dataset.token_budget, model.architecture.max_position_embeddings),
         config.model.activation_checkpointing,
+        architecture=model.stored_architecture,
         vocab_size=model.architecture.vocab_size,
         initialize_ids=model.initialize_ids,
         device=setup.ranks.device,

@@ -22,8 +22,8 @@ from sftron.models.quantization import import_bitsandbytes
 from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
 from sftron.train.build_model import base_digest, build_model
 from sftron.train.evaluation import require_metric, watched_metric
+from sftron.train.places import Places, find_places
 from sftron.train.ranks import Ranks
-from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import RunData, RunModel, Setup
 
 _PATIENCE_S = 60
@@ -36,8 +36,9 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
     Raises:
         ValueError: On all ranks, with a message for the user; DataError is a subclass.
     """
-    ranks.all_or_raise(lambda: download(config, ranks))
-    setup = ranks.all_or_raise(lambda: open_run(config, ranks))
+    places = find_places(config, ranks)
+    ranks.all_or_raise(lambda: download_rows(config, ranks))
+    setup = ranks.all_or_raise(lambda: open_run(config, ranks, places))
     if setup.model.adapters is not None:
         digest = base_digest(setup.model.folder, ranks)
         setup = replace(setup, model=replace(setup.model, base_digest=digest))
@@ -46,21 +47,19 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
     return setup
 
 
-def open_run(config: Config, ranks: Ranks) -> Setup:
-    """Does the work of `build_run` on one rank, after `download`."""
+def open_run(config: Config, ranks: Ranks, places: Places) -> Setup:
+    """Does the work of `build_run` on one rank, after `find_places` and `download_rows`."""
     require_device(config, ranks)
-    data = build_data(config, ranks)
-    model = build_model(config, ranks, data)
+    data = build_data(config, ranks, places)
+    model = build_model(config, ranks, places, data)
     preflight(config, data, model)
     return Setup(config, ranks, data, model)
 
 
-def download(config: Config, ranks: Ranks) -> None:
-    """Downloads missing models, tokenizers and data sets on the first rank of each node. Raises ValueError."""
+def download_rows(config: Config, ranks: Ranks) -> None:
+    """Downloads missing data sets on the first rank of each node. Raises ValueError."""
     if ranks.local_rank != 0:
         return
-    model_folder(config)
-    tokenizer_folder(config)
     in_files = [options for options in config.data.datasets if not options.streaming]
     for each in (*in_files, *config.evaluation.datasets):
         if find_files(each.path, each.split, each.config) is None:

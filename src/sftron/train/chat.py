@@ -22,7 +22,7 @@ from sftron.models.generation import Choose, Sampler
 from sftron.models.generation import generate as generate_ids
 from sftron.models.llama import LlamaForSFT
 from sftron.train.build_data import load_chat_tokenizer
-from sftron.train.revisions import model_folder
+from sftron.train.places import find_places
 
 # --- The model ---
 
@@ -79,7 +79,8 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
     if not run_config.is_file():
         raise ValueError(f"{folder} is not in a run directory; export it first (`sftron convert --model DIR`)")
     config = load_config(run_config)
-    base = ExportSource.read(model_folder(config))
+    places = find_places(config)
+    base = ExportSource.read(places.model, architecture=places.architecture)
     with opened(folder, base) as (state, read, vocab_size):
         if (spec := lora_of(state)) is not None:
             require_base(base.folder, str(state["fingerprint"].get(BASE_WEIGHTS)))
@@ -91,7 +92,7 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
                 model = LlamaForSFT(replace(base.architecture, vocab_size=vocab_size), compute_dtype=torch.float32)
             model.to_empty(device=device)
             load_checkpoint(folder, model=model, optimizer=None)
-    return model, load_chat_tokenizer(config), state["stop_token_ids"] or base.stop_ids
+    return model, load_chat_tokenizer(config, places.tokenizer), state["stop_token_ids"] or base.stop_ids
 
 
 # --- The conversation ---

@@ -44,9 +44,9 @@ from sftron.train.evaluation import Best
 from sftron.train.hub import HubPusher
 from sftron.train.logs import console
 from sftron.train.model_card import MAX_CARD_BYTES, VERIFY_CARD, AdapterFacts, model_card, plain_model_card
+from sftron.train.places import export_source, find_places
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts
-from sftron.train.revisions import export_source, model_folder
 from sftron.train.run import RunData, Settings, Setup, frozen_dtype
 from sftron.train.run_directory import RunDirectory
 
@@ -402,8 +402,9 @@ def convert(
         base = ExportSource.read(model)
     elif run_config.is_file():
         config = load_config(run_config, overrides)
-        chat_tokenizer = load_chat_tokenizer(config)
-        base = export_source(config, model_folder(config), chat_tokenizer)
+        places = find_places(config)
+        chat_tokenizer = load_chat_tokenizer(config, places.tokenizer)
+        base = export_source(config, places, chat_tokenizer)
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
     with opened(source, base, stop_token_ids) as (state, read, vocab_size):

@@ -144,7 +144,10 @@ class RunModel:
     """The model of a run without its weights: its architecture and the implementations that compute it."""
 
     folder: Path
+    stored_architecture: LlamaConfig
+    """The architecture in the folder's config.json."""
     architecture: LlamaConfig
+    """The architecture that is trained, which has more embeddings if tokenizer.add_tokens needs them."""
     compute_dtype: torch.dtype
     attention: tuple[str, ...]
     """The attention backend of each layer; "" for a layer without attention."""

@@ -29,10 +29,10 @@ from sftron.train.hub import require_hub
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs, make_loggers, require_loggers
 from sftron.train.loop import Steps
+from sftron.train.places import REVISIONS, find_commits, pin
 from sftron.train.progress import Progress
 from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, find_finished, find_start, load_start, require_whole_epochs, run_state
-from sftron.train.revisions import REVISIONS, find_commits, pin
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.sample import mix_report
 from sftron.train.saving import Saver

@@ -11,7 +11,7 @@ from sftron.report.audit import Audit, audited_rows
 from sftron.report.counts import PackingCount
 from sftron.report.page import Inspection, inspect_packs
 from sftron.train import build_data
-from sftron.train.revisions import pinned
+from sftron.train.places import pinned
 
 
 def open_data(config: Config) -> Preparation:

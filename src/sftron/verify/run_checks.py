@@ -23,7 +23,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.build_model import adapter_tensors, make_optimizer
 from sftron.train.objective import TokenLoss, hidden_states
-from sftron.train.revisions import model_folder
+from sftron.train.places import model_folder
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer

@@ -46,8 +46,8 @@ from sftron.models.quantization import from_stored
 from sftron.train import build_data
 from sftron.train.build_model import load_run_model
 from sftron.train.build_run import open_run
+from sftron.train.places import find_places, model_folder
 from sftron.train.ranks import Ranks
-from sftron.train.revisions import model_folder
 from sftron.train.run import Setup
 from sftron.train.sample import sampled_keys
 from sftron.verify.cut_model import cut_adapter, cut_model, layer_of
@@ -232,7 +232,7 @@ class Subject:
     def setup_or_refusal(self) -> Setup | ValueError:
         """The run's setup, or the error with which `sftron train` would refuse to begin."""
         try:
-            return open_run(self.config, self.ranks)
+            return open_run(self.config, self.ranks, find_places(self.config))
         except ValueError as error:
             return error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sftron.config import Config
 from sftron.report.page import render, shown_packs
-from sftron.train.revisions import pinned
+from sftron.train.places import pinned
 from sftron.verify import adapter_checks, data_checks, model_checks, rank_checks, run_checks
 from sftron.verify.report import Check, Report, Rule, measure_all
 from sftron.verify.subject import Subject

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from sftron.checkpoint.adapter import model_projections
-from sftron.checkpoint.model_folder import check_files, read_config, read_json
+from sftron.checkpoint.model_folder import read_json
 from sftron.checkpoint.source import hub_id
 from sftron.config import Config, load_config
 from sftron.config.data_schema import Data
@@ -31,12 +31,12 @@ from sftron.models.quantization import NF4
 from sftron.report.counts import LengthCount
 from sftron.train import build_data
 from sftron.train.build_model import ALPHA_OF_RANK, DEFAULT_RANK
-from sftron.train.build_run import download, open_run
+from sftron.train.build_run import download_rows, open_run
 from sftron.train.logs import console
 from sftron.train.measured_memory import total_memory
 from sftron.train.memory import StepMemory, predict_run, with_reserve
+from sftron.train.places import Places, find_places
 from sftron.train.ranks import Ranks, start_ranks
-from sftron.train.revisions import model_folder, tokenizer_folder
 from sftron.train.run import Setup
 from sftron.train.sample import Sample, check_sample
 from sftron.train.text.description import describe_memory, describe_setup
@@ -89,15 +89,15 @@ def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str
         tree["model"]["compute_dtype"] = "float32"
     tree = with_overrides(tree, overrides)
     tree["tokens"]["sequence_length"] = _UNMEASURED
-    positions = _look_at_model(tree, ranks)
-    sample, num_rows, meaning = _look_at_rows(tree)
-    lengths = sample.audit.lengths
+    places = _look_at_model(tree, ranks)
+    sample, num_rows, meaning = _look_at_rows(tree, places)
+    lengths, positions = sample.audit.lengths, places.architecture.max_position_embeddings
     tree["tokens"] |= _sizes(lengths, num_rows, positions, model, on_gpu=is_gpu(ranks.device))
     evaluation = tree.setdefault("evaluation", {})
     if not evaluation.get("datasets"):
         evaluation.setdefault("share", float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}"))
     tree = with_overrides(tree, overrides)
-    setup = open_run(Config.model_validate(tree), ranks)
+    setup = open_run(Config.model_validate(tree), ranks, places)
     describe_setup(setup)
     describe_memory(setup)
     found = _memory_of_ways(setup)
@@ -131,27 +131,27 @@ def _dataset(data: str) -> dict[str, str]:
     return {"path": path, "config": config} if is_on_hub else {"path": data}
 
 
-def _look_at_model(tree: dict[str, Any], ranks: Ranks) -> int:
-    """Downloads what is on the Hub, and chooses a template if the tokenizer has none. Returns the model's positions."""
-    download(Config.model_validate(tree), ranks)
-    folder = model_folder(Config.model_validate(tree), download=False)
-    check_files(folder)
-    architecture = read_config(folder)
+def _look_at_model(tree: dict[str, Any], ranks: Ranks) -> Places:
+    """Downloads what is on the Hub, and chooses a template if the tokenizer has none."""
+    config = Config.model_validate(tree)
+    places = find_places(config, ranks)
+    download_rows(config, ranks)
+    folder = places.model
     file = folder / "tokenizer_config.json"
     has_template = file.is_file() and read_json(file).get("chat_template")
     if not has_template and not [*folder.glob("*chat_template*")]:
         tree["tokenizer"]["chat_template"] = "plain"  # needs no control token that the model does not know
-    return architecture.max_position_embeddings
+    return places
 
 
-def _look_at_rows(tree: dict[str, Any]) -> tuple[Sample, int, str]:
+def _look_at_rows(tree: dict[str, Any], places: Places) -> tuple[Sample, int, str]:
     """Checks a sample of the rows. If they can be read in one way only, adds the keys for it to the data set.
 
     Returns:
         The sample, the number of rows, and what has to be true of the columns; "" if the format is detected.
     """
     config, meaning = Config.model_validate(tree), ""
-    chat_tokenizer = build_data.load_chat_tokenizer(config, tokenizer_folder(config, download=False))
+    chat_tokenizer = build_data.load_chat_tokenizer(config, places.tokenizer)
     try:
         preparation = build_data.open_data(config, chat_tokenizer)
     except DataError as error:

@@ -1,28 +1,79 @@
-"""What a run takes from the Hub: the commits of its models and data sets, which a resume uses again.
+"""The places of what a configuration names: folders, files of data, and the commits of what is on the Hub.
 
-A branch may move. So a run asks the Hub once, at its first start, and records the answers in its directory.
+A run finds and verifies them once, before it opens anything. A branch of the Hub may move, so a run asks for its commit
+at the first start alone, and records the answers in its directory, from which a resume takes them.
 """
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from sftron.checkpoint.checkpoint import steps_in
-from sftron.checkpoint.model_folder import local_folder, model_commit
+from sftron.checkpoint.model_folder import check_files, local_folder, model_commit, read_config
 from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
 from sftron.config.data_schema import Rows
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.sources import HubSplit, find_files
+from sftron.data.types import DataError
 from sftron.hub_revision import COMMIT
+from sftron.models.architecture import LlamaConfig
 from sftron.regular_file import read_json_value
+from sftron.train.ranks import Ranks
 
 _Rows = TypeVar("_Rows", bound=Rows)
 
 REVISIONS = "revisions.json"
 """The file of a run directory with the commits: {"datasets/openai/gsm8k@main": commit}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """What a configuration names, found and verified; `find_places` makes it, and nothing looks for it again."""
+
+    model: Path
+    """The folder of the model."""
+    architecture: LlamaConfig
+    """The architecture that the folder's config.json describes."""
+    tokenizer: Path
+    """The folder of the tokenizer, most often the model's."""
+    data_files: list[tuple[str, int, int, int, int]]
+    """The metadata of the data files before they are opened; see `file_stamps`."""
+
+
+def find_places(config: Config, ranks: Ranks | None = None) -> Places:
+    """Finds and verifies what the configuration names.
+
+    Every rank calls this. The first rank of each node downloads what is not in the Hub's cache before the others look.
+
+    Args:
+        ranks: None for a process alone.
+
+    Raises:
+        ValueError: There is no such folder, a file in it is implausible, or config.json is not supported.
+    """
+    if ranks is None:
+        return _verified(config, *_folders(config, download=True))
+    is_first = ranks.local_rank == 0
+    own = ranks.all_or_raise(lambda: _folders(config, download=True) if is_first else None)
+    return ranks.all_or_raise(lambda: _verified(config, *(own or _folders(config, download=False))))
+
+
+def _folders(config: Config, *, download: bool) -> tuple[Path, Path]:
+    """Returns the folders of the model and the tokenizer."""
+    model = model_folder(config, download=download)
+    if (config.tokenizer_path, config.tokenizer_revision) == (config.model.path, config.model.revision):
+        return model, model
+    return model, tokenizer_folder(config, download=download)
+
+
+def _verified(config: Config, model: Path, tokenizer: Path) -> Places:
+    for folder in dict.fromkeys((model, tokenizer)):
+        check_files(folder)
+    return Places(model=model, architecture=read_config(model), tokenizer=tokenizer, data_files=file_stamps(config))
 
 
 def model_folder(config: Config, *, download: bool = True) -> Path:
@@ -36,19 +87,35 @@ def tokenizer_folder(config: Config, *, download: bool = True) -> Path:
     return local_folder(path, revision, with_weights=False, download=download)
 
 
-def export_source(config: Config, folder: Path, chat_tokenizer: ChatTokenizer) -> ExportSource:
+def file_stamps(config: Config) -> list[tuple[str, int, int, int, int]]:
+    """Returns path, inode, size, mtime and ctime of all data files; data sets on the Hub are left out.
+
+    A write in place that keeps the size and restores the mtime still changes the ctime.
+    """
+    stamps = []
+    for each in config.data.datasets:
+        try:
+            files = find_files(each.path, each.split, each.config) or []
+            stats = [(str(file), file.stat()) for file in files]
+        except (OSError, DataError):
+            continue  # opening the data set reports the problem
+        stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
+    return stamps
+
+
+def export_source(config: Config, places: Places, chat_tokenizer: ChatTokenizer) -> ExportSource:
     """Returns what exports take from the folders of the model and the tokenizer.
 
     Raises:
         ValueError: A folder lacks a file that an export needs, or an export would have another tokenizer.
     """
-    path = config.model.path
+    known = {"path": config.model.path, "architecture": places.architecture}
     if config.tokenizer.add_tokens:
         with tempfile.TemporaryDirectory() as saved:
             chat_tokenizer.tokenizer.save_pretrained(saved)
-            source = ExportSource.read(folder, Path(saved), path=path)
+            source = ExportSource.read(places.model, Path(saved), **known)
     else:
-        source = ExportSource.read(folder, tokenizer_folder(config, download=False), path=path)
+        source = ExportSource.read(places.model, places.tokenizer, **known)
     if config.tokenizer.chat_template:
         source = source.with_chat_template(chat_tokenizer.template.source)
     source.require_tokenizer(chat_tokenizer, has_model=config.lora is None or config.lora.merge)
