@@ -78,7 +78,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "rows.jsonl")
     path = folder / "sft.yaml"
     write_config(path, settings(folder, model_folder, tokens__train_steps=4))
-    assert sftron.Trainer(sftron.load_config(path)).run() == 0
+    assert sftron.open_trainer(sftron.load_config(path)).train() == 0
     return path
 
 

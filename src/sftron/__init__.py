@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
     from sftron.train.chat import generate as generate
     from sftron.train.trainer import Trainer as Trainer
+    from sftron.train.trainer import open_trainer as open_trainer
     from sftron.verify.check_isolation import IsolationError as IsolationError
     from sftron.verify.check_isolation import check_isolation as check_isolation
     from sftron.verify.inspect_run import inspect as inspect
@@ -56,6 +57,7 @@ _MODULES = {
     "inspect": "sftron.verify.inspect_run",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",
+    "open_trainer": "sftron.train.trainer",
     "verify_run": "sftron.verify.verify_run",
     "verify_step": "sftron.verify.verify_step",
     "verify_trainer": "sftron.verify.verify_trainer",

@@ -17,7 +17,7 @@ from sftron.config import Config, load_config
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
 from sftron.train.build_data import load_chat_tokenizer, make_dataset, make_loader, open_data
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import open_trainer
 from tests.conftest import ASSETS
 from tests.data.family_conversations import TOOLS, call
 from tests.train.runs import make_model_folder, write_config
@@ -183,6 +183,4 @@ def run_data(config: Config, *, dp_rank: int = 0, dp_world_size: int = 1) -> Run
 
 def train(config: Config) -> None:
     """Trains in this process; metrics.jsonl and the export are in `config.run_dir`."""
-    trainer = Trainer(config)
-    trainer.build()
-    assert trainer.train() == 0
+    assert open_trainer(config).train() == 0

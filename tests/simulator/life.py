@@ -102,7 +102,7 @@ class Life:
 
     def _train(self) -> int:
         stop = self.stops[here()[1]] = SimulatedStop()
-        return trainer.Trainer(self.config, cast(Any, stop)).run()
+        return trainer.open_trainer(self.config, cast(Any, stop)).train()
 
 
 current: Life | None = None

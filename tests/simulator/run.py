@@ -211,7 +211,7 @@ def _replacements(clock: Clock) -> Iterator[tuple[Any, dict[str, Any]]]:
     ends = ("show_answers", "conclude", "conclude_not_finite", "describe_finished")
     yield trainer, {"conclusion": SimpleNamespace(**dict.fromkeys(ends, _nothing)), "divergence": _nothing}
     yield trainer, {"start_ranks": lambda *_, **__: _make_setup().ranks, "build_run": _make_setup}
-    yield trainer, {"find_commits": lambda _: {}, "mix_report": lambda *_: {}, "find_start": _find_start}
+    yield trainer, {"mix_report": lambda *_: {}, "find_start": _find_start}
     yield trainer, {"load_run_model": model.load_matrix}
     yield trainer, {"make_optimizer": lambda _, matrix: model.Moments(matrix.parameters())}
     yield loop, {"train_step": model.train_step, "step_flops": lambda *_: StepFlops(0, 0)}

@@ -56,8 +56,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     saving.write_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
     if when == "in the step's line":
         run_logs.LineFile.append = in_line
-    run = trainer.Trainer(load_config(config, overrides))
-    run.build()
+    run = trainer.open_trainer(load_config(config, overrides))
     run.train()
     os._exit(3)
 

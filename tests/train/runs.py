@@ -7,14 +7,14 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from sftron.config import Config, load_config
 from sftron.train import loop
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import Trainer, open_trainer
 from tests.conftest import ASSETS
 from tests.models.reference import make_theirs
 
@@ -87,12 +87,18 @@ def stop_in(*steps: int) -> Callable[[int], None]:
     return lambda step: os.kill(os.getpid(), signal.SIGTERM) if step in steps else None
 
 
-def run(config: Config) -> Trainer:
-    """Build and train to the end, or to wherever it is stopped."""
-    trainer = Trainer(config)
-    trainer.build()
-    assert trainer.train() == 0
+def opened(config: Config) -> Trainer:
+    """Open a run that has steps left."""
+    trainer = open_trainer(config)
+    assert isinstance(trainer, Trainer)
     return trainer
+
+
+def run(config: Config) -> Trainer:
+    """Open and train to the end, or to wherever it is stopped."""
+    trainer = open_trainer(config)
+    assert trainer.train() == 0
+    return cast(Trainer, trainer)  # of a run that was finished already, only what a CompletedRun has is there
 
 
 def result(trainer: Trainer) -> dict[str, Any]:

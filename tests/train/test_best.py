@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from sftron.train import saving
 from sftron.train.evaluation import metric_of
-from sftron.train.trainer import Trainer
-from tests.train.runs import bits, make_config, result, run, write_rows
+from sftron.train.trainer import open_trainer
+from tests.train.runs import bits, make_config, opened, result, run, write_rows
 from tests.train.test_evaluation import evaluations
 
 
@@ -72,8 +72,7 @@ def test_a_run_without_an_interval_saves_what_is_best_and_a_resume_knows_it(
     best = straight._evaluator.best
     assert best is not None
     assert best.step < 6
-    stopped = Trainer(make_config(tmp_path, model_folder, **options))
-    stopped.build()
+    stopped = opened(make_config(tmp_path, model_folder, **options))
 
     def should_stop() -> bool:
         stopped.stop_request.received = stopped.progress.step == best.step + 1
@@ -99,8 +98,7 @@ def test_a_best_that_cannot_be_saved_does_not_replace_the_one_before(
 
     monkeypatch.setattr(saving, "write_checkpoint", fail_at_2)
     options |= {"tokens__train_steps": 2, "optimizer__learning_rate": 1e-3, "checkpoints__export_hf": False}
-    trainer = Trainer(make_config(tmp_path, model_folder, **options))
-    trainer.build()
+    trainer = opened(make_config(tmp_path, model_folder, **options))
     with pytest.raises(OSError, match="disk full"):
         trainer.train()
     losses = [each["sets"]["other"]["loss"] for each in evaluations(tmp_path / "runs" / "run")]
@@ -116,7 +114,7 @@ def test_a_resume_writes_the_best_json_that_a_kill_after_the_checkpoint_has_prev
     file = run(make_config(tmp_path, model_folder, **options)).directory.folder / "best.json"
     written = file.read_text()
     file.unlink()
-    Trainer(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 3})).build()
+    open_trainer(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 3}))
     assert file.read_text() == written
 
 

@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.checkpoint import CheckpointError
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import open_trainer
 from sftron.verify.replay import OpenedRun, audit_run
-from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, on_each_step, run, stop_in, write_rows
+from tests.train.runs import (
+    NUM_ROWS,
+    bits,
+    chat_line,
+    make_config,
+    metrics,
+    on_each_step,
+    opened,
+    run,
+    stop_in,
+    write_rows,
+)
 
 OPTIONS: dict[str, Any] = {"checkpoints__export_hf": False}
 ALLOWED = OPTIONS | {"checkpoints__allow_data_change": True}
@@ -29,8 +40,7 @@ def test_the_run_goes_on_with_its_weights_and_the_data_begins_the_next_epoch(
     before = first.progress
     add_rows(tmp_path, 5)
     capsys.readouterr()
-    changed = Trainer(make_config(tmp_path, model_folder, **ALLOWED, tokens__train_steps=18))
-    changed.build()
+    changed = opened(make_config(tmp_path, model_folder, **ALLOWED, tokens__train_steps=18))
 
     said = capsys.readouterr().out
     assert "data       has changed since the checkpoint, as checkpoints.allow_data_change allows:" in said
@@ -70,7 +80,7 @@ def test_after_the_change_the_run_is_resumed_exactly_with_or_without_the_key(
         add_rows(tmp_path, 3)
         allowed = options | {"checkpoints__allow_data_change": True}
         if name == "stopped":
-            Trainer(make_config(tmp_path, model_folder, **allowed)).build()
+            open_trainer(make_config(tmp_path, model_folder, **allowed))
             run(make_config(tmp_path, model_folder, **allowed, tokens__train_steps=6, optimizer__schedule="constant"))
             options["data__num_workers"] = 1
         else:
@@ -91,8 +101,7 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
 ) -> None:
     options = {**ALLOWED, "tokens__train_steps": None, "tokens__train_epochs": 4}
     make_config(tmp_path, model_folder)
-    stopped = Trainer(make_config(tmp_path, model_folder, **options, data__num_workers=0))
-    stopped.build()
+    stopped = opened(make_config(tmp_path, model_folder, **options, data__num_workers=0))
     on_each_step(monkeypatch, stop_in(1))
     assert stopped.train() == 0
     epoch = stopped.progress.datasets[0].latest_epoch + 1
@@ -113,7 +122,7 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
     with pytest.raises(
         CheckpointError, match=r"4 epochs have begun without it, but tokens\.train_epochs is 4; raise it"
     ):
-        Trainer(make_config(tmp_path, model_folder, **options)).build()
+        open_trainer(make_config(tmp_path, model_folder, **options))
 
 
 def test_other_data_sets_and_lanes_may_come_and_each_is_counted_from_zero(tmp_path: Path, model_folder: Path) -> None:
@@ -137,4 +146,4 @@ def test_another_model_is_refused_with_the_key_too(tmp_path: Path, model_folder:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     with pytest.raises(CheckpointError, match="the model's norm_eps"):
-        Trainer(make_config(tmp_path, other, **ALLOWED)).build()
+        open_trainer(make_config(tmp_path, other, **ALLOWED))

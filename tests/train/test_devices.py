@@ -17,11 +17,11 @@ from sftron.train.dry_run import measure_step_memory
 from sftron.train.ranks import Dimensions, Ranks, start_ranks
 from sftron.train.step import OutOfMemory
 from sftron.train.text import description
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import open_setup, open_trainer
 from tests.marked_gpu import wants_gpus
 from tests.pretended import MEMORY, pretended_gpu
 from tests.train.ranks import launch
-from tests.train.runs import chat_line, make_config, make_model_folder, metrics, result
+from tests.train.runs import chat_line, make_config, make_model_folder, metrics, opened, result
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_bfloat16_on_a_gpu_that_emulates_it_is_refused(tmp_path: Path, model_fol
         with pytest.raises(
             ValueError, match=r"needs a GPU of compute capability 8\.0, and Pretended GPU has 7\.5, .*32"
         ):
-            Trainer(refused)
-        Trainer(make_config(tmp_path, model_folder, model__compute_dtype="float32"))
+            open_setup(refused)
+        open_setup(make_config(tmp_path, model_folder, model__compute_dtype="float32"))
 
 
 @pytest.mark.parametrize("lacks", ["neither gcc nor clang is in PATH", "there is no .*/Python.h"])
@@ -194,11 +194,11 @@ def test_a_run_on_a_gpu_needs_what_triton_needs_to_compile(
     else:
         (commands / "gcc").touch(mode=0o755)
     with pretended_gpu(), pytest.raises(ValueError, match=lacks):
-        Trainer(config)
+        open_setup(config)
     (headers / "Python.h").touch()
     (commands / "clang").touch(mode=0o755)
     with pretended_gpu():
-        Trainer(config)
+        open_setup(config)
 
 
 # --- Memory ---
@@ -214,8 +214,7 @@ def test_a_step_that_does_not_fit_says_what_to_change_first(
     options = {"model__activation_checkpointing": "selective", "tokens__micro_batch_size": 2}
     monkeypatch.setattr(loop, "train_step", _run_out_of_memory)
     with pretended_gpu():
-        trainer = Trainer(make_config(tmp_path, model_folder, **options))
-        trainer.build()
+        trainer = opened(make_config(tmp_path, model_folder, **options))
         with pytest.raises(OutOfMemory) as raised:
             trainer.train()
     message, length = str(raised.value), trainer.config.tokens.sequence_length
@@ -235,7 +234,7 @@ def test_a_dry_run_that_does_not_fit_says_so_too(config: Config, monkeypatch: py
     with pytest.raises(
         OutOfMemory, match=r"a training step on packs of .* \(1\) model\.activation_checkpointing: selective"
     ):
-        measure_step_memory(Trainer(config).setup)
+        measure_step_memory(open_setup(config))
 
 
 def test_answers_keep_the_blocks_gathered_if_they_take_half_of_the_free_memory_at_most(
@@ -254,7 +253,7 @@ def test_answers_keep_the_blocks_gathered_if_they_take_half_of_the_free_memory_a
     prompts.write_text(chat_line("What is 3?") + "\n", encoding="utf-8")
     options = {"evaluation__prompts": str(prompts), "evaluation__max_new_tokens": 2, "tokens__train_steps": 1}
     with pretended_gpu():
-        Trainer(make_config(tmp_path, model_folder, **options)).run()
+        open_trainer(make_config(tmp_path, model_folder, **options)).train()
     assert asked == [True, False] * 2
 
 
@@ -277,8 +276,8 @@ def test_segments_of_gpu_memory_can_grow_unless_the_user_has_set_the_allocator(
 
 def test_a_step_on_a_gpu_states_the_reserved_memory_too(config: Config) -> None:
     with pretended_gpu():
-        trainer = Trainer(config)
-        trainer.run()
+        trainer = open_trainer(config)
+        trainer.train()
     assert [(line["peak_memory_gb"], line["peak_reserved_gb"]) for line in metrics(trainer.directory.folder)] == [
         (2, 3)
     ] * 2
@@ -302,7 +301,7 @@ def test_a_deterministic_run_does_not_fill_new_memory(
 ) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        Trainer(make_config(tmp_path, model_folder, general__deterministic=True))
+        open_setup(make_config(tmp_path, model_folder, general__deterministic=True))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:

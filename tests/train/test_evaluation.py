@@ -10,10 +10,22 @@ import transformers
 
 from sftron.data.types import DataError, Role
 from sftron.train.evaluation import measure_set
-from sftron.train.trainer import Trainer
+from sftron.train.run import Setup
+from sftron.train.trainer import Trainer, open_setup, open_trainer
 from tests.train.conftest import FinishedRun
 from tests.train.ranks import launch, train
-from tests.train.runs import bits, chat_line, make_config, metrics, result, run, settings, write_config, write_rows
+from tests.train.runs import (
+    bits,
+    chat_line,
+    make_config,
+    metrics,
+    opened,
+    result,
+    run,
+    settings,
+    write_config,
+    write_rows,
+)
 
 NUM_ROWS = 13
 """Of the fixture held_out."""
@@ -49,8 +61,7 @@ def test_it_is_transformers_loss_of_each_conversation_alone_for_any_packing_and_
 ) -> None:
     toggles = {"data__train_on_completions_only": completions_only, "data__remove_cross_attention": isolated}
     sets = {"evaluation__datasets": [{"path": str(held_out)}]}
-    trainer = Trainer(make_config(tmp_path, model_folder, **sets, **toggles))
-    trainer.build()
+    trainer = opened(make_config(tmp_path, model_folder, **sets, **toggles))
     (evaluation_set,) = trainer.setup.data.evaluation_sets
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     by_role: dict[str, list[float]] = {}
@@ -175,8 +186,7 @@ def test_a_stop_during_an_evaluation_saves_that_step_and_the_evaluation_is_made_
     """Between rows of the set, and between tokens of an answer; on the way, and at the end."""
     options |= {"evaluation__interval": 2, "evaluation__tokens_per_batch": 200}
     straight = run(make_config(tmp_path, model_folder, general__run_name="straight", **options))
-    stopped = Trainer(make_config(tmp_path, model_folder, **options))
-    stopped.build()
+    stopped = opened(make_config(tmp_path, model_folder, **options))
     stop_at(stopped, monkeypatch, step=step, num_calls=num_calls)
     assert stopped.train() == 0
     assert result(stopped)["status"] == "preempted"
@@ -202,8 +212,8 @@ def test_evaluations_of_steps_that_are_made_again_are_logged_once(
 
 
 def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder: Path, held_out: Path) -> None:
-    def start(**overrides: Any) -> Trainer:
-        return Trainer(make_config(tmp_path, model_folder, **overrides))
+    def start(**overrides: Any) -> Setup:
+        return open_setup(make_config(tmp_path, model_folder, **overrides))
 
     with held_out.open("a") as file:
         file.write("{broken\n")
@@ -213,7 +223,7 @@ def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder
     with pytest.raises(DataError, match=r"evaluation set other: (.|\n)*1 of 14 rows were dropped"):
         start(evaluation__datasets=sets, data__on_bad_row="skip")
     options = {"data__on_bad_row": "skip", "data__max_dropped_share": 0.1}
-    (found,) = start(evaluation__datasets=sets, **options).setup.data.evaluation_sets
+    (found,) = start(evaluation__datasets=sets, **options).data.evaluation_sets
     assert (len(found.conversations), dict(found.dropped)) == (13, {"broken_json": 1})
     with pytest.raises(DataError, match="2 sets are named other; give it another `name`"):
         start(evaluation__datasets=[*sets, {"path": str(held_out)}], **options)
@@ -235,11 +245,11 @@ def test_rows_that_are_also_trained_on_are_counted_and_named(
         for question, answer in pairs
     ]
     (tmp_path / "other.jsonl").write_text("\n".join(others) + "\n")
-    Trainer(make_config(tmp_path, model_folder, evaluation__datasets=[{"path": str(tmp_path / "other.jsonl")}])).build()
+    open_trainer(make_config(tmp_path, model_folder, evaluation__datasets=[{"path": str(tmp_path / "other.jsonl")}]))
     out = capfd.readouterr().out
     assert "evaluation other: 4 conversations" in out
     assert "WARNING    1 row of other is also in the training data; the first: " in out
     assert f"{tmp_path}/other.jsonl:1 is {tmp_path}/rows.jsonl:5" in out
     (tmp_path / "rows.jsonl").write_text("\n".join(rows + rows) + "\n")
-    Trainer(make_config(tmp_path, model_folder, evaluation__share=0.1, general__run_name="share")).build()
+    open_trainer(make_config(tmp_path, model_folder, evaluation__share=0.1, general__run_name="share"))
     assert "WARNING    4 rows of held_out are also in the training data" in capfd.readouterr().out

@@ -8,8 +8,7 @@ import pytest
 import transformers
 
 from sftron.commands.train import run as main
-from sftron.train.trainer import Trainer
-from tests.train.runs import make_config
+from tests.train.runs import make_config, opened
 
 
 def test_a_dry_run_reports_what_would_fail_in_the_export(
@@ -30,8 +29,7 @@ def test_a_run_whose_source_folder_vanishes_exports_as_if_it_were_there(
     (folder / "LICENSE").write_text("terms")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     options = {"tokens__train_steps": 1, "checkpoints__interval": 1, "tokenizer__add_tokens": added}
-    trainer = Trainer(make_config(tmp_path, folder, **options))
-    trainer.build()
+    trainer = opened(make_config(tmp_path, folder, **options))
     shutil.rmtree(folder)
     assert trainer.train() == 0
 

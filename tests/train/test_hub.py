@@ -20,8 +20,7 @@ from sftron.train import hub
 from sftron.train.exports import convert
 from sftron.train.hub import HubPusher, require_hub
 from sftron.train.loop import Steps
-from sftron.train.trainer import Trainer
-from tests.train.runs import make_config, on_each_step, result, run, stop_in
+from tests.train.runs import make_config, on_each_step, opened, result, run, stop_in
 
 NUM_STEPS = 4
 TOKEN = "hf_" + "t" * 34
@@ -159,8 +158,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
         monkeypatch.setattr(Steps, "is_finite", lambda self, *_: self._progress.step < 3)
     else:
         on_each_step(monkeypatch, stop_in(3) if status == "preempted" else raise_in(3))
-    trainer = Trainer(config_for(tmp_path, model_folder, checkpoints__export_interval=1, hub__every="exports"))
-    trainer.build()
+    trainer = opened(config_for(tmp_path, model_folder, checkpoints__export_interval=1, hub__every="exports"))
     if status == "failed":
         with pytest.raises(RuntimeError, match="the device is lost"):
             trainer.train()
@@ -174,8 +172,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
 
 def test_the_last_export_of_a_diverged_run_is_not_pushed(tmp_path: Path, model_folder: Path, api: FakeHub) -> None:
     rate = {"optimizer__learning_rate": 5.0, "optimizer__schedule": "constant"}
-    trainer = Trainer(config_for(tmp_path, model_folder, tokens__train_steps=12, **rate))
-    trainer.build()
+    trainer = opened(config_for(tmp_path, model_folder, tokens__train_steps=12, **rate))
     assert trainer.train() == 3
     ended = result(trainer)
     assert (ended["status"], ended["hub"]["pushed"], ended["hub"]["failed"]) == ("diverged", [], {})

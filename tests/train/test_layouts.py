@@ -18,11 +18,10 @@ from sftron.models.exact_sums import ExactSums, exact_norm
 from sftron.models.sharding import mesh_of_one_rank
 from sftron.train.measured_memory import LiveMemory
 from sftron.train.ranks import end_ranks, start_ranks
-from sftron.train.trainer import Trainer
 from tests.conftest import rest_nightly
 from tests.models.reference import EXPERTS
 from tests.train import ranks
-from tests.train.runs import bits, make_model_folder, metrics, settings, write_config, write_rows
+from tests.train.runs import bits, make_model_folder, metrics, opened, settings, write_config, write_rows
 
 _PACKS_A_STEP = 4
 
@@ -64,8 +63,7 @@ class Runs:
 
     def digest(self, run: str, num_steps: int) -> str:
         """Returns the SHA-256 of all weights and all of the optimizer's state, read by one rank."""
-        trainer = Trainer(load_config(self._config(run, Layout(1, 1, 0), num_steps + 1, deterministic=False)))
-        trainer.build()
+        trainer = opened(load_config(self._config(run, Layout(1, 1, 0), num_steps + 1, deterministic=False)))
         assert trainer.progress.step == num_steps
         return hashlib.sha256(b"".join(bits(trainer))).hexdigest()
 

@@ -32,11 +32,11 @@ from sftron.train import loop
 from sftron.train.build_model import resolve_adapters
 from sftron.train.ranks import Ranks
 from sftron.train.step import train_step
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import Trainer, open_setup
 from tests.models.reference import TINY, make_theirs
 from tests.train.killed_run import run_killed
 from tests.train.ranks import launch, train
-from tests.train.runs import bits, chat_line, make_config, make_model_folder, metrics, run, write_rows
+from tests.train.runs import bits, chat_line, make_config, make_model_folder, metrics, opened, run, write_rows
 from tests.train.sharded_steps import (
     NUM_STEPS,
     LoraCase,
@@ -80,8 +80,7 @@ class Watched:
 
 def watch(config: Any) -> Watched:
     """Builds and trains a run to its end."""
-    watched = Watched(Trainer(config))
-    watched.trainer.build()
+    watched = Watched(opened(config))
     model = watched.trainer.model
     original, weight_gradient = loop.train_step, linear._weight_gradient
 
@@ -551,7 +550,7 @@ def test_new_tokens_are_trained_where_their_embeddings_are(tmp_path: Path, model
 
     for modules, message in (([], "their embeddings would not be trained"), (["embed_tokens"], "add lm_head to lora")):
         with pytest.raises(ValueError, match=message):
-            Trainer(make_config(tmp_path, model_folder, **trained | {"lora__modules_to_save": modules}))
+            open_setup(make_config(tmp_path, model_folder, **trained | {"lora__modules_to_save": modules}))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.train.build_model import adapter_tensors
 from sftron.train.chat import open_chat_model
 from sftron.train.exports import convert
-from sftron.train.trainer import Trainer
-from tests.train.runs import make_config, make_model_folder, run, write_rows
+from sftron.train.trainer import Trainer, open_setup
+from tests.train.runs import make_config, make_model_folder, opened, run, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 TEXT = [list(range(5, 25))]
@@ -102,8 +102,7 @@ def test_a_merge_that_changes_the_model_is_not_written(
 
 def test_a_base_that_changes_during_the_run_is_not_merged(tmp_path: Path, model_folder: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    trainer = Trainer(config_of(tmp_path, folder))
-    trainer.build()
+    trainer = opened(config_of(tmp_path, folder))
     tensors = load_file(folder / "model.safetensors")
     save_file({name: 2 * each for name, each in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(OSError, match="cannot be merged"):
@@ -179,9 +178,8 @@ def test_a_run_goes_on_from_an_adapter(
 ) -> None:
     adapter = str(trained.directory.adapter(4))
     with pytest.raises(ValueError, match=r"lora\.rank: 8, but .* has 4"):
-        Trainer(config_of(tmp_path, model_folder, lora__rank=8, lora__adapter=adapter))
-    again = Trainer(config_of(tmp_path, model_folder, lora__rank=None, lora__adapter=adapter))
-    again.build()
+        open_setup(config_of(tmp_path, model_folder, lora__rank=8, lora__adapter=adapter))
+    again = opened(config_of(tmp_path, model_folder, lora__rank=None, lora__adapter=adapter))
     assert f"going on from {adapter}, which states the base tiny" in capsys.readouterr().out
     expected = adapter_tensors(trained.model)
     found = adapter_tensors(again.model)

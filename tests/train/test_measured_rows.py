@@ -9,7 +9,7 @@ from sftron.commands.audit import main as audit
 from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
 from sftron.train import build_data
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import dry_run, open_setup, open_trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_config, metrics, run
 
@@ -37,7 +37,7 @@ def test_a_run_whose_packs_were_the_pools_is_not_resumed_with_those_of_best_fit_
     run(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False))
     monkeypatch.setattr("sftron.data.dataset.is_best_fit_fuller", lambda *_, **__: True)
     with pytest.raises(ValueError, match="planned packing: absent in the checkpoint, best-fit decreasing now"):
-        Trainer(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False)).build()
+        open_trainer(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False))
 
 
 def test_lanes_of_ones_own_and_streams_are_not_measured(
@@ -46,18 +46,18 @@ def test_lanes_of_ones_own_and_streams_are_not_measured(
     make_config(tmp_path, model_folder)
     streamed = {"data__datasets": [{"path": str(tmp_path / "rows.jsonl"), "streaming": True}]}
     for options, num_lanes in (({"data__num_lanes": 4}, 4), (streamed | {"data__num_lanes": "auto"}, 48)):
-        trainer = Trainer(make_config(tmp_path, model_folder, **options))
-        assert (trainer.setup.data.dataset.num_lanes, trainer.setup.data.dataset.is_planned) == (num_lanes, False)
-        assert trainer.setup.fingerprint["data.num_lanes"] == str(num_lanes)
+        setup = open_setup(make_config(tmp_path, model_folder, **options))
+        assert (setup.data.dataset.num_lanes, setup.data.dataset.is_planned) == (num_lanes, False)
+        assert setup.fingerprint["data.num_lanes"] == str(num_lanes)
     assert not measured
 
 
 def test_a_planned_run_takes_any_number_of_workers_and_names_a_bad_row_before_weights_are_read(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = Trainer(make_config(tmp_path, model_folder, **EPOCH, data__num_workers=5))
-    assert build_data.num_workers(trainer.config, trainer.setup.data.dataset) == 5
-    assert trainer.dry_run() == 0
+    setup = open_setup(make_config(tmp_path, model_folder, **EPOCH, data__num_workers=5))
+    assert build_data.num_workers(setup.config, setup.data.dataset) == 5
+    assert dry_run(setup) == 0
     assert "30 rows in one lane, planned by their lengths, loader workers: 5, packs of" in capsys.readouterr().out
 
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()
@@ -65,7 +65,7 @@ def test_a_planned_run_takes_any_number_of_workers_and_names_a_bad_row_before_we
     rows = [rows[n % 30] if n != 301 else '{"messages": 5}' for n in range(799)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:302: `messages` is the number 5"):
-        Trainer(make_config(tmp_path, model_folder, **EPOCH))
+        open_setup(make_config(tmp_path, model_folder, **EPOCH))
 
 
 def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_folder: Path) -> None:

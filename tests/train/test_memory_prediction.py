@@ -24,7 +24,7 @@ from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Dimensions
 from sftron.train.text import description
 from sftron.train.text.description import GROWTH_OF_TENSORS
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import dry_run, open_setup
 from tests.conftest import rest_nightly
 from tests.models.reference import GROUPS, LATENT, make_native, make_reference
 from tests.train.ranks import launch
@@ -204,18 +204,18 @@ def test_a_dry_run_compares_the_prediction_and_says_whether_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=96)
-    trainer = Trainer(make_config(tmp_path, folder, lora__rank=4))
-    adapters = trainer.setup.model.adapters
+    setup = open_setup(make_config(tmp_path, folder, lora__rank=4))
+    adapters = setup.model.adapters
     assert adapters is not None
-    needed = with_reserve(predict_run(trainer.setup, adapters.start.spec, torch.float32).peak, on_gpu=False)
+    needed = with_reserve(predict_run(setup, adapters.start.spec, torch.float32).peak, on_gpu=False)
     monkeypatch.setattr(description, "total_memory", lambda _: needed)
-    assert trainer.dry_run() == 0
+    assert dry_run(setup) == 0
     said = capsys.readouterr().out
     assert re.search(r"predicted for a step of \d+ tokens with the attention backend sdpa: [\d.]+ GB; weights", said)
     assert f" fits: {needed / 1e9:.2f} GB with a reserve" in said
     assert "measured: growth of the process" in said
     monkeypatch.setattr(description, "total_memory", lambda _: needed - 1)
-    description.describe_memory(trainer.setup)
+    description.describe_memory(setup)
     assert 'does not fit (see "Out of memory" in docs/troubleshooting.md): ' in capsys.readouterr().out
 
 
@@ -357,7 +357,7 @@ def test_a_dry_run_without_torchrun_predicts_a_rank_of_those_that_are_configured
     monkeypatch.setattr(description, "predict_run", lambda *run: found.append(predict_run(*run)) or found[-1])
     folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=96)
     options = {"tokens__sequence_length": 192, "parallelism__timeout_seconds": 60}
-    alone = Trainer(make_config(tmp_path, folder, **options)).setup
+    alone = open_setup(make_config(tmp_path, folder, **options))
     layout = {"parallelism__dp_replicate": 2, "parallelism__context": 4}
     for number, further in ((8, {}), (16, {"parallelism__dp_shard": 2})):
         config = make_config(tmp_path, folder, **options, **layout, **further)
@@ -368,7 +368,7 @@ def test_a_dry_run_without_torchrun_predicts_a_rank_of_those_that_are_configured
         several = replace(alone, ranks=replace(alone.ranks, dimensions=dimensions))
         assert found.pop() == predict_run(several, None, torch.float32)
         assert f"torchrun --nproc_per_node={number} -m sftron train --config FILE --dry-run measures a step" in said
-        tokens = Trainer(config, plans=True).setup.data.projection.tokens_per_step
+        tokens = open_setup(config, plans=True).data.projection.tokens_per_step
         assert tokens == pytest.approx(alone.data.projection.tokens_per_step * number // 4, abs=number)
     assert main(["--config", str(tmp_path / "config.yaml")]) == 2
     assert "the number of ranks that were started" in capsys.readouterr().err

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from sftron.config import Config
+from sftron.train.run import Setup
 from sftron.train.sample import project
 from sftron.train.text.description import describe_run
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import Trainer, open_setup, open_trainer
 from tests.train.runs import (
     bits,
     chat_line,
     make_config,
     metrics,
     on_each_step,
+    opened,
     run,
     stop_in,
     write_rows,
@@ -51,8 +53,7 @@ def report_of(trained: Trainer) -> dict[str, Any]:
 def test_the_report_has_the_plan_at_the_start_and_what_was_trained_at_the_end(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = Trainer(mixture(tmp_path, model_folder, general__run_name="started"))
-    started.build()
+    started = opened(mixture(tmp_path, model_folder, general__run_name="started"))
     config = mixture(tmp_path, model_folder, tokens__train_steps=60, data__num_lanes=1)
     planned, trained = report_of(started), report_of(run(config))
 
@@ -124,11 +125,11 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
 def test_a_pool_that_holds_less_than_a_pack_is_reported(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
-    plan = project(small.config, small.setup.data.dataset, small.setup.data.sample, dp_world_size=1)
-    describe_run(small.setup, None)
+    small = open_setup(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
+    plan = project(small.config, small.data.dataset, small.data.sample, dp_world_size=1)
+    describe_run(small, None)
 
-    pack = next(iter(small.setup.data.dataset))
+    pack = next(iter(small.data.dataset))
     assert plan.conversations_per_pack == len(pack.keys) == 8
     assert plan.fill == pytest.approx(pack.num_tokens / len(pack.input_ids), rel=0.3)
     assert "WARNING    a pool of 8 conversations fills about" in capsys.readouterr().out
@@ -138,12 +139,12 @@ def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_ar
     tmp_path: Path, model_folder: Path
 ) -> None:
     datasets = write_mixture(tmp_path)
-    twice = Trainer(make_config(tmp_path, model_folder, data__datasets=[*datasets, dict(datasets[1])]))
-    assert twice.setup.data.dataset.preparation.source_names[1::2] == ("short", "short (2)")
+    twice = open_setup(make_config(tmp_path, model_folder, data__datasets=[*datasets, dict(datasets[1])]))
+    assert twice.data.dataset.preparation.source_names[1::2] == ("short", "short (2)")
 
     (tmp_path / "few.jsonl").write_text(chat_line("nobody answers") + "\n")
     with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot have its share"):
-        Trainer(make_config(tmp_path, model_folder, data__datasets=datasets))
+        open_setup(make_config(tmp_path, model_folder, data__datasets=datasets))
 
 
 def test_the_share_of_dropped_rows_is_judged_by_the_weights(tmp_path: Path, model_folder: Path) -> None:
@@ -152,12 +153,12 @@ def test_the_share_of_dropped_rows_is_judged_by_the_weights(tmp_path: Path, mode
     half = [chat_line("Hi", "Yo") if n % 2 else chat_line("nobody answers") for n in range(20)]
     (tmp_path / "half.jsonl").write_text("\n".join(half) + "\n")
 
-    def make(weight: float) -> Trainer:
+    def make(weight: float) -> Setup:
         datasets = [
             {"path": str(tmp_path / "rows.jsonl"), "weight": 1},
             {"path": str(tmp_path / "half.jsonl"), "weight": weight},
         ]
-        return Trainer(make_config(tmp_path, model_folder, data__datasets=datasets))
+        return open_setup(make_config(tmp_path, model_folder, data__datasets=datasets))
 
     make(0.001)
     with pytest.raises(ValueError, match=r"rows were dropped, more than data\.max_dropped_share 0\.05 allows"):
@@ -186,7 +187,7 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
 
     changed = {"data__datasets": [{**each, "weight": 1} for each in datasets], "tokens__train_steps": 25}
     with pytest.raises(ValueError, match=r"data\.datasets\.\*\.weight: 2 : 1 : 1 in the checkpoint, 1 : 1 : 1 now"):
-        Trainer(mixture(tmp_path, model_folder, **changed)).build()
+        open_trainer(mixture(tmp_path, model_folder, **changed))
 
 
 def test_of_a_stream_whose_end_is_not_known_no_length_of_an_epoch_is_printed(

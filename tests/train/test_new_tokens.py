@@ -13,9 +13,8 @@ from sftron.data.chat.pretrained import TEMPLATE_NAMES, load_tokenizer, named_te
 from sftron.data.types import Role
 from sftron.train.build_data import load_chat_tokenizer
 from sftron.train.build_model import untrained_ids
-from sftron.train.trainer import Trainer
 from tests.conftest import ASSETS
-from tests.train.runs import make_config, make_model_folder, run
+from tests.train.runs import make_config, make_model_folder, opened, run
 
 
 def with_rows(folder, rows, value):
@@ -65,8 +64,7 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(tmp_path, model
         tokenizer__add_tokens=new,
         tokens__train_steps=2,
     )
-    trainer = Trainer(config)
-    trainer.build()
+    trainer = opened(config)
     embeddings = trainer.model.model.embed_tokens.weight.detach()
     new_ids = trainer.setup.data.chat_tokenizer.tokenizer.convert_tokens_to_ids(new)
     theirs = load_model(model_folder).model.embed_tokens.weight.detach()

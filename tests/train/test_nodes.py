@@ -118,10 +118,10 @@ COMMIT = "c" * 40
 
 
 def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
-    """Make a Trainer of a configuration whose model, tokenizer and data are on a Hub that notes who asks it."""
+    """Open the setup of a configuration whose model, tokenizer and data are on a Hub that notes who asks it."""
     import huggingface_hub
 
-    from sftron.train.trainer import Trainer
+    from sftron.train.trainer import open_setup
 
     def note(what: str) -> None:
         with calls.open("a") as file:
@@ -152,8 +152,7 @@ def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
     hub.commit_of = model_folder.commit_of = commit_of
     if os.environ["RANK"] == "2":
         os.environ["LOCAL_RANK"] = "0"  # of a second node
-    trainer = Trainer(load_config(config))
-    assert trainer.setup.model.folder == cache / "model"
+    assert open_setup(load_config(config)).model.folder == cache / "model"
     end_ranks()
 
 

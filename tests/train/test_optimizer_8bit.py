@@ -16,7 +16,7 @@ from sftron.models.quantization import from_stored
 from sftron.models.sharding import whole
 from sftron.train.optimizer import make_adamw, set_learning_rate
 from sftron.train.ranks import end_ranks, start_ranks
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import Trainer, open_trainer
 from tests.checkpoint.saving import save_checkpoint
 from tests.conftest import LazyModule
 from tests.train.ranks import launch
@@ -164,9 +164,9 @@ def test_a_run_in_nf4_and_8_bits_goes_on_after_a_stop_as_if_there_had_been_none(
     assert stopped.progress.step == 3
     assert bits(stopped) != bits(without_stop)
 
-    unquantized = Trainer(make_config(tmp_path, folder, **options | {"model__frozen_dtype": "bfloat16"}))
+    unquantized = make_config(tmp_path, folder, **options | {"model__frozen_dtype": "bfloat16"})
     with pytest.raises(ValueError, match="the model's base in NF4: True in the checkpoint, False now"):
-        unquantized.build()
+        open_trainer(unquantized)
 
     assert bits(run_trainer(config)) == bits(without_stop)
     dtypes = {value.dtype for state in without_stop.optimizer.state.values() for value in state.values()}

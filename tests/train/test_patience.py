@@ -8,7 +8,7 @@ import pytest
 
 from sftron.config import ConfigError
 from sftron.train.evaluation import Best
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import CompletedRun, open_setup, open_trainer
 from tests.train.runs import bits, make_config, on_each_step, result, run, stop_in, write_rows
 from tests.train.test_evaluation import evaluations
 
@@ -66,9 +66,9 @@ def test_a_run_ends_at_the_evaluation_that_is_worse_for_the_last_time_and_is_com
     assert f"ends early evaluation.patience: {reason}" in printed
     assert "optimizer.schedule constant" not in printed
 
-    again = Trainer(make_config(tmp_path, model_folder, **options))
-    again.build()
-    assert again._finished == "completed"
+    again = open_trainer(make_config(tmp_path, model_folder, **options))
+    assert isinstance(again, CompletedRun)
+    assert again.status == "completed"
     longer = run(make_config(tmp_path, model_folder, **options | {"evaluation__patience": 4}))
     assert result(longer)["step"] == expected_end(losses, 4)[1] == end + 1
 
@@ -135,9 +135,9 @@ def test_a_metric_that_is_not_measured_is_refused_with_those_that_are(
     tmp_path: Path, model_folder: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=r"evaluation.metric: eval/held_out/loss is no metric .* eval/other/loss"):
-        Trainer(make_config(tmp_path, model_folder, **options, evaluation__metric="eval/held_out/loss"))
+        open_setup(make_config(tmp_path, model_folder, **options, evaluation__metric="eval/held_out/loss"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
     options |= {"evaluation__datasets": [], "evaluation__prompts": str(prompts)}
     with pytest.raises(ValueError, match="no set that has a loss; set it to eval/stop_rate"):
-        Trainer(make_config(tmp_path, model_folder, **options))
+        open_setup(make_config(tmp_path, model_folder, **options))

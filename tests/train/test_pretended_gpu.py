@@ -18,6 +18,7 @@ from tests.train.runs import (
     make_model_folder,
     metrics,
     on_each_step,
+    opened,
     result,
     settings,
     stop_in,
@@ -70,9 +71,7 @@ def _start(folder: Path, model: Path, settings: dict[str, Any], **more: Any) -> 
     computed = {"model__attention": "auto", "model__compute_dtype": "bfloat16", "checkpoints__async": True}
     steps = {"tokens__train_steps": 4, "tokens__batch_accumulation_per_replica": 1}
     options = every_second | evaluated | computed | steps | settings | more
-    trainer = Trainer(make_config(folder, model, **options))
-    trainer.build()
-    return trainer
+    return opened(make_config(folder, model, **options))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -16,7 +16,8 @@ from sftron.commands.verify import main as verify
 from sftron.compare.grid import PlannedRun
 from sftron.config import ConfigError, load_config
 from sftron.train.places import REVISIONS
-from sftron.train.trainer import Trainer
+from sftron.train.run import Setup
+from sftron.train.trainer import Trainer, open_setup, open_trainer
 from tests.conftest import rest_nightly
 from tests.local_hub import LocalHub, folder_files, gsm8k, local_hub, point_at
 from tests.train.ranks import launch, train
@@ -77,9 +78,9 @@ def recorded(run_dir: Path) -> dict[str, str]:
     }
 
 
-def trained_text(trainer: Trainer) -> str:
+def trained_text(setup: Setup) -> str:
     """What the run read: its rows, as the tokenizer renders them."""
-    data = trainer.setup.data
+    data = setup.data
     return "".join(data.chat_tokenizer.decode([token_id]) for token_id in next(iter(data.dataset)).input_ids.tolist())
 
 
@@ -120,7 +121,7 @@ def test_a_run_trains_on_the_commit_that_it_records_and_resumes_with_it_though_t
     assert result(resumed)["status"] == "completed"
     assert recorded(run_dir) == expected
     assert bits(resumed) == bits(whole)
-    text = trained_text(resumed)
+    text = trained_text(resumed.setup)
     assert f"<|{answer} user|>" in text
     assert f"#### {answer}" in text
     files = hub.repository("models/owner/model").commits[expected["models/owner/model"]]
@@ -142,11 +143,11 @@ def test_a_resume_with_another_revision_is_refused_and_goes_on_if_a_change_of_da
     run(load_config(config_of(tmp_path, revision="v1")))
     for key in ("data.datasets.0.revision", "tokenizer.revision"):
         with pytest.raises(CheckpointError, match="was made with other data settings"):
-            Trainer(load_config(tmp_path / "sft.yaml", [f"--{key}=main"])).build()
+            open_trainer(load_config(tmp_path / "sft.yaml", [f"--{key}=main"]))
     changed = ["--data.datasets.0.revision=main", "--checkpoints.allow_data_change=true"]
     trainer = run(load_config(tmp_path / "sft.yaml", changed))
     assert recorded_data(trainer) == commits(hub, "main")[GSM8K]
-    assert "#### 2" in trained_text(trainer)
+    assert "#### 2" in trained_text(trainer.setup)
 
 
 def recorded_data(trainer: Trainer) -> str:
@@ -173,7 +174,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, hub: LocalHub, monkeypatch:
     for text in ("{", "[]", '{"datasets/openai/gsm8k@main": "../../other"}', '{"models/owner/model@main": 5}'):
         (folder / REVISIONS).write_text(text)
         with pytest.raises(ValueError, match=rf"{REVISIONS}: is damaged .* name the commits of config.yaml"):
-            Trainer(load_config(tmp_path / "sft.yaml"))
+            open_setup(load_config(tmp_path / "sft.yaml"))
 
 
 def test_the_tokenizer_of_a_model_has_its_revision_unless_it_has_its_own(tmp_path: Path, hub: LocalHub) -> None:
@@ -181,10 +182,10 @@ def test_the_tokenizer_of_a_model_has_its_revision_unless_it_has_its_own(tmp_pat
     expected = {name: commits(hub, name)["models/owner/tokenizer"] for name in ("v1", "main")}
     for own, revision in ((None, "v1"), ("main", "main")):
         tree["model"]["path"], tree["tokenizer"] = "owner/tokenizer", {"revision": own}
-        trainer = Trainer(load_config(write_config(tmp_path / "sft.yaml", tree)))
-        assert trainer.setup.model.folder.name == expected["v1"]
-        assert trainer.config.tokenizer_revision == expected[revision]
-        assert f"<|{'1' if revision == 'v1' else '2'} user|>" in trained_text(trainer)
+        setup = open_setup(load_config(write_config(tmp_path / "sft.yaml", tree)))
+        assert setup.model.folder.name == expected["v1"]
+        assert setup.config.tokenizer_revision == expected[revision]
+        assert f"<|{'1' if revision == 'v1' else '2'} user|>" in trained_text(setup)
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ import pytest
 
 import sftron.train
 from sftron.checkpoint import model_folder as model_folders
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import open_trainer
 from tests.train.runs import make_config
 
 TRAIN = Path(sftron.train.__file__).parent
@@ -65,7 +65,7 @@ def test_few_files_and_classes_of_train_lie_between_a_configuration_and_the_firs
 ) -> None:
     config = make_config(tmp_path, model_folder)
     with rooms_entered() as (files, classes, _):
-        Trainer(config).run()
+        open_trainer(config).train()
     assert "step.py" in files
     assert len(files) <= 22, sorted(files)
     assert len(classes) <= 32, sorted(classes)
@@ -80,7 +80,7 @@ def test_a_run_finds_and_verifies_each_folder_once(
         tokenizer = shutil.copytree(model_folder, tmp_path / "tokenizer")
     config = make_config(tmp_path, model_folder, tokenizer__path=str(tokenizer), checkpoints__export_hf=True)
     with rooms_entered() as (_, _, looks):
-        Trainer(config).run()
+        open_trainer(config).train()
     found = [f"{function} {model_folder}" for function in FOUND_ONCE]
     if has_own_tokenizer:
         found += [f"{function} {tokenizer}" for function in ("local_folder", "check_files")]

@@ -17,10 +17,9 @@ from sftron.config import Config, load_config
 from sftron.data.types import DataError
 from sftron.train.run_directory import RunDirectory, read_result
 from sftron.train.saving import Saver
-from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config, metrics, on_each_step, run
+from tests.train.runs import make_config, metrics, on_each_step, opened, run
 
 
 def files(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -50,12 +49,6 @@ def config_of(finished: FinishedRun, tmp_path: Path, **overrides: Any) -> Config
     return Config.model_validate(tree)
 
 
-def build(config: Config) -> Trainer:
-    trainer = Trainer(config)
-    trainer.build()
-    return trainer
-
-
 @pytest.mark.parametrize("train_steps", [6, 1])
 def test_a_run_with_nothing_left_to_do_names_what_is_not_used_and_touches_no_file(
     tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str], train_steps: int
@@ -74,7 +67,7 @@ def test_a_run_with_nothing_left_to_do_names_what_is_not_used_and_touches_no_fil
     assert "raise tokens.train_steps, " in words
     assert "answers ended" not in words  # they stand in evaluations.jsonl
     # It is the same run, which still goes on where there is more to do.
-    assert build(config_of(finished, tmp_path, tokens__train_steps=7)).progress.step == 6
+    assert opened(config_of(finished, tmp_path, tokens__train_steps=7)).progress.step == 6
     assert read_result(folder)["status"] == "running"
 
 
@@ -131,7 +124,7 @@ def test_a_start_that_is_refused_leaves_the_result_of_the_run_as_it_was(tmp_path
     before = (folder / "result.json").read_bytes()
     for options in ({"general__seed": 8}, {"checkpoints__resume": "never"}):
         with pytest.raises(ValueError, match=r"general\.seed|resume is never"):
-            build(config_of(finished, tmp_path, tokens__train_steps=7, **options))
+            opened(config_of(finished, tmp_path, tokens__train_steps=7, **options))
         assert (folder / "result.json").read_bytes() == before
 
 
@@ -147,7 +140,7 @@ def test_the_next_start_finds_that_the_one_before_was_killed(
     folder = copied(finished, tmp_path)
     (folder / "result.json").write_text(json.dumps({"status": "running", "process": PROCESS}))
     with pytest.raises(ValueError, match="resume is never"):
-        build(config_of(finished, tmp_path, tokens__train_steps=7, checkpoints__resume="never"))
+        opened(config_of(finished, tmp_path, tokens__train_steps=7, checkpoints__resume="never"))
 
     name = "process 4711 on node-3, started 2026-01-01T12:00:00+00:00"
     assert f"killed {name} is gone" in said(capsys)
@@ -193,7 +186,7 @@ def test_half_exports_of_a_killed_run_are_removed_by_the_next_start(tmp_path: Pa
         half.mkdir()
         (half / "model.safetensors").write_bytes(b"half")
     (folder / "hf/step-6").rename(folder / "hf/step-6.replaced-89abcdef")  # it was about to be replaced
-    build(config_of(finished, tmp_path, tokens__train_steps=7))
+    opened(config_of(finished, tmp_path, tokens__train_steps=7))
 
     assert sorted(path.name for path in (folder / "hf").iterdir()) == ["step-2", "step-4", "step-6"]
     whole = finished.folder / "hf/step-6/model.safetensors"
@@ -208,7 +201,7 @@ def test_a_state_that_counts_no_data_sets_is_refused_by_name(tmp_path: Path, fin
     shards = shards_to_store(finished.trainer.model, finished.trainer.optimizer, is_main=True)
     write_checkpoint(checkpoint, 6, shards, state=json.dumps(state).encode())
     with pytest.raises(ValueError, match=r"state\.json: .*datasets is empty"):
-        build(config_of(finished, tmp_path, tokens__train_steps=7))
+        opened(config_of(finished, tmp_path, tokens__train_steps=7))
 
 
 # --- Data that changes while a run reads it ---
@@ -229,8 +222,7 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
             assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
     on_each_step(monkeypatch, overwrite)
-    trainer = Trainer(config)
-    trainer.build()
+    trainer = opened(config)
     if change == "the same text":
         assert trainer.train() == 0
         return

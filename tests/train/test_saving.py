@@ -22,7 +22,7 @@ from sftron.data.types import DataError
 from sftron.train import saving
 from sftron.train.exports import RunExports
 from sftron.train.run_directory import RunDirectory
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import open_trainer
 from tests.train.conftest import FinishedRun
 from tests.train.ranks import launch, train
 from tests.train.runs import (
@@ -30,6 +30,7 @@ from tests.train.runs import (
     make_config,
     metrics,
     on_each_step,
+    opened,
     result,
     run,
     settings,
@@ -80,8 +81,7 @@ def test_what_is_saved_beside_the_training_is_the_state_of_its_step_to_the_bit(
     """Each is written only when the next step has changed all weights."""
     options = EVERY_2 | {"checkpoints__keep_last": 9, "tokens__train_steps": 7}
     expected = run(make_config(tmp_path, model_folder, **options, general__run_name="waiting"))
-    run_beside = Trainer(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
-    run_beside.build()
+    run_beside = opened(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
     gate = Gate(monkeypatch, lambda step: run_beside.progress.step > step or step == 7)
     assert run_beside.train() == 0
 
@@ -89,8 +89,7 @@ def test_what_is_saved_beside_the_training_is_the_state_of_its_step_to_the_bit(
     assert files(run_beside.directory.checkpoints) == files(expected.directory.checkpoints)
     assert len(files(expected.directory.checkpoints)) == 4
     assert bits(run_beside) == bits(expected)
-    again = Trainer(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 8}))
-    again.build()
+    again = opened(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 8}))
     assert bits(again) == bits(expected)
 
 
@@ -98,8 +97,7 @@ def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Gate(monkeypatch, lambda step: step != 2)
-    stopped = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
-    stopped.build()
+    stopped = opened(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
     on_each_step(monkeypatch, stop_in(3))
     assert stopped.train() == 0
     assert result(stopped) == {"status": "preempted", "step": 3, "exported": None}
@@ -111,8 +109,7 @@ def test_a_run_that_fails_waits_for_what_is_being_written(
 ) -> None:
     failed_at: list[float] = []
     Gate(monkeypatch, lambda _: bool(failed_at) and time.monotonic() > failed_at[0] + 0.3)
-    trainer = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
-    trainer.build()
+    trainer = opened(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
 
     def fail(number: int) -> None:
         if number == 3:
@@ -150,8 +147,7 @@ def test_a_bad_row_late_in_a_run_costs_no_step_and_a_resume_from_there_is_exact(
     config = make_config(tmp_path, model_folder, **options)
     with monkeypatch.context() as patch:
         make_row_bad(patch, 7)
-        failing = Trainer(config)
-        failing.build()
+        failing = opened(config)
         with pytest.raises(DataError, match="no row"):
             failing.train()
 
@@ -167,8 +163,7 @@ def test_a_bad_row_ends_a_run_by_its_own_name_also_where_nothing_can_be_saved(
 ) -> None:
     make_row_bad(monkeypatch, 7)
     FullDisk(monkeypatch, lambda _: True)
-    failing = Trainer(make_config(tmp_path, model_folder, tokens__batch_accumulation_per_replica=2))
-    failing.build()
+    failing = opened(make_config(tmp_path, model_folder, tokens__batch_accumulation_per_replica=2))
     with pytest.raises(DataError, match="no row"):
         failing.train()
     assert "WARNING    step 3 could not be saved: [Errno 28] No space left on device" in capsys.readouterr().out
@@ -249,8 +244,7 @@ def test_two_misses_end_no_run_the_next_checkpoint_forgets_them_and_the_third_in
 ) -> None:
     disk = FullDisk(monkeypatch, lambda step: step in (4, 6) or step > 8)
     options = EVERY_2 | {"tokens__train_steps": 99}
-    failing = Trainer(make_config(tmp_path, model_folder, **options, checkpoints__async=beside))
-    failing.build()
+    failing = opened(make_config(tmp_path, model_folder, **options, checkpoints__async=beside))
     with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved: \[Errno 28\]"):
         failing.train()
 
@@ -270,8 +264,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_exports_its_model_and_fails
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FullDisk(monkeypatch, lambda step: step == 8)
-    failing = Trainer(make_config(tmp_path, model_folder, **EVERY_2 | {"checkpoints__export_hf": True}))
-    failing.build()
+    failing = opened(make_config(tmp_path, model_folder, **EVERY_2 | {"checkpoints__export_hf": True}))
     with pytest.raises(OSError, match="No space left"):
         failing.train()
 
@@ -311,8 +304,7 @@ def test_weights_alone_begin_a_run_of_its_own_that_then_goes_on_from_its_own_che
         "checkpoints__resume": str(first.directory.checkpoints / "step-8"),
         "general__seed": 11,
     }
-    second = Trainer(make_config(tmp_path, model_folder, **EVERY_2, **begun))
-    second.build()
+    second = opened(make_config(tmp_path, model_folder, **EVERY_2, **begun))
 
     assert f"weights    loaded from {first.directory.checkpoints / 'step-8'}" in capsys.readouterr().out
     assert (second.progress.step, second.loader.state_dict()["next_pack"]) == (0, 0)
@@ -321,8 +313,7 @@ def test_weights_alone_begin_a_run_of_its_own_that_then_goes_on_from_its_own_che
     assert not second.optimizer.state
     assert second.train() == 0
     assert [line["step"] for line in metrics(second.directory.folder)] == list(range(1, 9))
-    again = Trainer(make_config(tmp_path, model_folder, **EVERY_2 | {"tokens__train_steps": 9}, **begun))
-    again.build()
+    again = opened(make_config(tmp_path, model_folder, **EVERY_2 | {"tokens__train_steps": 9}, **begun))
     assert again.progress.step == 8
     assert bits(again) == bits(second)
 
@@ -338,7 +329,7 @@ def test_weights_of_another_architecture_are_refused_though_they_have_the_same_s
     with pytest.raises(
         CheckpointError, match=r"weights of another model.*\n +the model's rms_norm_eps: 5\.0 in the check"
     ):
-        Trainer(make_config(tmp_path, model_folder, **options)).build()
+        open_trainer(make_config(tmp_path, model_folder, **options))
 
 
 # --- Exports on the way ---
@@ -349,15 +340,13 @@ def test_the_model_is_exported_every_k_steps_also_after_a_stop_and_a_full_disk_i
 ) -> None:
     schedule = {"optimizer__schedule": "constant"}
     options = EVERY_2 | schedule | {"checkpoints__export_hf": True, "checkpoints__export_interval": 3}
-    stopped = Trainer(make_config(tmp_path, model_folder, **options))
-    stopped.build()
+    stopped = opened(make_config(tmp_path, model_folder, **options))
     with monkeypatch.context() as patch:
         on_each_step(patch, stop_in(3))
         assert stopped.train() == 0
     assert not stopped.directory.hf(3).exists()
 
-    trained, export = Trainer(make_config(tmp_path, model_folder, **options)), RunExports.export
-    trained.build()
+    trained, export = opened(make_config(tmp_path, model_folder, **options)), RunExports.export
 
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

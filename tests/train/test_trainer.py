@@ -20,7 +20,7 @@ from sftron.data.types import Batch
 from sftron.train import loop, objective, step
 from sftron.train.run import RunLength
 from sftron.train.step import StepResult
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import open_trainer
 from tests.conftest import children_of
 from tests.train.ranks import start_forked
 from tests.train.runs import (
@@ -29,6 +29,7 @@ from tests.train.runs import (
     chat_line,
     make_config,
     metrics,
+    opened,
     result,
     run,
     settings,
@@ -189,13 +190,13 @@ def test_resume_never_and_resume_from_a_path_do_what_they_say(
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
     first = run(config)
     with pytest.raises(ValueError, match=r"resume is never, but .* holds checkpoints of an earlier run"):
-        Trainer(make_config(tmp_path, model_folder, checkpoints__resume="never")).build()
+        open_trainer(make_config(tmp_path, model_folder, checkpoints__resume="never"))
     shutil.copytree(first.directory.folder, tmp_path / "runs" / "broken", symlinks=True)
     for weights in (tmp_path / "runs" / "broken" / "checkpoints").glob("*/*.safetensors"):
         weights.unlink()
     for resume, message in (("auto", "choose another general.run_name"), ("never", "resume is never, but")):
         with pytest.raises(ValueError, match=message):
-            Trainer(make_config(tmp_path, model_folder, general__run_name="broken", checkpoints__resume=resume)).build()
+            open_trainer(make_config(tmp_path, model_folder, general__run_name="broken", checkpoints__resume=resume))
     path = str(first.directory.checkpoints / "step-2")
     branch = run(
         make_config(
@@ -207,8 +208,7 @@ def test_resume_never_and_resume_from_a_path_do_what_they_say(
     assert bits(branch) != bits(first)
     assert [line["step"] for line in metrics(branch.directory.folder)] == [1, 2, 3, 4]
     # The branch's own step 4 is the one that a next resume takes.
-    longer = Trainer(make_config(tmp_path, model_folder, tokens__train_steps=5, checkpoints__interval=2))
-    longer.build()
+    longer = opened(make_config(tmp_path, model_folder, tokens__train_steps=5, checkpoints__interval=2))
     assert bits(longer) == bits(branch)
 
 
@@ -226,7 +226,7 @@ def test_sigterm_to_the_process_group_saves_ends_well_and_loses_nothing(
         assert launcher.wait(0.05) is None, (tmp_path / "err-0").read_text()
     (rank,) = children_of(launcher.pid)
     with pytest.raises(ValueError, match=rf"belongs to a run that is still going on \(process {rank} on"):
-        Trainer(config).build()
+        open_trainer(config)
     os.killpg(launcher.pid, signal.SIGTERM)
 
     assert launcher.wait(60) == 0, (tmp_path / "err-0").read_text()
@@ -241,8 +241,7 @@ def test_sigterm_to_the_process_group_saves_ends_well_and_loses_nothing(
     # The process computed with as many threads as this one, so that the same bits can be asked for.
     recorder.stop_after = recorded["step"]
     whole = run(make_config(tmp_path, model_folder, **options, general__run_name="whole"))
-    resumed = Trainer(make_config(tmp_path, model_folder, **options))
-    resumed.build()
+    resumed = opened(make_config(tmp_path, model_folder, **options))
     assert resumed.progress == whole.progress
     assert bits(resumed) == bits(whole)
     assert resumed.loader.state_dict() == whole.loader.state_dict()

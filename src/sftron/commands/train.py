@@ -66,17 +66,16 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
         show("dry run    checking the data, the template and the model's files")  # before imports that take seconds
     # Imported here, so that --help and configuration errors take no time.
     from sftron.data.types import DataError
-    from sftron.train.trainer import Trainer
+    from sftron.train import trainer
 
     try:
-        trainer = Trainer(config, stop_request, plans=dry_run)
         if dry_run:
-            return trainer.dry_run()
-        trainer.build()
+            return trainer.dry_run(trainer.open_setup(config, plans=True))
+        opened = trainer.open_trainer(config, stop_request)
     except ValueError as error:
         return _refuse(error)
     try:
-        return trainer.train()
+        return opened.train()
     except DataError as error:
         return _refuse(error)
 

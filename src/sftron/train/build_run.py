@@ -22,7 +22,7 @@ from sftron.models.quantization import import_bitsandbytes
 from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
 from sftron.train.build_model import base_digest, build_model
 from sftron.train.evaluation import require_metric, watched_metric
-from sftron.train.places import Places, find_places
+from sftron.train.places import Places, find_commits, find_places, pin
 from sftron.train.ranks import Ranks
 from sftron.train.run import RunData, RunModel, Setup
 
@@ -36,9 +36,11 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
     Raises:
         ValueError: On all ranks, with a message for the user; DataError is a subclass.
     """
+    commits = ranks.gather(ranks.all_or_raise(lambda: find_commits(config) if ranks.is_main else {}))[0]
+    config = pin(config, commits)
     places = find_places(config, ranks)
     ranks.all_or_raise(lambda: download_rows(config, ranks))
-    setup = ranks.all_or_raise(lambda: open_run(config, ranks, places))
+    setup = replace(ranks.all_or_raise(lambda: open_run(config, ranks, places)), commits=commits)
     if setup.model.adapters is not None:
         digest = base_digest(setup.model.folder, ranks)
         setup = replace(setup, model=replace(setup.model, base_digest=digest))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -287,9 +287,12 @@ class Setup:
     """Everything that a run needs except weights and training state."""
 
     config: Config
+    """The configuration, with commits in place of the revisions of what is on the Hub."""
     ranks: Ranks
     data: RunData
     model: RunModel
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """The commits; see `find_commits`."""
 
     @property
     def fingerprint(self) -> dict[str, str]:

@@ -1,12 +1,11 @@
-"""The trainer: sets a run up and checks it, loads its weights, and trains to the result of the run."""
+"""A run on one page: its dimensions, data and model, its optimizer, what it resumes, and its steps to the result."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +28,11 @@ from sftron.train.hub import require_hub
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs, make_loggers, require_loggers
 from sftron.train.loop import Steps
-from sftron.train.places import REVISIONS, find_commits, pin
+from sftron.train.places import REVISIONS
 from sftron.train.progress import Progress
-from sftron.train.ranks import start_ranks
+from sftron.train.ranks import Ranks, start_ranks
 from sftron.train.resume import Start, find_finished, find_start, load_start, require_whole_epochs, run_state
+from sftron.train.run import Settings, Setup
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, intact_records, read_result
 from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
@@ -43,166 +43,215 @@ from sftron.train.text import conclusion, description
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
 
 
-class Trainer:
-    """One training run.
+def open_trainer(config: Config, stop_request: StopRequest | None = None) -> Trainer | CompletedRun:
+    """Opens a run: checks it, locks its directory, and loads its weights, its optimizer and what it resumes.
 
-    The constructor checks everything that can be checked without weights. Then call `build()` and `train()`, or
-    `dry_run()`. The constructor and `build()` raise ValueError with a message for the user; `train()` raises DataError
-    for a bad row. All ranks call the same methods.
+    Every rank calls this. Of a run that is complete and has nothing left to do, nothing is loaded and no file touched.
 
-    Args:
-        plans: Whether only `dry_run()` is called, for which one process may stand for all ranks; see `start_ranks`.
+    Raises:
+        ValueError: On all ranks, with a message for the user.
     """
+    started = time.perf_counter()
+    # Dimensions, data and model. There are no weights yet.
+    setup = open_setup(config)
+    config, ranks = setup.config, setup.ranks
+    stop_request = stop_request or StopRequest(prints=ranks.is_main)
+    directory = RunDirectory(config.run_dir, is_main=ranks.is_main)
+    if finished := find_finished(setup, directory):
+        return _completed_run(setup, directory, finished)
+    ranks.all_or_raise(directory.acquire)
+    require_one_folder(directory.folder, ranks)
+    logs = RunLogs(setup, directory)
+    logs.open_console()
+    has_begun, progress = False, Progress.of(len(setup.data.preparation.datasets))
 
-    model: LlamaForSFT
-    optimizer: torch.optim.Optimizer
-    loader: PackLoader
-    """These three are there after `build()`, if there is anything left to train."""
+    def report(failure: str) -> None:
+        # If this start is refused before it changes anything, the result.json of an earlier start is kept.
+        if has_begun or not read_result(directory.folder):
+            directory.write_result("failed", step=progress.step, error=failure)
 
-    def __init__(self, config: Config, stop_request: StopRequest | None = None, *, plans: bool = False) -> None:
-        self._started = time.perf_counter()
-        parallelism = config.parallelism
-        dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
-        timeout_s = parallelism.timeout_seconds
-        self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, timeout_s, parallelism.context, plans=plans)
-        console.start(self.ranks.is_main)
-        self.stop_request = stop_request or StopRequest(prints=self.ranks.is_main)
-
-        def ask_services() -> dict[str, str]:
-            if not self.ranks.is_main:
-                return {}
-            require_loggers(config.logging)
-            if config.hub.push_to is not None:
-                require_hub(config.hub)
-            return find_commits(config)
-
-        self._commits = self.ranks.gather(self.ranks.all_or_raise(ask_services))[0]
-        torch.manual_seed(config.general.seed)
-        if config.general.deterministic:
-            # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            # It finds reads of new memory in tests, and writes each activation and gradient once more.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-        if config.general.deterministic == "layout":
-            if 1 < self.ranks.world_size == parallelism.dp_replicate:
-                raise ValueError(
-                    f"parallelism.dp_replicate: {parallelism.dp_replicate} copies, one on each rank, whose gradients "
-                    "FSDP2 adds as floats, so general.deterministic: layout cannot hold: set dp_replicate to 1"
-                )
-            mesh = self.ranks.mesh or mesh_of_one_rank(self.ranks.device)
-            self.ranks = replace(self.ranks, mesh=mesh)
-            if self.ranks.device.type == "cpu":
-                # Products are divided among threads, and torchrun gives each of several ranks one.
-                torch.set_num_threads(1)
-        self.config = pin(config, self._commits)
-        self.directory = RunDirectory(self.config.run_dir, is_main=self.ranks.is_main)
-        self.setup = build_run(self.config, self.ranks)
-        self.progress = Progress.of(len(self.setup.data.preparation.datasets))
-        self._evaluator = Evaluator(self.setup, self._is_stop_requested)
-        self._logs = RunLogs(self.setup, self.directory)
-        self._finished: str | None = None
-        """The status in result.json of a run that has nothing left to do."""
-        self._has_begun = False
-
-    def run(self) -> int:
-        """Calls `build()` and `train()`, for use in notebooks. Returns the exit status."""
-        self.build()
-        return self.train()
-
-    def dry_run(self) -> int:
-        """Prints the description of the run, and the peak memory of a training step on maximal batches.
-
-        No weight changes, and no run directory is written. One process that stands for several ranks reads no weights
-        and measures nothing. Raises ValueError if the weights give no finite loss.
-        """
-        description.describe_run(self.setup, None)
-        measured = None if self.ranks.is_planned else measure_step_memory(self.setup)
-        description.describe_dry_run(self.setup, measured)
-        return EXIT_COMPLETED
-
-    # -- the start ---------------------------------------------------------------------------------------------------
-
-    def build(self) -> None:
-        """Locks the run directory and loads the weights, the optimizer and the checkpoint to resume from.
-
-        If the run is complete and has nothing left to do, nothing is loaded and no file is touched.
-        """
-        if start := find_finished(self.setup, self.directory):
-            self.progress = start.progress
-            self._finished = str(read_result(self.directory.folder).get("status"))
-            unused = [*map(str, start.changed_settings(self.setup)), *start.changes]
-            conclusion.describe_finished(self.config, self._finished, self.progress.step, unused)
-            return
-        self.ranks.all_or_raise(self.directory.acquire)
-        require_one_folder(self.directory.folder, self.ranks)
-        self._logs.open_console()
-        with self._failure_reported(ValueError):
-            self.ranks.at("loading")
-            start = find_start(self.setup, self.directory.checkpoints)
-            self._describe(start)
-            self._load(start)
-
-    def _describe(self, start: Start) -> None:
-        """Writes what is known before the weights are loaded, and prints it."""
-        setup, directory, is_done = self.setup, self.directory, start.is_done(self.setup)
-        self._settings = start.settings_now(setup)
-        if not is_done or not (directory.folder / "config.yaml").exists():
-            directory.write("config.yaml", self._settings.as_comment() + dump_config(setup.resolved_config))
-        if self._commits:
-            directory.write(REVISIONS, self._commits)
-        self._has_begun = True
+    with ranks.failure_reported(report, refusal=ValueError):
+        ranks.at("loading")
+        start = find_start(setup, directory.checkpoints)
+        settings = _write_settings(setup, directory, start)
+        has_begun = True
         directory.write_result("running")
-        description.describe_settings(start.changed_settings(setup), is_done=is_done)
+        description.describe_settings(start.changed_settings(setup), is_done=start.is_done(setup))
         description.describe_run(setup, directory)
-
-    def _load(self, start: Start) -> None:
-        setup, directory, ranks = self.setup, self.directory, self.ranks
-        self.model = ranks.all_or_raise(lambda: load_run_model(setup))
-        self.optimizer = make_optimizer(self.config, self.model)
+        # Weights, optimizer and loader
+        model = ranks.all_or_raise(lambda: load_run_model(setup))
+        optimizer = make_optimizer(config, model)
         # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
         # On a CPU, it would only waste computation.
         on_gpu = is_gpu(ranks.device)
-        options = {"keep_tail": on_gpu, "pin_memory": on_gpu, "context": ranks.context}
-        self.loader = make_loader(self.config, setup.data.dataset, **options)
-        self._saver = Saver(setup, directory, self.model, self.optimizer, self._state)
-        load_start(start, setup, model=self.model, optimizer=self.optimizer, loader=self.loader)
-        self.progress = start.progress
+        loader = make_loader(config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu, context=ranks.context)
+        # Resume
+        load_start(start, setup, model=model, optimizer=optimizer, loader=loader)
+        progress = start.progress
+        trainer = Trainer(
+            setup,
+            directory,
+            logs,
+            stop_request,
+            start,
+            settings,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            started=started,
+        )
+        require_finite(model, ranks, str(start.folder or f"model.path: {setup.model.folder}"))
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
+        trainer.report_mix()
+    return trainer
+
+
+def open_setup(config: Config, *, plans: bool = False) -> Setup:
+    """Opens and checks everything in a run except its weights: its dimensions, its data and its model.
+
+    Every rank calls this.
+
+    Args:
+        plans: Whether only `dry_run` follows, for which one process may stand for all ranks; see `start_ranks`.
+
+    Raises:
+        ValueError: On all ranks, with a message for the user; DataError is a subclass.
+    """
+    parallelism = config.parallelism
+    dp_shard = None if parallelism.dp_shard == "auto" else parallelism.dp_shard
+    timeout_s = parallelism.timeout_seconds
+    ranks = start_ranks(parallelism.dp_replicate, dp_shard, timeout_s, parallelism.context, plans=plans)
+    console.start(ranks.is_main)
+    ranks.all_or_raise(lambda: _require_services(config) if ranks.is_main else None)
+    torch.manual_seed(config.general.seed)
+    return build_run(config, _deterministic(config, ranks))
+
+
+def dry_run(setup: Setup) -> int:
+    """Prints the description of the run, and the peak memory of a training step on maximal batches.
+
+    No weight changes, and no run directory is written. One process that stands for several ranks reads no weights
+    and measures nothing. Returns the exit status.
+
+    Raises:
+        ValueError: The weights give no finite loss.
+    """
+    description.describe_run(setup, None)
+    measured = None if setup.ranks.is_planned else measure_step_memory(setup)
+    description.describe_dry_run(setup, measured)
+    return EXIT_COMPLETED
+
+
+def _require_services(config: Config) -> None:
+    require_loggers(config.logging)
+    if config.hub.push_to is not None:
+        require_hub(config.hub)
+
+
+def _deterministic(config: Config, ranks: Ranks) -> Ranks:
+    """Sets torch to what general.deterministic asks for. Returns the ranks, with a mesh if any layout is to compute the
+    same. Raises ValueError."""
+    if config.general.deterministic:
+        # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # It finds reads of new memory in tests, and writes each activation and gradient once more.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    if config.general.deterministic != "layout":
+        return ranks
+    if 1 < ranks.world_size == config.parallelism.dp_replicate:
+        raise ValueError(
+            f"parallelism.dp_replicate: {config.parallelism.dp_replicate} copies, one on each rank, whose gradients "
+            "FSDP2 adds as floats, so general.deterministic: layout cannot hold: set dp_replicate to 1"
+        )
+    if ranks.device.type == "cpu":
+        # Products are divided among threads, and torchrun gives each of several ranks one.
+        torch.set_num_threads(1)
+    return replace(ranks, mesh=ranks.mesh or mesh_of_one_rank(ranks.device))
+
+
+def _write_settings(setup: Setup, directory: RunDirectory, start: Start) -> Settings:
+    """Writes the configuration and the commits of the run. Returns its settings from this start on."""
+    settings = start.settings_now(setup)
+    if not start.is_done(setup) or not (directory.folder / "config.yaml").exists():
+        directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
+    if setup.commits:
+        directory.write(REVISIONS, dict(setup.commits))
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedRun:
+    """A run that is complete and has nothing left to do."""
+
+    config: Config
+    directory: RunDirectory
+    progress: Progress
+    status: str
+    """The status in result.json."""
+
+    def train(self) -> int:
+        """Returns the exit status, as the trainer of the run has done."""
+        return _exit_status(self.status)
+
+
+def _completed_run(setup: Setup, directory: RunDirectory, start: Start) -> CompletedRun:
+    status = str(read_result(directory.folder).get("status"))
+    unused = [*map(str, start.changed_settings(setup)), *start.changes]
+    conclusion.describe_finished(setup.config, status, start.progress.step, unused)
+    return CompletedRun(setup.config, directory, start.progress, status)
+
+
+class Trainer:
+    """Trains a run that `open_trainer` has opened, to its result. All ranks call the same methods.
+
+    Attributes:
+        model, optimizer, loader: Those that are trained and read.
+        progress: The counts of the run so far.
+        directory: The run directory, which is locked.
+        stop_request: If it is received, the run saves and ends after its step.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        directory: RunDirectory,
+        logs: RunLogs,
+        stop_request: StopRequest,
+        start: Start,
+        settings: Settings,
+        *,
+        model: LlamaForSFT,
+        optimizer: torch.optim.Optimizer,
+        loader: PackLoader,
+        started: float,
+    ) -> None:
+        """`start` is loaded into model, optimizer and loader; `started` is the `time.perf_counter()` of the start."""
+        self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
+        self.directory, self.stop_request, self.progress = directory, stop_request, start.progress
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self._settings, self._logs = settings, logs
+        self._evaluator = Evaluator(setup, self._is_stop_requested)
+        self._saver = Saver(setup, directory, model, optimizer, self._state)
         if start.state:
             self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
             self._saver.resume_from(self.progress.step, self._evaluator.best)
-        require_finite(self.model, ranks, str(start.folder or f"model.path: {setup.model.folder}"))
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
-        self._exports = RunExports(setup, directory, self.model, self.progress, self._settings, self._saver.is_healthy)
-        parts = self.model, self.optimizer, self.loader, self.progress, self._settings, self._logs
-        self._steps = Steps(setup, *parts, started=self._started)
-        self._report_mix()
-
-    def _state(self) -> dict[str, Any]:
-        """Returns the state of the run after the last finished step, of which its files are then. Every rank calls
-        this."""
-        self._logs.sync_steps()
-        self._report_mix()
-        state = run_state(self.setup, self._steps.data_state, self.progress, self._settings)
-        return state | {"evaluation": self._evaluator.state()}
-
-    # -- the whole run -----------------------------------------------------------------------------------------------
+        self._exports = RunExports(setup, directory, model, self.progress, settings, self._saver.is_healthy)
+        self._steps = Steps(setup, model, optimizer, loader, self.progress, settings, logs, started=started)
 
     def train(self) -> int:
         """Trains until the run is complete or a stop is requested, and writes the outcome to result.json.
 
-        Returns the exit status.
+        Returns the exit status. Raises DataError for a bad row.
         """
-        if self._finished is not None:
-            return _exit_status(self._finished)
         status = "failed"
         try:
             with self.stop_request.listening():
                 try:
-                    with self._failure_reported(DataError):
+                    with self.ranks.failure_reported(self._report, refusal=DataError):
                         status = self._conclude(self._train())
-                finally:  # not within _failure_reported: the result of the run is known
+                finally:  # not within failure_reported: the result of the run is known
                     self._exports.finish(lambda: status != "completed" or self.stop_request.received)
         finally:
             self._saver.close()
@@ -228,7 +277,7 @@ class Trainer:
             raise
         finally:
             console.hide_progress()
-            self._report_mix()
+            self.report_mix()
 
     def _make_steps(self, batches: Iterator[Batch]) -> str:
         progress = self.progress
@@ -305,17 +354,8 @@ class Trainer:
     def _is_stop_requested(self) -> bool:
         return self.ranks.any(self.stop_request.received)
 
-    def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """Writes the first failure of any rank to result.json.
-
-        If this start was refused before it changed anything, the result.json of an earlier start is kept.
-        """
-
-        def report(failure: str) -> None:
-            if self._has_begun or not read_result(self.directory.folder):
-                self.directory.write_result("failed", step=self.progress.step, error=failure)
-
-        return self.ranks.failure_reported(report, refusal=refusal)
+    def _report(self, failure: str) -> None:
+        self.directory.write_result("failed", step=self.progress.step, error=failure)
 
     def _evaluate(self) -> bool:
         """Evaluates if an evaluation is due. Returns False if a stop was requested before it was complete."""
@@ -333,7 +373,15 @@ class Trainer:
                 self._saver.save_best(step, evaluator, best)
         return True
 
-    def _report_mix(self) -> None:
+    def _state(self) -> dict[str, Any]:
+        """Returns the state of the run after the last finished step, of which its files are then. Every rank calls
+        this."""
+        self._logs.sync_steps()
+        self.report_mix()
+        state = run_state(self.setup, self._steps.data_state, self.progress, self._settings)
+        return state | {"evaluation": self._evaluator.state()}
+
+    def report_mix(self) -> None:
         """Writes mix_report.json: the planned and the trained amount of each data set."""
         data = self.setup.data
         report = mix_report(self.config, data.preparation, data.sample, data.projection, self.progress)

@@ -41,9 +41,8 @@ die_with_torchrun()
 from sftron.config import load_config
 from sftron.errors import exit_with
 from sftron.train.ranks import end_ranks
-from sftron.train.trainer import Trainer
-trainer = Trainer(load_config(sys.argv[1], []))
-trainer.build()
+from sftron.train.trainer import open_trainer
+trainer = open_trainer(load_config(sys.argv[1], []))
 if trainer.ranks.context.size > 1:
     from safetensors.torch import save_file
     from sftron.verify.rank_checks import first_hidden_states

@@ -26,7 +26,7 @@ from sftron.train.objective import TokenLoss, hidden_states
 from sftron.train.places import model_folder
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
-from sftron.train.trainer import Trainer
+from sftron.train.trainer import Trainer, open_trainer
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.round_trip import digest
 from sftron.verify.subject import Subject
@@ -88,8 +88,8 @@ def train(config: Config, on_built: Callable[[Trainer], object] = lambda trainer
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer = Trainer(config, _NoSignals())
-            trainer.build()
+            trainer = open_trainer(config, _NoSignals())
+            assert isinstance(trainer, Trainer), "the run has just begun"
             on_built(trainer)
             status = trainer.train()
     finally:  # a deterministic run changes this setting for the whole process
