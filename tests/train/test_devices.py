@@ -284,16 +284,15 @@ def test_a_step_on_a_gpu_states_the_reserved_memory_too(config: Config) -> None:
 
 
 def test_a_run_whose_float32_is_tf32_says_so(
-    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = []
+    said = []
     with pretended_gpu():
-        setup = Trainer(config).setup
+        setup = open_setup(config)
         for precision in ("highest", "high"):
             monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-            description._describe_model(setup)
-            printed.append("TF32" in capsys.readouterr().out)
-    assert printed == [False, True]
+            said.append(any("TF32" in text for _, text in description._model_lines(setup)))
+    assert said == [False, True]
 
 
 def test_a_deterministic_run_does_not_fill_new_memory(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import read_state
 from sftron.commands.train import run as main
+from sftron.config import Checkpoints
 from sftron.train import loop, objective
 from sftron.train.run_directory import RunDirectory
 from sftron.train.saving import Saver
@@ -154,9 +155,17 @@ def test_a_source_whose_weights_are_not_finite_is_refused_by_the_name_of_the_ten
 
 def test_the_batch_that_proves_the_weights_has_a_target(tmp_path: Path) -> None:
     """The last step of an epoch may end in packs without a conversation, whose loss is zero for any weights."""
-    setup: Any = SimpleNamespace(ranks=None, config=SimpleNamespace(checkpoints=SimpleNamespace(asynchronous=False)))
     nothing: Any = None
-    saver = Saver(setup, RunDirectory(tmp_path), nothing, nothing, dict)
+    saver = Saver(
+        nothing,
+        Checkpoints(),
+        RunDirectory(tmp_path),
+        nothing,
+        nothing,
+        loss="native",
+        state=dict,
+        require_unchanged=nothing,
+    )
     full, empty = SimpleNamespace(weight_sum=3.0), SimpleNamespace(weight_sum=0.0)
     finite: Any = SimpleNamespace(is_finite=True, loss=1.0)
     for batches in ([full, empty], [empty, empty]):

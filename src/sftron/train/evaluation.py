@@ -23,9 +23,8 @@ from sftron.models.sharding import gathered_blocks, whole_head
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
-from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
-from sftron.train.run import EvaluationSet, Question, Setup
+from sftron.train.run import EvaluationSet, Question, RunData
 from sftron.visible_text import counted
 
 _POOL_SIZE = 256
@@ -218,12 +217,12 @@ def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_pr
         raise ValueError(f"{key}: {name} is no metric of this run; give one of {', '.join(known)}")
 
 
-def is_patience_over(setup: Setup, watched: Best | None) -> bool:
+def is_patience_over(config: Config, sets: Sequence[EvaluationSet], watched: Best | None) -> bool:
     """Returns whether evaluation.patience ends the run: too many evaluations without a better value of its metric."""
-    patience = setup.config.evaluation.patience
+    patience = config.evaluation.patience
     if patience is None or watched is None or watched.num_worse < patience:
         return False
-    return watched.metric == watched_metric(setup.config, setup.data.evaluation_sets)
+    return watched.metric == watched_metric(config, sets)
 
 
 # --- The evaluator ---
@@ -240,25 +239,26 @@ class Evaluator:
         watched: The best by the metric of evaluation.patience, the first evaluation included; None if it is null.
     """
 
-    def __init__(self, setup: Setup, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, config: Config, data: RunData, ranks: Ranks, should_stop: Callable[[], bool]) -> None:
         """`should_stop` returns whether a stop of the run was requested; its value is the same on all ranks."""
-        self._setup, self._should_stop = setup, should_stop
-        self._options, self._keep_best = setup.config.evaluation, setup.config.checkpoints.keep_best
+        self._config, self._data, self._ranks, self._should_stop = config, data, ranks, should_stop
+        self._options, self._keep_best = config.evaluation, config.checkpoints.keep_best
         has_patience = self._options.patience is not None
-        self._watched_metric = watched_metric(setup.config, setup.data.evaluation_sets) if has_patience else None
-        self._fingerprints = " ".join(each.fingerprint[:12] for each in setup.data.evaluation_sets)
+        self._watched_metric = watched_metric(config, data.evaluation_sets) if has_patience else None
+        self._fingerprints = " ".join(each.fingerprint[:12] for each in data.evaluation_sets)
         self.evaluated_step: int | None = None
         self.best: Best | None = None
         self.watched: Best | None = None
 
     @property
     def is_patience_over(self) -> bool:
-        return is_patience_over(self._setup, self.watched)
+        return is_patience_over(self._config, self._data.evaluation_sets, self.watched)
 
-    def reason_of_early_end(self, progress: Progress) -> str | None:
-        """Returns why the run is done before its full length; None if it has its full length, or is not done."""
+    @property
+    def reason_of_end(self) -> str | None:
+        """Why evaluation.patience ends the run; None if it does not."""
         watched = self.watched
-        if watched is None or not self.is_patience_over or self._setup.length.is_done(progress):
+        if watched is None or not self.is_patience_over:
             return None
         best = f"{watched.value:.4f}, of step {watched.step}, in {counted(watched.num_worse, 'evaluations')}"
         return f"evaluation.patience: {watched.metric} has had no better value than {best}"
@@ -269,7 +269,7 @@ class Evaluator:
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Returns whether an evaluation is due after `step`; False if it was already evaluated."""
-        if not self._setup.data.is_evaluated or self.evaluated_step == step:
+        if not self._data.is_evaluated or self.evaluated_step == step:
             return False
         if step == 0:
             return self._options.at_start
@@ -281,7 +281,7 @@ class Evaluator:
 
         Returns None if a stop was requested meanwhile; the evaluation is then due again after the run resumes.
         """
-        started, data = time.perf_counter(), self._setup.data
+        started, data = time.perf_counter(), self._data
         if self.evaluated_step is None:  # it may take minutes without output
             parts = [
                 f"{each.name}, {counted(len(each.conversations), 'conversations')}" for each in data.evaluation_sets
@@ -289,7 +289,7 @@ class Evaluator:
             parts += [f"prompts to answer: {len(data.questions)}"] * bool(data.questions)
             console.write(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
         token_budget = self._options.tokens_per_batch or data.dataset.token_budget
-        options: Any = {"token_budget": token_budget, "ranks": self._setup.ranks, "before_pack": self._raise_if_stopped}
+        options: Any = {"token_budget": token_budget, "ranks": self._ranks, "before_pack": self._raise_if_stopped}
         try:
             with whole_head(model):
                 sets = {each.name: measure_set(model, each, **options) for each in data.evaluation_sets}
@@ -314,11 +314,11 @@ class Evaluator:
 
     def _fits(self, num_bytes: int) -> bool:
         """Returns whether every rank has twice as much free memory; a collective."""
-        return not self._setup.ranks.any(2 * num_bytes > free_memory(self._setup.ranks.device))
+        return not self._ranks.any(2 * num_bytes > free_memory(self._ranks.device))
 
     def _answer(self, model: LlamaForSFT, question: Question) -> Answer:
         """Generates the model's greedy answer, computed in the dtype of the parameters."""
-        tokenizer, stop_ids = self._setup.data.chat_tokenizer, self._setup.data.sample.stop_ids
+        tokenizer, stop_ids = self._data.chat_tokenizer, self._data.sample.stop_ids
         prompt_ids, dtype = tokenizer.encode_prompt(question.messages), model.head_weight.dtype
         token_ids: list[int] = []
         for token_id in generate(
@@ -351,7 +351,7 @@ class Evaluator:
             else:
                 console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
         if best:
-            is_there = main_or_raise(self._setup.ranks, (checkpoints / f"step-{best.step}").is_dir)
+            is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
             if is_there and (best.metric, best.of) == (self._keep_best, self._fingerprints):
                 self.best = best
             else:

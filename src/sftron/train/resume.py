@@ -124,7 +124,9 @@ class Start:
 
     def is_done(self, setup: Setup) -> bool:
         """Returns whether no step is left to train: the run has its full length, or evaluation.patience ended it."""
-        return setup.length.is_done(self.progress) or is_patience_over(setup, self.watched)
+        return setup.length.is_done(self.progress) or is_patience_over(
+            setup.config, setup.data.evaluation_sets, self.watched
+        )
 
     def changed_settings(self, setup: Setup) -> tuple[Change, ...]:
         """Returns every key whose value differs from the one in the checkpoint; none for a new run."""

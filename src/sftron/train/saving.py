@@ -13,14 +13,14 @@ import torch
 
 from sftron.checkpoint.checkpoint import prune, shards_to_store, state_text, write_checkpoint
 from sftron.checkpoint.shards import HostCopy, StoredShards
+from sftron.config import Checkpoints
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import loss_function
-from sftron.train.build_data import require_unchanged
 from sftron.train.evaluation import Best, Evaluator
 from sftron.train.logs import console
 from sftron.train.objective import TokenLoss
-from sftron.train.run import Setup
+from sftron.train.ranks import Ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepBatches, StepResult, non_finite_tensors, train_step
 
@@ -43,7 +43,10 @@ class Saver:
     finite, because a bad batch proves nothing about the weights.
 
     Args:
+        loss: The implementation of the loss; see `loss_function`.
         state: Returns the run state after the last finished step, see `resume.run_state`; a collective.
+        require_unchanged: Raises DataError if the state would not describe what was trained, because data files have
+            changed; a collective.
 
     Attributes:
         saved_step: The step of the newest complete checkpoint; 0 if there is none.
@@ -53,17 +56,22 @@ class Saver:
 
     def __init__(
         self,
-        setup: Setup,
+        ranks: Ranks,
+        options: Checkpoints,
         directory: RunDirectory,
         model: LlamaForSFT,
         optimizer: torch.optim.Optimizer,
+        *,
+        loss: str,
         state: Callable[[], Mapping[str, Any]],
+        require_unchanged: Callable[[], None],
     ) -> None:
         self.saved_step = self.tried_step = 0
         self.best_step: int | None = None
-        self._setup, self._ranks, self._options = setup, setup.ranks, setup.config.checkpoints
+        self._ranks, self._options, self._loss = ranks, options, loss
         self._directory, self._root = directory, directory.checkpoints
-        self._model, self._optimizer, self._state = model, optimizer, state
+        self._model, self._optimizer = model, optimizer
+        self._state, self._require_unchanged = state, require_unchanged
         self._saved_at: float | None = None
         self._save_seconds = 0.0
         in_background = self._options.asynchronous
@@ -101,7 +109,7 @@ class Saver:
             DataError: The data files changed meanwhile, so the state would not describe what was trained.
             OSError: The third consecutive checkpoint could not be written; of a save that `is_last`, the first one.
         """
-        require_unchanged(self._setup)
+        self._require_unchanged()
         self._ranks.at(f"saving step {step}")
         if not self.is_healthy(step, "saved"):
             return
@@ -217,7 +225,7 @@ class Saver:
             self._model,
             None,
             [self._batch],
-            TokenLoss(loss_function=loss_function(self._setup.model.loss)),
+            TokenLoss(loss_function=loss_function(self._loss)),
             max_grad_norm=None,
             denominator=max(1.0, self._batch.weight_sum),
             sum_over_ranks=self._ranks.sum,

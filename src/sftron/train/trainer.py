@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from sftron.data.types import Batch, DataError
 from sftron.kernels.device import is_gpu
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import mesh_of_one_rank
-from sftron.train.build_data import make_loader
+from sftron.train.build_data import make_loader, require_unchanged
 from sftron.train.build_model import load_run_model, make_optimizer
 from sftron.train.build_run import build_run, require_one_folder
 from sftron.train.divergence import divergence
@@ -232,8 +233,17 @@ class Trainer:
         self.directory, self.stop_request, self.progress = directory, stop_request, start.progress
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._settings, self._logs = settings, logs
-        self._evaluator = Evaluator(setup, self._is_stop_requested)
-        self._saver = Saver(setup, directory, model, optimizer, self._state)
+        self._evaluator = Evaluator(setup.config, setup.data, setup.ranks, self._is_stop_requested)
+        self._saver = Saver(
+            setup.ranks,
+            setup.config.checkpoints,
+            directory,
+            model,
+            optimizer,
+            loss=setup.model.loss,
+            state=self._state,
+            require_unchanged=partial(require_unchanged, setup),
+        )
         if start.state:
             self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
             self._saver.resume_from(self.progress.step, self._evaluator.best)
@@ -304,7 +314,7 @@ class Trainer:
                     self._saver.save(progress.step)
         if not self._evaluate():
             return "preempted"
-        if reason := self._evaluator.reason_of_early_end(progress):
+        if reason := self._reason_of_early_end():
             console.write(f"ends early {reason}")
         else:
             require_whole_epochs(self.setup, self._steps.data_state, progress)
@@ -337,7 +347,7 @@ class Trainer:
             raise problem
         facts: dict[str, Any] = {}
         if status == "completed":
-            if reason := self._evaluator.reason_of_early_end(self.progress):
+            if reason := self._reason_of_early_end():
                 facts["reason"] = reason
             if diverged:
                 status, facts["error"] = "diverged", diverged
@@ -350,6 +360,10 @@ class Trainer:
 
     def _is_done(self) -> bool:
         return self.setup.length.is_done(self.progress) or self._evaluator.is_patience_over
+
+    def _reason_of_early_end(self) -> str | None:
+        """Returns why the run is done before its full length; None if it has its full length."""
+        return None if self.setup.length.is_done(self.progress) else self._evaluator.reason_of_end
 
     def _is_stop_requested(self) -> bool:
         return self.ranks.any(self.stop_request.received)
