@@ -283,9 +283,7 @@ def test_a_step_on_a_gpu_states_the_reserved_memory_too(config: Config) -> None:
     ] * 2
 
 
-def test_a_run_whose_float32_is_tf32_says_so(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_float32_is_tf32_says_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     with pretended_gpu():
         setup = open_setup(config)

@@ -1,7 +1,9 @@
 """No string of others becomes code of a program: whatever models, tokenizers, rows, columns and paths spell."""
 
 import ast
+import importlib
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,7 @@ from sftron.verify.script.evidence import EVIDENCE, Evidence
 from sftron.verify.script.program import Program, Rows, run_here
 from sftron.verify.script.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
 from sftron.verify.script.rebuild import Materials, with_sizes
+from sftron.verify.script.source import is_of_library
 from tests.conftest import ROOT
 from tests.verify.small_trainers import encoded, messages, of_features, plain
 from tests.verify.test_isolation_scripts import deaf, error_of
@@ -292,7 +295,7 @@ def test_a_comment_and_an_import_are_nothing_else() -> None:
 
 @pytest.mark.parametrize("target", ["train-it.py:make", "a\nprint(1).py:make", "class.py:make", "train.py:make()"])
 def test_a_file_that_cannot_be_imported_by_its_name_is_refused(materials: Materials, target: str) -> None:
-    check: Mapping[str, Any] = {"name": "loss", "measured": "", "remedy": ""}
+    check: Mapping[str, Any] = {"name": "loss", "faults": ()}
     with pytest.raises(ValueError, match="give the file and the function names that Python can import"):
         list(make.of_function(materials, type("Check", (), dict(check)), target, is_evaluation=False))  # pyright: ignore[reportArgumentType]
 
@@ -305,3 +308,17 @@ def test_the_check_knows_every_attribute_in_the_lines_that_the_package_writes() 
                 found |= {*re.findall(r"\.([a-z]\w*)", node.value)}
     assert len(found) > 20
     assert found - {"py"} <= quoting._ATTRIBUTES | quoting._DTYPES
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"), [("other/lib/site-packages", True), ("dist-packages", True), ("own", False)]
+)
+def test_a_package_of_any_environment_on_the_path_is_imported_and_not_copied(
+    folder: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    name = f"package_{len(folder)}"
+    (tmp_path / folder / f"{name}.py").write_text("class Kept: ...\n")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    assert is_of_library(importlib.import_module(name).Kept) is expected
+    del sys.modules[name]

@@ -90,7 +90,7 @@ def _file_of(path: str | Path, name: str) -> Path | None:
         file = cached_file(str(path), name, local_files_only=True)
     except (OSError, ValueError):
         return None
-    return file and Path(file)
+    return Path(file) if file else None
 
 
 def _reads_file_as(class_name: str, path: str | Path, file: Path) -> bool:

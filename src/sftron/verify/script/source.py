@@ -17,6 +17,7 @@ import tokenize
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import pairwise
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -138,7 +139,9 @@ def is_of_library(value: Any) -> bool:
     path = getattr(module, "__file__", None)
     if top == "sftron" or top == "__main__":
         return False
-    return path is None or path.startswith(tuple(sysconfig.get_paths()[n] for n in ("stdlib", "purelib", "platlib")))
+    # Packages may lie in other environments on sys.path than the interpreter's own.
+    is_installed = path is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return path is None or is_installed or path.startswith(sysconfig.get_paths()["stdlib"])
 
 
 def _public_module(value: Any) -> str:
