@@ -89,7 +89,7 @@ def test_inspect_returns_what_the_command_writes(config_file: Path, tmp_path: Pa
     assert inspection.audit.as_dict() == json.loads(written.read_text())
     assert inspection.problems == []
     assert [type(pack) for pack in inspection.packs] == [sftron.Pack]
-    assert repr(inspection) == "Inspection('run: what is trained', 1 packs shown, 0 problems)"
+    assert repr(inspection) == "Inspection('run: what is trained', 1 pack shown, 0 problems)"
 
 
 def test_verify_run_returns_what_the_command_writes(config_file: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sftron.train.optimizer import make_adamw
 from sftron.train.step import StepResult, train_step
 from tests.models.reference import FAMILIES, make_native, make_reference
 from tests.pretended import pretended_gpu
-from tools.bench_ways import random_rows
+from tools.bench_step import random_rows
 
 
 def _batch(model: LlamaForSFT) -> Batch:
