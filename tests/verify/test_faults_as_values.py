@@ -71,9 +71,7 @@ def test_each_fault_has_texts_in_each_library_and_a_check_that_finds_it() -> Non
 
 
 _PREFIX = "A remedy in other words: "
-_REWORDED = (
-    *("wrapped_packing", "doubled_bos", "labels_begin_with_the_line_break", "mean_of_means", "evaluation_over_prompts"),
-)
+_REWORDED = ["wrapped_packing", "doubled_bos", "labels_begin_with_the_line_break", "evaluation_over_prompts"]
 
 
 def _decided(report: Report) -> list[tuple[Any, ...]]:
