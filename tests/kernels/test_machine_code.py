@@ -65,7 +65,8 @@ def calls_of(config: dict[str, Any], activation_checkpointing: str) -> list[tupl
         )
     ids, weights = meta(num_tokens, dtype=torch.int64), meta(num_tokens, dtype=torch.float32)
     # Short documents, because recurrences of delta layers take a while even without values.
-    documents = Documents("sdpa", torch.arange(0, num_tokens + 1, 64), 64, num_tokens, model.recomputes, None)
+    bounds = torch.arange(0, num_tokens + 1, 64)
+    documents = Documents(bounds, bounds.to("meta"), 64, num_tokens, model.recomputes)
     mixes = [attend if isinstance(block, LlamaBlock) else block.within(documents) for block in model.blocks]
     with kernels_on_meta(), Calls() as calls:
         hidden = model.model(ids, model.rope_tables.at(ids), mixes, model.compute_dtype)
