@@ -1,4 +1,4 @@
-"""Prints what the house weighs: lines and files by package, of tests, tools and docs, and the import contracts.
+"""Prints the size of the project: lines and files by package, of tests, tools and docs, and the import contracts.
 
 python tools/budget.py
 """

@@ -325,7 +325,7 @@ def test_positions_out_of_order_are_named_by_their_own_row(positions: Any, own: 
     row = row_of(report, "positions")
     assert failed(report) == ["positions"], [(row.name, row.measured) for row in report.checks]
     assert "documents out of order" in row.measured
-    assert row.remedy.startswith("The model is told another order of the tokens")
+    assert row.remedy.startswith("The model gets the tokens in another order")
     assert report.facts["truth"].startswith("24 documents")
 
 

@@ -197,7 +197,7 @@ class Fault(Enum):
     )
     POSITIONS_OUT_OF_ORDER = Entry(
         ("positions",),
-        "The model is told another order of the tokens than the one in which it will be used.",
+        "The model gets the tokens in another order than the one in which it will be used.",
         "Leave position_ids out of batches with one conversation in each row, or count 0, 1, 2 and so on from the "
         "first token of each conversation.",
     )
