@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sftron import verify_trainer
+from sftron.verify.faults import Fault
 from tests.conftest import rest_nightly
 from tests.verify.trainer_zoo import ZOO, hush
 from tests.verify.zoo_materials import ROWS, SMOLLM2, in_bfloat16, sft, tok
@@ -63,6 +64,9 @@ def test_verify_trainer_fails_the_row_that_is_wrong_with_what_it_measured(name: 
     (row,) = (row for row in report.checks if row.name == APPLIED[name].row)
     assert FAST[name] in row.measured
     assert APPLIED[name].words in row.remedy
+    for each in report.checks:
+        assert bool(each.faults) == (each.passed is False), each
+        assert all(each.name in Fault[fault].entry.rows for fault in each.faults), each
 
 
 @NEEDS_SMOLLM2
