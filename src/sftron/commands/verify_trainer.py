@@ -18,16 +18,18 @@ from typing import Any
 
 from sftron.commands.arguments import as_path, make_parser, refusing, write_json, write_report
 from sftron.errors import is_of_user, place_of, show
-from sftron.regular_file import expand_home
+from sftron.regular_file import expand_home, where_missing
 
 
 def load_function(target: str) -> Callable[[], Any]:
     """Returns the function that `SCRIPT.py:FUNCTION` names. Raises ValueError."""
     path, _, name = expand_home(target).rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
+    if not path.endswith(".py"):
         raise ValueError(
             f"found {target}; wanted SCRIPT.py:FUNCTION, a Python file and its function that returns the trainer"
         )
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file{where_missing(path)}")
     specification = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert specification is not None
     assert specification.loader is not None
