@@ -19,6 +19,7 @@ from tests.verify.trainer_zoo import ZOO, hush
 
 _SENTENCES = {"measured", "remedy", "difference", "problem", "allowed", "proves", "meaning"}
 _READING = {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "find", "index", "count"}
+_VALUES = {"longest": 7, "pad": "<pad>", "name": "falcon", "attention": "sdpa", "stop": "</s>"}
 _LIBRARIES = ("", "trl", "axolotl", "llamafactory", "swift", "loop")
 
 
@@ -67,7 +68,7 @@ def test_each_fault_has_texts_in_each_library_and_a_check_that_finds_it() -> Non
         assert len(re.findall(rf"\bFault\.{fault.name}\b", sources)) > 0, fault
         assert fault.entry.rows
         for library in _LIBRARIES:
-            assert len(fault.remedy(library, {"longest": 7})) > 20
+            assert len(fault.remedy(library, _VALUES)) > 20
 
 
 _PREFIX = "A remedy in other words: "

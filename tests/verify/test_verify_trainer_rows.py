@@ -138,7 +138,7 @@ def cut_in_the_question(own: Any, folder: Path, limit: int = 36) -> Trainer:
         (forged, "forgery", "1 of 24 documents have control tokens", "split_special_tokens"),
         (mixed_rows, "isolation", "in different rows: others change by", "batch statistics"),
         (mixed_rows, "loss", "the same rows one by one", "depends on its neighbors"),
-        (shared_storage, "adapters", "1 frozen tensors move", "requires_grad"),
+        (shared_storage, "adapters", "1 frozen tensors move", "Steps change tensors that are frozen"),
         (without_gradient, "adapters", "4 trainable tensors get no gradient", "requires_grad"),
         (another_template_saved, "generation", "documents differ from the saved template's", "processing_class"),
         (rows_without_labels, "truncation", "6 rows have nothing to train", "These rows train nothing"),

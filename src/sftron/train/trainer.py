@@ -388,8 +388,7 @@ class Trainer:
         return True
 
     def _state(self) -> dict[str, Any]:
-        """Returns the state of the run after the last finished step, of which its files are then. Every rank calls
-        this."""
+        """Returns the run state as of the last finished step, and flushes the logs first. Every rank calls this."""
         self._logs.sync_steps()
         self.report_mix()
         state = run_state(self.setup, self._steps.data_state, self.progress, self._settings)

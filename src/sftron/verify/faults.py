@@ -5,7 +5,6 @@ A check finds a fault, which is a value; the sentences about it are here alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, unique
@@ -14,7 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a fault. A place such as {pad} in a text is filled with a value of the finding, or with "".
+    """What is known of a fault.
+
+    A place such as {pad} in a text is filled with a value of the finding; {padding} and {of_trl} may be missing.
 
     Attributes:
         rows: The rows of the report that find it.
@@ -75,10 +76,12 @@ class Fault(Enum):
         note=" If a loss over everything is meant, pass trained_roles='all'.",
     )
     HEADERS_TRAINED = replace(_MASK, meaning="The mask begins before what the model writes.")
-    WEIGHTS_IGNORED = replace(
-        _MASK,
-        meaning="The rows give answers the weight 0, and they are trained.",
+    WEIGHTS_IGNORED = Entry(
+        ("trained tokens",),
+        "The rows give answers the weight 0, and they are trained.",
+        "Set the labels of those answers to -100, their stop tokens included.",
         trl=f"TRL does not read `weight`. {_PAIRS}.",
+        loop="Give the tokens of those answers, their stop tokens included, no target or the weight 0.",
     )
     ANSWERS_LEFT_OUT = replace(_MASK, meaning="Answers, or parts of them, are left out of the loss.")
     NOTHING_TRAINED = replace(_MASK, meaning="No answer is trained.")
@@ -261,7 +264,11 @@ class Fault(Enum):
         "'right'); and no token_type_ids or masks that a server does not pass.",
     )
     # -- loss and padding ----------------------------------------------------------------------------------------------
-    NOT_FINITE = Entry(("loss", "gradients"), "Look for NaN or infinity in the model's weights.")
+    NOT_FINITE = Entry(
+        ("loss", "gradients"),
+        "The loss or a gradient is NaN or infinite.",
+        "Look for NaN or infinity in the model's weights.",
+    )
     UNDIVIDED = Entry(
         ("loss",),
         "The gradient grows with the number of labels of a step.",
@@ -270,8 +277,8 @@ class Fault(Enum):
     )
     OTHER_LABELS = Entry(
         ("loss",),
-        "A token's logits predict the next one: compare logits[:, :-1] with labels[:, 1:], and use all labels; or do "
-        "not override compute_loss.",
+        "The loss uses other tokens than the labels.",
+        "Compare logits[:, :-1] with labels[:, 1:], and use all labels; or do not override compute_loss.",
     )
     MEAN_OF_MEANS = Entry(
         ("loss",),
@@ -345,6 +352,12 @@ class Fault(Enum):
         "Parts that should learn do not.",
         "Check requires_grad and the optimizer's parameters; with peft, target_modules and modules_to_save.",
     )
+    FROZEN_MOVED = Entry(
+        ("adapters",),
+        "Steps change tensors that are frozen.",
+        "Give the optimizer only tensors whose requires_grad is True, and let no frozen tensor share memory with a "
+        "trained one.",
+    )
     NOT_OPTIMIZED = replace(NOT_LEARNING, meaning="Parts that should learn are not in the optimizer.")
     NOT_SAVED = Entry(
         ("adapters",),
@@ -386,7 +399,9 @@ class Fault(Enum):
         "Remove the control tokens from the texts before training (no trainer encodes them as text), or tokenize with "
         "split_special_tokens=True.",
     )
-    NOTHING_TRAINABLE = Entry(("adapters",), "Set requires_grad, or give a peft_config.")
+    NOTHING_TRAINABLE = Entry(
+        ("adapters",), "No tensor is trained.", "Set requires_grad, or give a peft_config.", loop="Set requires_grad."
+    )
     ROWS_REPEATED = Entry(
         ("rows",),
         "Rows are trained several times, or never.",
@@ -471,7 +486,7 @@ class Fault(Enum):
         """
         option = getattr(self.entry, library, "") if library else ""
         text = f"{self.entry.meaning} {option or self.entry.option}".strip() + self.entry.note
-        return text.format_map(defaultdict(str, values)).strip()
+        return text.format_map({"padding": "", "of_trl": "", **values}).strip()
 
 
 def library_of(trainer: Any) -> str:

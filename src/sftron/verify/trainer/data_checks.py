@@ -165,15 +165,18 @@ def truncation(view: View) -> Finding:
     found = _counted({**counts, "conversations are in no batch": missing})
     if not found:
         return Finding(True, f"{len(view.known()):,} documents are whole", "none")
-    args, fault = view.trainer.args, Fault.ROWS_CUT
+    args = view.trainer.args
     is_wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") == "wrapped"
-    if is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.documents_of_rows)):
-        fault = Fault.CUT_BY_PACKING
-    elif not (cut or begins):
-        fault = Fault.ROWS_DROPPED if missing else Fault.ROWS_SKIPPED if skipped else Fault.ROWS_EMPTY
-    also = (Fault.ROWS_EMPTY,) if empty and fault is not Fault.ROWS_EMPTY else ()
+    by_packing = is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.documents_of_rows))
+    faults = {
+        Fault.CUT_BY_PACKING if by_packing else Fault.ROWS_CUT: cut or begins,
+        Fault.ROWS_DROPPED: missing,
+        Fault.ROWS_SKIPPED: skipped,
+        Fault.ROWS_EMPTY: empty,
+    }
     longest = max(map(len, documents), default=0)
-    return Finding(False, found, "none", tuple(detail), (fault, *also), {"longest": longest})
+    found_faults = tuple(fault for fault, is_found in faults.items() if is_found)
+    return Finding(False, found, "none", tuple(detail), found_faults, {"longest": longest})
 
 
 def _skipped(view: View) -> list[Document]:

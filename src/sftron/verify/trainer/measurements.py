@@ -1,4 +1,4 @@
-"""What is checked before it trains, as the checks see it: its batches, its model, and one step that is computed."""
+"""The interface between a trainer (or loop) and the checks: its batches, its model, and one computed step."""
 
 from __future__ import annotations
 
@@ -201,8 +201,11 @@ def with_finding_of(name: str, found: Finding, other: Finding) -> Finding:
     """Returns the finding of the training together with that of an evaluation of this name."""
     is_first = other.passed is False and found.passed is not False
     raised = found.raised or other.raised
+    first, rest = (other, found) if is_first else (found, other)
+    also = rest.faults if rest.passed is False else ()
     return replace(
-        other if is_first else found,
+        first,
+        faults=tuple(dict.fromkeys((*first.faults, *also))),
         passed=False if False in (found.passed, other.passed) else None if raised else found.passed,
         measured=f"{found.measured}; {name}: {other.measured}",
         allowed=found.allowed,

@@ -98,7 +98,10 @@ _MOST_WITHOUT_GRADIENT = 0.1
 
 
 def loss(subject: TrainerSubject) -> Finding:
-    found = _of_training(subject)
+    try:
+        found = _of_training(subject)
+    except NotMeasuredError as error:  # its evaluations are measured nevertheless
+        found = Finding(None, str(error))
     for name, data in subject.evaluated_in_batches.items():
         found = with_finding_of(name, found, _of_evaluation(subject, data))
     return found

@@ -81,16 +81,25 @@ def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], 
 
 def joined(findings: Sequence[Finding]) -> Finding:
     """Returns one finding of those of all ranks: it fails if one of them does, and says which."""
-    if len({(each.passed, each.measured) for each in findings}) == 1:
+    if len({(each.passed, each.measured, each.faults) for each in findings}) == 1:
         return findings[0]
     failed = [rank for rank, each in enumerate(findings) if each.passed is False]
     raised = [rank for rank, each in enumerate(findings) if each.raised]
     measured = [rank for rank, each in enumerate(findings) if each.passed is not None]
-    shown = (failed or raised or measured or [0])[0]
-    first, names = findings[shown], ", ".join(map(str, failed or raised))
-    words = f"rank {names}: {first.measured}" if names else f"{first.measured} (rank {shown}; the others pass too)"
-    detail = tuple(f"rank {shown}: {line}" for line in first.detail if line)
-    return replace(first, measured=words, detail=detail)
+    named = failed or raised
+    shown = (named or measured or [0])[0]
+    first = findings[shown]
+    if named:
+        words = "; ".join(f"rank {rank}: {findings[rank].measured}" for rank in named)
+    elif len(measured) == len(findings):
+        words = f"{first.measured} (rank {shown}; the others pass too)"
+    elif measured:
+        words = f"{first.measured} (rank {shown}; {len(measured)} of {len(findings)} ranks measured it)"
+    else:
+        words = f"rank {shown}: {first.measured}"
+    detail = tuple(f"rank {rank}: {line}" for rank in named or [shown] for line in findings[rank].detail if line)
+    faults = tuple(dict.fromkeys(fault for rank in named or [shown] for fault in findings[rank].faults))
+    return replace(first, measured=words, detail=detail, faults=faults)
 
 
 def num_ranks(trainer: Any) -> int:

@@ -21,7 +21,7 @@ from sftron.verify.trainer.rank_subject import RankSubject
 _TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 2**-5
 """Relative differences of gradients that are rounding, in float32 and in other types."""
 _LOSS_TOLERANCE, _ROUNDED_LOSS_TOLERANCE = 1e-4, 2**-6
-_MOST_NAMED, _MOST_LENGTHS = 3, 16
+_MOST_NAMED = 3
 
 
 # -- denominators, loss and gradients --------------------------------------------------------------------------------

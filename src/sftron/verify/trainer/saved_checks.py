@@ -39,16 +39,17 @@ def adapters(subject: Subject) -> Finding:
     stuck = [name for name in trainable if name in with_gradient & optimized - moved]
     not_optimized = [name for name in trainable if name not in optimized]
     not_saved = _not_saved(model, trainable) if is_adapter else []
+    frozen_moved = [name for name in named if name in moved and name not in trainable]
+    # In a mixture, an expert to which no token is routed has none.
+    without_gradient = [name for name in trainable if name not in with_gradient and "expert" not in name]
+    none_moves = bool(stuck) and not any(name in moved for name in trainable)
     counts = {
-        "frozen tensors move": [name for name in named if name in moved and name not in trainable],
-        # In a mixture, an expert to which no token is routed has none.
-        "trainable tensors get no gradient": [
-            name for name in trainable if name not in with_gradient and "expert" not in name
-        ],
+        "frozen tensors move": frozen_moved,
+        "trainable tensors get no gradient": without_gradient,
         "trainable tensors are not in the optimizer": not_optimized,
         "trained tensors are not saved with the adapter": not_saved,
     }
-    if stuck and not any(name in moved for name in trainable):
+    if none_moves:
         counts["trainable tensors do not move (learning rate, or the rounding of their type)"] = stuck
     untrained = _untrained_tokens(subject) if is_adapter else {}
     found = [f"{len(each):,} {name}" for name, each in counts.items() if each]
@@ -62,7 +63,8 @@ def adapters(subject: Subject) -> Finding:
         Fault.TOKENS_FROZEN: untrained,
         Fault.NOT_SAVED: not_saved,
         Fault.NOT_OPTIMIZED: not_optimized,
-        Fault.NOT_LEARNING: found,
+        Fault.NOT_LEARNING: without_gradient or none_moves,
+        Fault.FROZEN_MOVED: frozen_moved,
     }
     steps = f"{moves.num_steps} step{'s' * (moves.num_steps > 1)}"
     measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moved):,} moved in {steps}, "

@@ -27,7 +27,7 @@ def num_steps_of(trainer: Any, num_rows: int) -> int:
         return int(args.max_steps)
     of_batch = trainer._train_batch_size * args.world_size
     num_batches = math.ceil(num_rows / of_batch)
-    return math.ceil(max(1, num_batches // args.gradient_accumulation_steps) * args.num_train_epochs)
+    return math.ceil(math.ceil(num_batches / args.gradient_accumulation_steps) * args.num_train_epochs)
 
 
 def schedule_note(trainer: Any, num_steps: int) -> str:
