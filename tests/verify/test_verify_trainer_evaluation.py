@@ -199,3 +199,10 @@ def test_a_schedule_that_cannot_be_followed_is_left_alone(own: Any, tmp_path: Pa
     trainer = plain(own, tmp_path, max_steps=40)
     trainer.lr_scheduler = ReduceLROnPlateau(torch.optim.SGD(trainer.model.parameters(), lr=1e-3))  # pyright: ignore
     assert not schedule_note(trainer, 40)
+
+
+def test_a_last_accumulation_of_fewer_batches_is_a_step(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path)
+    trainer.args.gradient_accumulation_steps, trainer.args.num_train_epochs = 16, 3
+    num_rows = 31 * trainer._train_batch_size
+    assert num_steps_of(trainer, num_rows) == 6
