@@ -10,7 +10,8 @@ from sftron.compare.comparison import compare
 from sftron.compare.recorded_run import read_run
 from sftron.data.types import ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
-from sftron.report.page import Inspection, render
+from sftron.report.html import render
+from sftron.report.page import Inspection
 from sftron.verify.report import Check, Report
 from sftron.verify.subject import Subject
 from sftron.verify.verify_run import RULES, page_of

@@ -16,7 +16,7 @@ from sftron.report.charts import (
     line_dashes,
     write_images,
 )
-from sftron.report.page import asset
+from sftron.report.html import asset
 
 
 def chart(*lines: Line, title: str = "Loss") -> Chart:

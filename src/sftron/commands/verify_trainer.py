@@ -44,7 +44,7 @@ def load_function(target: str) -> Callable[[], Any]:
 
 def read_conversations(path: Path) -> list[Any]:
     """Returns the values of a JSONL file; lines end only at newlines. Raises ValueError with the file or the line."""
-    from sftron.data.sources.jsonl import parse_json
+    from sftron.data.json_text import parse_json
 
     try:
         lines = enumerate(path.read_bytes().split(b"\n"), 1)

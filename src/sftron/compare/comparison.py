@@ -23,7 +23,7 @@ from sftron.compare.figures import (
 from sftron.compare.recorded_run import ByStep, RecordedRun, value_text
 from sftron.errors import without_secrets
 from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
-from sftron.report.page import render
+from sftron.report.html import render
 
 MOST_POINTS = 200
 """The maximum number of points in a line; longer runs are averaged over this many spans of steps."""

@@ -16,10 +16,10 @@ model must generate after reading tokens 0..i.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -348,3 +348,16 @@ class Batch:
     def __repr__(self) -> str:
         sizes = f"{len(self.input_ids)} positions, {len(self.cu_seqlens) - 1} documents, {len(self.labels)} labels"
         return f"{type(self).__name__}({sizes}, on {self.input_ids.device}, of {self.pack})"
+
+
+@runtime_checkable
+class SeekablePacks(Protocol):
+    """An endless stream of packs, such as `PackedDataset`, that tells its position and returns to it."""
+
+    def __iter__(self) -> Iterator[Pack]: ...
+
+    def seek(self, first_pack: int, lane_states: Mapping[int, str], first_epoch: int = 0) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -13,9 +13,10 @@ from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.labels import Targets
 from sftron.data.prepare import Preparation
 from sftron.data.types import IGNORE_INDEX, Conversation, Dropped, LabeledConversation, Pack, TokenizedConversation
-from sftron.report.counts import LengthCount, PackingCount, RoleCount, SourceCount, TurnCount
+from sftron.report.counts import LengthCount, PackingCount, SourceCount, TurnCount
 from sftron.report.tokens import (
     Locate,
+    RoleCount,
     conversation_ranges,
     key_text,
     numbered_row,

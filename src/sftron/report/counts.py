@@ -19,35 +19,6 @@ QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest":
 
 
 @dataclass(slots=True)
-class RoleCount:
-    """The number of tokens and of trained tokens, by role."""
-
-    tokens: Counter[Role] = field(default_factory=Counter)
-    trained: Counter[Role] = field(default_factory=Counter)
-
-    def add(self, role_ids: np.ndarray, trained: np.ndarray) -> None:
-        """Adds tokens; role_ids (uint8) and trained (bool) are [n]."""
-        for counter, ids in ((self.tokens, role_ids), (self.trained, role_ids[trained])):
-            values, counts = np.unique(ids, return_counts=True)
-            counter.update({Role(int(value)): int(count) for value, count in zip(values, counts, strict=True)})
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.total()
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return self.trained.total()
-
-    def as_dict(self) -> dict[str, Any]:
-        by_role = {
-            role.name.lower(): {"num_tokens": self.tokens[role], "num_trained_tokens": self.trained[role]}
-            for role in sorted(self.tokens)
-        }
-        return {"num_tokens": self.num_tokens, "num_trained_tokens": self.num_trained_tokens, "by_role": by_role}
-
-
-@dataclass(slots=True)
 class SourceCount:
     """The rows of one data set: read, kept, and dropped by reason; token counts include only kept rows."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -194,3 +196,32 @@ def _last_header(block: list[Span]) -> int:
     is_control = [text.startswith(("<", "[")) and text.endswith((">", "]")) and len(text) > 2 for text in texts]
     first = next((n for n, text in enumerate(texts) if is_control[n] and text in texts[n + 1 :]), None)
     return 0 if first is None else len(texts) - 1 - texts[::-1].index(texts[first])
+
+
+@dataclass(slots=True)
+class RoleCount:
+    """The number of tokens and of trained tokens, by role."""
+
+    tokens: Counter[Role] = field(default_factory=Counter)
+    trained: Counter[Role] = field(default_factory=Counter)
+
+    def add(self, role_ids: np.ndarray, trained: np.ndarray) -> None:
+        """Adds tokens; role_ids (uint8) and trained (bool) are [n]."""
+        for counter, ids in ((self.tokens, role_ids), (self.trained, role_ids[trained])):
+            values, counts = np.unique(ids, return_counts=True)
+            counter.update({Role(int(value)): int(count) for value, count in zip(values, counts, strict=True)})
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.total()
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return self.trained.total()
+
+    def as_dict(self) -> dict[str, Any]:
+        by_role = {
+            role.name.lower(): {"num_tokens": self.tokens[role], "num_trained_tokens": self.trained[role]}
+            for role in sorted(self.tokens)
+        }
+        return {"num_tokens": self.num_tokens, "num_trained_tokens": self.num_trained_tokens, "by_role": by_role}

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.chat.check import MOST_NOT_COMPARED, MaskCount, reference_ids, require_reference_ids
+from sftron.data.chat.check import MOST_NOT_COMPARED, MaskCount, require_reference_ids
+from sftron.data.chat.reference import reference_ids
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.loader import PackLoader
 from sftron.data.types import (

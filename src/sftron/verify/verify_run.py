@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sftron.config import Config
-from sftron.report.page import render, shown_packs
+from sftron.report.html import render
+from sftron.report.page import shown_packs
 from sftron.train.places import pinned
 from sftron.verify import adapter_checks, data_checks, model_checks, rank_checks, run_checks
 from sftron.verify.report import Check, Report, Rule, measure_all

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sftron.report.page import render
+from sftron.report.html import render
 from sftron.verify.report import Check, Report, Rule, measure_all
 from sftron.verify.script.make import script_of
 from sftron.verify.script.rebuild import Materials, collect

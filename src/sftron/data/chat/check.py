@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sftron.data.chat.reference import apply_chat_template, reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets, label_conversations
 from sftron.data.types import (
@@ -56,22 +57,6 @@ def require_reference_ids(
         f"after {decode(native[max(0, at - 8) : at])!r}. This tokenizer cannot be followed exactly; please report it "
         "with this message",
         reason="ids_differ",
-    )
-
-
-def reference_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> list[int]:
-    """Returns the ids of the tokenizer's own apply_chat_template, which gets the options."""
-    return _apply_chat_template(chat_tokenizer, conversation, **options)["input_ids"]
-
-
-def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> Any:
-    template = chat_tokenizer.template_for(conversation)
-    return chat_tokenizer.tokenizer.apply_chat_template(
-        template.plain_messages(conversation.messages),
-        tools=[dict(tool) for tool in conversation.tools] or None,
-        chat_template=template.source,
-        return_dict=True,
-        **options,
     )
 
 
@@ -284,7 +269,7 @@ def _marked_tokens(chat_tokenizer: ChatTokenizer, conversation: Conversation) ->
     Of several tokens of one character at the end of a marked text, transformers marks only the first.
     """
     with_offsets = {"return_offsets_mapping": True}
-    marked = _apply_chat_template(
+    marked = apply_chat_template(
         chat_tokenizer, conversation, return_assistant_tokens_mask=True, tokenizer_kwargs=with_offsets
     )
     is_marked = np.array(marked["assistant_masks"], dtype=bool)

@@ -11,8 +11,8 @@ import yaml
 from sftron.data.formats.messages import ROLE_NAMES
 from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
 from sftron.data.formats.values import describe, empty_row, is_none, names_of, refusal
+from sftron.data.json_text import excerpt
 from sftron.data.sources import RowSource
-from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
 
 FORMAT_SAMPLE = 100

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sftron.data.formats.tools import calls_from_text, check_tool_calls
 from sftron.data.formats.values import NamedRow, check_json, checked_text, describe, is_none, names_of, refusal
-from sftron.data.sources.jsonl import excerpt
+from sftron.data.json_text import excerpt
 from sftron.data.types import Conversation, DataError, Message, Role
 
 Numbered = tuple[int, Message]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sftron.data.formats.messages import Numbered, parse_messages
 from sftron.data.formats.values import NamedRow, checked_text, describe
-from sftron.data.sources.jsonl import excerpt
+from sftron.data.json_text import excerpt
 from sftron.data.types import DataError, Message, Role
 
 PROMPT_TEMPLATES = {

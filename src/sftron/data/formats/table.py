@@ -21,7 +21,7 @@ from sftron.data.formats.pretokenized import parse_pretokenized
 from sftron.data.formats.single_turn import parse_alpaca, parse_prompt_completion, parse_question, prompt_template_text
 from sftron.data.formats.tools import check_null_arguments, parse_tools
 from sftron.data.formats.values import NamedRow, describe, empty_row, refusal
-from sftron.data.sources.jsonl import excerpt
+from sftron.data.json_text import excerpt
 from sftron.data.types import Conversation, ConversationKey, DataError, Row, TokenizedConversation
 
 Format = Literal[

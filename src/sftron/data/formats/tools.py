@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sftron.data.formats.values import check_json, describe, is_none, refusal
-from sftron.data.sources.jsonl import excerpt, parse_json
+from sftron.data.json_text import excerpt, parse_json
 from sftron.data.types import DataError, Message
 
 _WANTED_CALL = "wanted {type: function, function: {name, arguments}} or {name, arguments}, with texts and an object"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sftron.data.sources.jsonl import excerpt, is_deeper_than
+from sftron.data.json_text import excerpt, is_deeper_than
 from sftron.data.types import DataError, Row
 
 _MAX_DEPTH = 64

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.sources.jsonl import excerpt, file_changed, file_fingerprint, refuse_size
+from sftron.data.json_text import excerpt
+from sftron.data.sources.jsonl import file_changed, file_fingerprint, refuse_size
 from sftron.data.types import DataError, Row
 
 # pyarrow has no type annotations: Batch stands for pyarrow.RecordBatch, Schema for pyarrow.Schema.

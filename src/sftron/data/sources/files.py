@@ -13,9 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sftron.data.json_text import excerpt
 from sftron.data.sources import arrow, streaming
 from sftron.data.sources.hub import HubSplit
-from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, excerpt, kind_of
+from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, kind_of
 from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows

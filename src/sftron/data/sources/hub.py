@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sftron.data.json_text import excerpt
 from sftron.data.sources.arrow import ArrowSource
-from sftron.data.sources.jsonl import excerpt
 from sftron.data.sources.streaming import RowStream, read_table
 from sftron.data.types import DataError
 from sftron.hub_revision import commit_of

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from sftron.data.json_text import excerpt
 from sftron.data.sources.arrow import RowReader
-from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from sftron.data.dataset import PackedDataset
-from sftron.data.types import IGNORE_INDEX
+from sftron.data.types import IGNORE_INDEX, SeekablePacks
 from sftron.verify.trainer.state import own_collator, own_dataset, restored
 
 _LEAST_UNLIKE = 0.1
@@ -36,10 +35,10 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
             f"the trainer has {max(1, args.n_gpu)} devices in one process, or DeepSpeed; give each device a process "
             "(torchrun), or check it in one process on one device (CUDA_VISIBLE_DEVICES=0)"
         )
-    if not isinstance(data, PackedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not isinstance(data, SeekablePacks) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
         raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
-    if not isinstance(data, PackedDataset) and len(data) == 0:
+    if not isinstance(data, SeekablePacks) and len(data) == 0:
         raise ValueError("the trainer's train_dataset has 0 rows")
     processor = trainer.processing_class
     if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:

@@ -14,8 +14,7 @@ import numpy as np
 
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.types import IGNORE_INDEX, Conversation, Role, TokenizedConversation
-from sftron.report.counts import RoleCount
-from sftron.report.tokens import role_name
+from sftron.report.tokens import RoleCount, role_name
 from sftron.verify.faults import Fault, library_of, values_of_mask
 from sftron.verify.report import Finding, NotMeasuredError
 from sftron.verify.trainer.documents import Document

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from sftron.data.chat.check import reference_ids
+from sftron.data.chat.reference import reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.chat.tokenizer_file import difference_from_file
 from sftron.data.types import Conversation

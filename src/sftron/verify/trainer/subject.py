@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from sftron.data.dataset import PackedDataset
+from sftron.data.types import SeekablePacks
 from sftron.errors import place_of
 from sftron.verify.faults import library_of
 from sftron.verify.report import Finding, NotMeasuredError
@@ -69,7 +69,7 @@ class TrainerSubject(Subject):
         self.trainer, self.trained_roles, self.library = trainer, trained_roles, library_of(trainer)
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
-        self._is_endless = isinstance(data, PackedDataset)
+        self._is_endless = isinstance(data, SeekablePacks)
         if self._is_endless:  # its first packs stand for all
             state = data.state_dict()
             data = list(islice(data, _NUM_PACKS))

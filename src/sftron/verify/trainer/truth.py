@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.chat.check import reference_ids
+from sftron.data.chat.reference import reference_ids
 from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.messages import with_system

@@ -1,0 +1,24 @@
+"""What transformers' own `apply_chat_template` makes of a conversation: the reference of ids and texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.types import Conversation
+
+
+def reference_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> list[int]:
+    """Returns the ids of the tokenizer's own apply_chat_template, which gets the options."""
+    return apply_chat_template(chat_tokenizer, conversation, **options)["input_ids"]
+
+
+def apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> Any:
+    template = chat_tokenizer.template_for(conversation)
+    return chat_tokenizer.tokenizer.apply_chat_template(
+        template.plain_messages(conversation.messages),
+        tools=[dict(tool) for tool in conversation.tools] or None,
+        chat_template=template.source,
+        return_dict=True,
+        **options,
+    )
