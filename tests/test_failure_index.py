@@ -153,7 +153,7 @@ def test_a_program_shows_its_fault_exactly_where_a_row_fails() -> None:
 
 
 def test_every_row_of_verify_trainer_has_a_mutant() -> None:
-    from sftron.verify.verify_trainer import RULES
+    from sftcheck.verify_trainer import RULES
 
     assert [rule.name for rule in RULES if rule.name not in NOT_MEASURED] == list(ROWS)
     assert {*MUTANTS, "forgery"} == set(ROWS)

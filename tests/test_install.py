@@ -52,7 +52,7 @@ sys.meta_path.insert(0, Refused())
 start = time.perf_counter()
 from sftron import check_isolation, verify_step, verify_trainer
 from sftron.commands.verify_trainer import main
-from sftron.verify.verify_trainer import page_of
+from sftcheck.verify_trainer import page_of
 print(time.perf_counter() - start)
 import sftron
 try:

@@ -33,8 +33,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sftcheck.check_isolation import POSITIONS_ALONE
 from sftron.checkpoint.export import export_hf
 from sftron.checkpoint.hf_weights import load_model
+from sftron.checks.parity import FP32_TOLERANCE, check_generation, check_neighbors
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation, Pack
@@ -43,8 +45,6 @@ from sftron.models.architecture import FAMILIES
 from sftron.models.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.objective import hidden_states, loss_of
-from sftron.verify.check_isolation import POSITIONS_ALONE
-from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_neighbors
 from tools.bench_step import random_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "models" / "index.md"

@@ -26,12 +26,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from sftcheck.check_isolation import POSITIONS_ALONE
+from sftron.checks.isolation import Isolation, try_isolation
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.packing import lay_out
 from sftron.data.types import ConversationKey, LabeledConversation, Pack
 from sftron.errors import show
-from sftron.verify.check_isolation import POSITIONS_ALONE
-from sftron.verify.isolation import Isolation, try_isolation
 
 PAGE = Path(__file__).parents[1] / "docs" / "isolation.md"
 BEGIN, END = "<!-- the table: tools/isolation_table.py -->", "<!-- end of the table -->"

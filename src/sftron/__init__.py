@@ -8,9 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sftcheck.check_isolation import IsolationError as IsolationError
+    from sftcheck.check_isolation import check_isolation as check_isolation
+    from sftcheck.verify_step import verify_step as verify_step
+    from sftcheck.verify_trainer import verify_trainer as verify_trainer
     from sftron.checkpoint.export import export_hf as export_hf
     from sftron.checkpoint.hf_weights import load_model as load_model
     from sftron.checkpoint.shards import CheckpointError as CheckpointError
+    from sftron.checks.inspect_run import inspect as inspect
+    from sftron.checks.verify_run import verify_run as verify_run
     from sftron.config import Config as Config
     from sftron.config import ConfigError as ConfigError
     from sftron.config import load_config as load_config
@@ -27,12 +33,6 @@ if TYPE_CHECKING:
     from sftron.train.chat import generate as generate
     from sftron.train.trainer import Trainer as Trainer
     from sftron.train.trainer import open_trainer as open_trainer
-    from sftron.verify.check_isolation import IsolationError as IsolationError
-    from sftron.verify.check_isolation import check_isolation as check_isolation
-    from sftron.verify.inspect_run import inspect as inspect
-    from sftron.verify.verify_run import verify_run as verify_run
-    from sftron.verify.verify_step import verify_step as verify_step
-    from sftron.verify.verify_trainer import verify_trainer as verify_trainer
 
 __version__ = "0.2.0"
 
@@ -50,17 +50,17 @@ _MODULES = {
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
-    "IsolationError": "sftron.verify.check_isolation",
-    "check_isolation": "sftron.verify.check_isolation",
+    "IsolationError": "sftcheck.check_isolation",
+    "check_isolation": "sftcheck.check_isolation",
     "export_hf": "sftron.checkpoint.export",
     "generate": "sftron.train.chat",
-    "inspect": "sftron.verify.inspect_run",
+    "inspect": "sftron.checks.inspect_run",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",
     "open_trainer": "sftron.train.trainer",
-    "verify_run": "sftron.verify.verify_run",
-    "verify_step": "sftron.verify.verify_step",
-    "verify_trainer": "sftron.verify.verify_trainer",
+    "verify_run": "sftron.checks.verify_run",
+    "verify_step": "sftcheck.verify_step",
+    "verify_trainer": "sftcheck.verify_trainer",
     "weighted_loss_sum": "sftron.models.loss",
 }
 
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(_MODULES[name])
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "sftron":
+        if error.name is None or error.name.partition(".")[0] in ("sftron", "sftcheck"):
             raise
         message = f"sftron.{name} needs the package {error.name}: pip install 'sftron[train]'"
         raise ModuleNotFoundError(message, name=error.name) from error

@@ -16,9 +16,9 @@ from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.model_folder import read_config
 from sftron.checkpoint.source import ExportSource
+from sftron.checks.reference import load_reference
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.architecture import LlamaConfig
-from sftron.verify.reference import load_reference
 from tests.conftest import rest_nightly
 from tests.models.reference import FAMILIES, QWEN_3_5, QWEN_3_5_MOE, TINY, make_reference, pack
 

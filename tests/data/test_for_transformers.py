@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from sftcheck.check_isolation import check_isolation
 from sftron.checkpoint.hf_weights import load_model
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
@@ -17,7 +18,6 @@ from sftron.data.labels import Targets
 from sftron.data.loader import collate
 from sftron.data.types import IGNORE_INDEX, DataError, Pack
 from sftron.train.objective import loss_of
-from sftron.verify.check_isolation import check_isolation
 from tests.data.streams import take
 from tests.train.runs import make_model_folder, write_rows
 

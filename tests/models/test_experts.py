@@ -22,12 +22,12 @@ from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
+from sftron.checks.parity import native_logits, rounding_of_experts
 from sftron.models import experts as native_experts
 from sftron.models.experts import BiasedExperts, Experts, sort_by_expert
 from sftron.models.mixtures import Mixture
 from sftron.models.routing import CorrectedRouter, Router, Routing, ScaledRouter
 from sftron.models.sdpa_attention import SdpaAttention
-from sftron.verify.parity import native_logits, rounding_of_experts
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
 HIDDEN, NUM_EXPERTS, NUM_SELECTED, INNER = 48, 10, 3, 40

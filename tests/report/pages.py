@@ -6,15 +6,15 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import cast
 
+from sftron.checks.report import Check, Report
+from sftron.checks.subject import Subject
+from sftron.checks.verify_run import RULES, page_of
 from sftron.compare.comparison import compare
 from sftron.compare.recorded_run import read_run
 from sftron.data.types import ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
 from sftron.report.html import render
 from sftron.report.page import Inspection
-from sftron.verify.report import Check, Report
-from sftron.verify.subject import Subject
-from sftron.verify.verify_run import RULES, page_of
 from tests.compare.sweeps import ablation, write_run
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 
 from sftron.checkpoint.checkpoint import verify_checkpoint
-from sftron.verify.rank_checks import torchrun
-from sftron.verify.replay import OpenedRun, audit_run
+from sftron.checks.rank_checks import torchrun
+from sftron.checks.replay import OpenedRun, audit_run
 from tests.conftest import ROOT
 from tests.train import ranks
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows

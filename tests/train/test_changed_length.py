@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from sftron.checks.opened_run import OpenedRun
+from sftron.checks.replay import audit_run
 from sftron.data.lanes.lane import ConsumedSet, num_consumed
 from sftron.train.run import RunLength
-from sftron.verify.opened_run import OpenedRun
-from sftron.verify.replay import audit_run
 from tests.train.runs import NUM_ROWS, make_config, metrics, run
 
 

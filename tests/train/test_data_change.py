@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.checkpoint import CheckpointError
+from sftron.checks.replay import OpenedRun, audit_run
 from sftron.train.trainer import open_trainer
-from sftron.verify.replay import OpenedRun, audit_run
 from tests.train.runs import (
     NUM_ROWS,
     bits,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.checkpoint import newest_checkpoint
-from sftron.verify.replay import OpenedRun, audit_run
+from sftron.checks.replay import OpenedRun, audit_run
 from tests.conftest import chosen, rest_nightly
 from tests.train.chaos import alive, below
 from tests.train.faults import Fault, train_noting_updates, train_with

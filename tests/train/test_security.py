@@ -18,6 +18,7 @@ import pytest
 
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, read_json
+from sftron.checks.parity import read_prompts
 from sftron.commands import audit, compare, inspect, train
 from sftron.compare.grid import read_sweep_file
 from sftron.config import ConfigError, load_config
@@ -27,7 +28,6 @@ from sftron.models.architecture import LlamaConfig
 from sftron.train.build_run import build_run
 from sftron.train.logs import console
 from sftron.train.ranks import start_ranks
-from sftron.verify.parity import read_prompts
 from tests.conftest import ROOT
 from tests.data.files import refusal_of, write, write_rows
 from tests.train.runs import make_config, on_each_step, settings, write_config

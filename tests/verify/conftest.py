@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from sftron.verify import rank_checks
+from sftron.checks import rank_checks
 from tests.train.ranks import launch, run_script
 from tests.train.runs import chat_line, make_model_folder
 

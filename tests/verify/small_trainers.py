@@ -18,7 +18,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sftron.verify.report import Report
+from sftron.checks.report import Report
 
 
 def messages(number: int, num_turns: int = 1) -> list[dict[str, str]]:

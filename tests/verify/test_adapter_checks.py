@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from sftron.checkpoint import merge as merge_module
+from sftron.checks import adapter_checks, rank_checks
+from sftron.checks import subject as subject_module
+from sftron.checks.verify_run import ADAPTER_RULES, RULES
 from sftron.models import adapters
 from sftron.models.adapters import LoraSpec
 from sftron.train import build_model
 from sftron.train.run import Setup
-from sftron.verify import adapter_checks, rank_checks
-from sftron.verify import subject as subject_module
-from sftron.verify.verify_run import ADAPTER_RULES, RULES
 from tests.conftest import LazyModule
 from tests.models.reference import FAMILIES
 from tests.train.runs import make_model_folder

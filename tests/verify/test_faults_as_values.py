@@ -5,15 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sftcheck.faults import Fault
 from sftron import verify_trainer
-from sftron.verify import report as reports
-from sftron.verify.faults import Fault
-from sftron.verify.report import Report
+from sftron.checks.report import Report
 from tests.conftest import ROOT
 from tests.verify.trainer_zoo import ZOO, hush
 
@@ -56,14 +54,15 @@ def test_reading_a_sentence_is_seen(line: str) -> None:
 def test_no_check_decides_by_reading_a_sentence() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
-        for path in sorted((ROOT / "src/sftron/verify").rglob("*.py"))
+        for package in ("sftcheck", "sftron/checks")
+        for path in sorted((ROOT / "src" / package).rglob("*.py"))
         for line in decisions_by_sentences(path.read_text(encoding="utf-8"))
     ]
     assert found == []
 
 
 def test_each_fault_has_texts_in_each_library_and_a_check_that_finds_it() -> None:
-    sources = "".join(path.read_text() for path in Path(reports.__file__).parent.rglob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "src/sftcheck").rglob("*.py"))
     for fault in Fault:
         assert len(re.findall(rf"\bFault\.{fault.name}\b", sources)) > 0, fault
         assert fault.entry.rows

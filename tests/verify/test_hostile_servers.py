@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sftron.verify.parity import EXAMPLE_PROMPTS
-from sftron.verify.servers import Server
+from sftron.checks.parity import EXAMPLE_PROMPTS
+from sftron.checks.servers import Server
 from tests.verify.chat_server import serving
 
 KEY = "key-of-somebody-1234"

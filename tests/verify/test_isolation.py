@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
+from sftcheck.check_isolation import POSITIONS_ALONE
 from sftron import FlattenPacks, check_isolation
+from sftron.checks.isolation import measure_isolation
 from sftron.data.types import DataError, Pack
-from sftron.verify.check_isolation import POSITIONS_ALONE
-from sftron.verify.isolation import measure_isolation
 from tools.isolation_table import CASES, LENGTHS, Case, make_model, make_pack
 
 

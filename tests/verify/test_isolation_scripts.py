@@ -12,10 +12,10 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from sftcheck.program.packed import packed_script
+from sftcheck.program.program import run_here
 from sftron import FlattenPacks, IsolationError, check_isolation
-from sftron.verify.isolation import documents_of
-from sftron.verify.script.packed import packed_script
-from sftron.verify.script.program import run_here
+from sftron.checks.isolation import documents_of
 from tests.verify.test_isolation import model_of
 from tests.verify.test_isolation_table import CELLS
 from tests.verify.test_scripts import RUN_FRESH, has_form, run_alone

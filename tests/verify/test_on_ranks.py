@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sftron.verify.faults import Fault
-from sftron.verify.report import Finding, NotMeasuredError
-from sftron.verify.trainer.exchange import Exchange, time_limit_of_trainer
-from sftron.verify.trainer.on_ranks import joined
-from sftron.verify.trainer.plain_values import read_back, written
+from sftcheck.faults import Fault
+from sftcheck.ranks.exchange import Exchange, time_limit_of_trainer
+from sftcheck.ranks.on_ranks import joined
+from sftcheck.ranks.plain_values import read_back, written
+from sftron.checks.report import Finding, NotMeasuredError
 from tests.conftest import ROOT
 from tests.train.ranks import launch
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from sftron.checkpoint.model_folder import read_json
 from sftron.checkpoint.source import ExportSource, lacking_for_loaders
+from sftron.checks import parity
+from sftron.checks.parity import EXAMPLE_PROMPTS, check_parity
 from sftron.commands import check as check_sft
 from sftron.models.generation import Generation
 from sftron.models.sdpa_attention import SdpaAttention, attend_causally
-from sftron.verify import parity
-from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
 from tests.models.reference import FAMILIES, make_theirs
 
 NAMES = ("max |native", "max KL", "top-1", "native packed", "neighbor", "greedy", "weights", "loaders")

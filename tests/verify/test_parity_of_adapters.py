@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from sftron.checks import round_trip
+from sftron.checks.parity import EXAMPLE_PROMPTS, check_parity
 from sftron.commands import check as check_sft
 from sftron.models.adapters import LoraSpec
-from sftron.verify import round_trip
-from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
 from tests.conftest import LazyModule
 from tests.models.reference import FAMILIES, make_theirs
 from tests.verify.test_parity import make_folder

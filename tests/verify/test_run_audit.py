@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from sftron.checks import replay as replay_module
+from sftron.checks.replay import OpenedRun, Replay, audit_run
 from sftron.commands.audit import main
 from sftron.data import dataset
 from sftron.data.digest import digest_of
-from sftron.verify import replay as replay_module
-from sftron.verify.replay import OpenedRun, Replay, audit_run
 from tests.train.killed_run import run_killed
 from tests.train.runs import NUM_ROWS, chat_line, make_config, make_model_folder, metrics, run, write_rows
 

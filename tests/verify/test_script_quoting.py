@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from sftcheck.program import make, quoting
+from sftcheck.program.evidence import EVIDENCE, Evidence
+from sftcheck.program.program import Program, Rows, run_here
+from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
+from sftcheck.program.rebuild import Materials, with_sizes
+from sftcheck.program.source import is_of_library
 from sftron import verify_trainer
-from sftron.verify.report import Report
-from sftron.verify.script import make, quoting
-from sftron.verify.script.evidence import EVIDENCE, Evidence
-from sftron.verify.script.program import Program, Rows, run_here
-from sftron.verify.script.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
-from sftron.verify.script.rebuild import Materials, with_sizes
-from sftron.verify.script.source import is_of_library
+from sftron.checks.report import Report
 from tests.conftest import ROOT
 from tests.verify.small_trainers import encoded, messages, of_features, plain
 from tests.verify.test_isolation_scripts import deaf, error_of
@@ -99,7 +99,7 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sftron.verify.script.program.run_fresh", run_here)
+    monkeypatch.setattr("sftcheck.program.program.run_fresh", run_here)
     yield
     assert not (folder / CANARY).exists(), "a string became code, and ran"
 

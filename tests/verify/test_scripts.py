@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from transformers import DataCollatorForSeq2Seq, Trainer
 
+from sftcheck.program import make
+from sftcheck.program.evidence import EVIDENCE, Evidence
+from sftcheck.program.program import run_here
+from sftcheck.program.rebuild import Materials
 from sftron import verify_trainer
+from sftron.checks.report import Report
 from sftron.commands.verify_trainer import main
-from sftron.verify.report import Report
-from sftron.verify.script import make
-from sftron.verify.script.evidence import EVIDENCE, Evidence
-from sftron.verify.script.program import run_here
-from sftron.verify.script.rebuild import Materials
 from tests.conftest import ROOT
 from tests.verify.small_trainers import plain
 from tests.verify.test_zoo_proofs import NEEDS_SMOLLM2
@@ -50,7 +50,7 @@ NOT_SHOWN = {
     ("template_without_stop", "trained tokens"): "no program of the trainer's parts shows the fault",
 }
 """The failed rows without a program, with a part of the reason that is given."""
-RUN_FRESH = "sftron.verify.script.program.run_fresh"
+RUN_FRESH = "sftcheck.program.program.run_fresh"
 _BLOCKED = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sftron.checks import servers
+from sftron.checks.parity import EXAMPLE_PROMPTS
 from sftron.commands import check
-from sftron.verify import servers
-from sftron.verify.parity import EXAMPLE_PROMPTS
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder
 from tests.verify.chat_server import Behavior, serve, serving

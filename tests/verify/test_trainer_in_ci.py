@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from sftcheck.program.program import run_here
 from sftron import verify_trainer
 from sftron.testing import assert_trainer_is_sound
-from sftron.verify.script.program import run_here
 from tests.conftest import ROOT
 from tests.verify.small_trainers import ANSWERS, ROWS, encoded, of_features, plain, sft
 
@@ -24,7 +24,7 @@ def test_the_helper_passes_a_sound_trainer_and_shows_the_rows_and_the_program_of
     own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_trainer_is_sound(plain(own, tmp_path))
-    monkeypatch.setattr("sftron.verify.script.program.run_fresh", run_here)
+    monkeypatch.setattr("sftcheck.program.program.run_fresh", run_here)
     everything = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in encoded(own, ROWS)]
     with pytest.raises(AssertionError) as caught:
         assert_trainer_is_sound(of_features(own, tmp_path, everything))

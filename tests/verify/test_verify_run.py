@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from sftron.checks import model_checks, rank_checks, run_checks
+from sftron.checks import subject as subject_module
+from sftron.checks import verify_run as verify_module
+from sftron.checks.report import Check, Finding, NotMeasuredError, Report, Rule, carry_out
+from sftron.checks.subject import Subject
+from sftron.checks.verify_run import RULES, select
 from sftron.commands import inspect
 from sftron.commands import verify as verify_run
 from sftron.config import load_config
@@ -23,12 +29,6 @@ from sftron.models.sdpa_attention import SdpaAttention, attend_causally
 from sftron.train import build_data
 from sftron.train import resume as resume_module
 from sftron.train.step import StepResult
-from sftron.verify import model_checks, rank_checks, run_checks
-from sftron.verify import subject as subject_module
-from sftron.verify import verify_run as verify_module
-from sftron.verify.report import Check, Finding, NotMeasuredError, Report, Rule, carry_out
-from sftron.verify.subject import Subject
-from sftron.verify.verify_run import RULES, select
 from tests.train.runs import settings, write_config
 
 DATA = ("template", "prompt", "stop tokens", "masks", "forgery", "toggles", "data order", "start-up")

@@ -12,9 +12,9 @@ from examples.loops.nanochat_style import GPT
 from torch import nn
 from torch.nn import functional as F
 
+from sftcheck.loop.call import Call
+from sftcheck.verify_step import RULES
 from sftron import verify_step
-from sftron.verify.loop.call import Call
-from sftron.verify.verify_step import RULES
 from tests.conftest import rest_nightly
 from tests.verify import loop_materials, stranger_loop
 from tests.verify.loop_materials import CONVERSATIONS, IGNORE, TOKENIZER, Loop, of_rows, padded, shifted

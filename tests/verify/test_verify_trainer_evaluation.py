@@ -10,10 +10,10 @@ from datasets import Dataset
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau
 from transformers import Trainer
 
+from sftcheck.trainer.evaluation import num_shared_rows
+from sftcheck.trainer.schedule import num_steps_of, schedule_note
+from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftron import verify_trainer
-from sftron.verify.trainer.evaluation import num_shared_rows
-from sftron.verify.trainer.schedule import num_steps_of, schedule_note
-from sftron.verify.trainer.subject import TrainerSubject
 from tests.verify.small_trainers import ANSWERS, encoded, failed, messages, plain, row_of, sft
 
 pytestmark = [pytest.mark.filterwarnings("ignore::"), pytest.mark.usefixtures("quiet")]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
+from sftcheck import verify_trainer as verify_trainer_module
+from sftcheck.trainer.trainer_subject import TrainerSubject
+from sftcheck.verify_trainer import REQUIRED, RULES
 from sftron import verify_trainer
-from sftron.verify import verify_trainer as verify_trainer_module
-from sftron.verify.trainer.subject import TrainerSubject
-from sftron.verify.verify_trainer import REQUIRED, RULES
 from tests.conftest import rest_nightly
 from tests.verify.small_trainers import (
     ANSWERS,

@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Trainer, default_data_collator
 
+from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftron import verify_trainer
-from sftron.verify.trainer.subject import TrainerSubject
 from tests.verify.small_trainers import Means, cache, encoded, messages, plain, row_of
 from tests.verify.zoo_training import Clips, DividesAgain, KeepsLogits, OwnStep, ZeroesFirst
 

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import Trainer
 
+from sftcheck.restore import restore_model_after
 from sftron import verify_trainer
-from sftron.verify.trainer.state import untouched_model
 from tests.verify.small_trainers import ANSWERS, row_of, sft
 from tests.verify.zoo_materials import model
 
@@ -67,7 +67,7 @@ def test_weights_that_are_packed_in_another_form_are_put_back() -> None:
     weight, tensor = layer.weight, layer.weight.data
     state, absmax, inner = weight.quant_state, weight.quant_state.absmax, weight.quant_state.state2
     before = dict(vars(state)), tensor.clone(), absmax.clone()
-    with untouched_model(layer):
+    with restore_model_after(layer):
         weight.data, weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
         weight.quant_state.packing_format_for_cpu = weight.mark = True
         assert weight.shape != tensor.shape

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sftcheck.faults import Fault
 from sftron import verify_trainer
-from sftron.verify.faults import Fault
 from tests.conftest import rest_nightly
 from tests.verify.trainer_zoo import ZOO, hush
 from tests.verify.zoo_materials import ROWS, SMOLLM2, in_bfloat16, sft, tok

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import transformers
 
-from sftron.verify.report import Check, carry_out
-from sftron.verify.trainer.state import untouched
-from sftron.verify.trainer.subject import TrainerSubject
-from sftron.verify.verify_trainer import RULES, verify_trainer
+from sftcheck.restore import restore_after
+from sftcheck.trainer.trainer_subject import TrainerSubject
+from sftcheck.verify_trainer import RULES, verify_trainer
+from sftron.checks.report import Check, carry_out
 from tools.failures.materials import FORGED, SCRATCH, Configuration
 from tools.failures.mutants import MUTANTS
 
@@ -77,7 +77,7 @@ def mutated_check(row: str, trainer: Any, configuration: Configuration) -> Check
     if row == "forgery":
         trainer = made(configuration, FORGED)
         conversations = None if conversations is None else [*conversations, {**conversations[0], "messages": FORGED}]
-    with untouched(trainer):
+    with restore_after(trainer):
         MUTANTS.get(row, lambda _: None)(trainer)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         subject = TrainerSubject(trainer, tokenizer, conversations, configuration.roles)

@@ -122,14 +122,14 @@ def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LatestCheckpoint:
     """The newest valid checkpoint, if any, and the problems of newer ones that were rejected."""
 
     folder: Path | None
     rejected: tuple[str, ...]
 
 
-def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> Found:
+def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> LatestCheckpoint:
     """Returns the newest valid checkpoint under root. Every rank has to call this; each verifies a share of the files.
 
     Raises:
@@ -140,14 +140,14 @@ def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> Found:
         folder = root / f"step-{step}"
         problem = verify_checkpoint(folder, ranks)
         if problem is None:
-            return Found(folder, tuple(rejected))
+            return LatestCheckpoint(folder, tuple(rejected))
         rejected.append(f"{folder}: {problem}")
     if rejected:
         raise CheckpointError(
             "no checkpoint of this run can be used:\n  " + "\n  ".join(rejected) + "\n"
             "Starting again would lose the run: move them away, or choose another general.run_name"
         )
-    return Found(None, ())
+    return LatestCheckpoint(None, ())
 
 
 def set_aside_newer(root: Path, step: int) -> list[Path]:

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=as_path, metavar="FILE", help="write the report there too")
     options, overrides = parser.parse_known_args(arguments)
     # Imported here, so that --help takes no time.
-    from sftron.verify.replay import OpenedRun, audit_run
+    from sftron.checks.replay import OpenedRun, audit_run
 
     audit = audit_run(OpenedRun(options.run, overrides), options.step)
     show(audit.as_text())

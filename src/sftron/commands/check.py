@@ -52,8 +52,8 @@ def main(arguments: list[str]) -> int:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
-    from sftron.verify.served import check_served
+    from sftron.checks.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
+    from sftron.checks.served import check_served
 
     disable_progress_bar()
     prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS

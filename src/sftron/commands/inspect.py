@@ -27,9 +27,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=as_path, metavar="FILE", help="also write the audit as JSON")
     options, overrides = parser.parse_known_args(arguments)
     # Imported here, so that --help takes no time.
+    from sftron.checks.inspect_run import inspect, open_data
     from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
     from sftron.report.terminal import wants_color
-    from sftron.verify.inspect_run import inspect, open_data
 
     config = load_config(options.config, overrides)
     preparation = open_data(config)

@@ -40,10 +40,10 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help and configuration errors take no time.
     from transformers.utils.logging import disable_progress_bar
 
+    from sftron.checks.card import card_of
+    from sftron.checks.report import Table
+    from sftron.checks.verify_run import checked_run, page_of
     from sftron.train.model_card import VERIFY_CARD
-    from sftron.verify.card import card_of
-    from sftron.verify.report import Table
-    from sftron.verify.verify_run import checked_run, page_of
 
     disable_progress_bar()
     sizes, table = (options.rows, options.layers, options.tokens, options.ranks, options.context), Table()

@@ -71,9 +71,9 @@ def main(arguments: list[str]) -> int:
     try:
         trainer = load_function(options.target)()
         # Imported here, so that --help and wrong arguments take no time.
-        from sftron.verify.report import Table
-        from sftron.verify.trainer.on_ranks import leave_together
-        from sftron.verify.verify_trainer import page_of, verify_trainer
+        from sftcheck.ranks.on_ranks import leave_together
+        from sftcheck.verify_trainer import page_of, verify_trainer
+        from sftron.checks.report import Table
 
         table = Table()
         report = verify_trainer(

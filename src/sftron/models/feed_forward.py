@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sftron.kernels.xielu import BETA, xielu
 from sftron.models.architecture import LlamaConfig
 from sftron.models.experts import BiasedExperts, Experts
-from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear, made_again
+from sftron.models.layers import ActiveLinear, GatedLinear, Linear, Norm, NormedLinear, recomputed
 from sftron.models.projections import make_norm
 from sftron.models.routing import ROUTERS, ScaledRouter
 
@@ -76,7 +76,7 @@ class XieluMLP(nn.Module):
         active_TF = self.act_fn(up_TF)
         if not self.recompute or torch.compiler.is_compiling():
             return self.down_proj(active_TF)
-        with made_again(active_TF, lambda: self.act_fn(up_TF)):
+        with recomputed(active_TF, lambda: self.act_fn(up_TF)):
             return self.down_proj(active_TF)
 
 

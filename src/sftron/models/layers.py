@@ -166,7 +166,7 @@ NORMS: dict[str, Callable[[int, float], Norm]] = {
 }
 
 
-def made_again(made: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
+def recomputed(made: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
     """Within this context, no function saves `made` for its backward pass, which calls `make` in its place."""
     storage = made.untyped_storage()._cdata  # not the tensor, which would stay
 
@@ -193,7 +193,7 @@ class NormedLinear(Linear):
             return super().forward(x_TH if norm is None else norm(x_TH))
         wide_TH = x_TH.float()  # what a LayerNorm keeps
         dtype, normed_TH = x_TH.dtype, norm(wide_TH).to(x_TH.dtype)
-        with made_again(normed_TH, lambda: norm(wide_TH).to(dtype)):
+        with recomputed(normed_TH, lambda: norm(wide_TH).to(dtype)):
             return super().forward(normed_TH)
 
 

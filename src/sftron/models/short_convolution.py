@@ -19,7 +19,7 @@ from sftron.models.block import Documents, Flops, ResidualBlock
 from sftron.models.causal_convolution import CachedConvolve, ConvolutionSizes, Convolve, ConvolveInDocuments, Taps
 from sftron.models.context import ContextConvolution
 from sftron.models.feed_forward import MLPS
-from sftron.models.layers import Linear, NormedLinear, made_again
+from sftron.models.layers import Linear, NormedLinear, recomputed
 from sftron.models.projections import make_norm
 
 
@@ -50,7 +50,7 @@ class ShortConvolution(nn.Module):
         gated_TH = gated()
         if not self.recompute or torch.compiler.is_compiling():
             return self.out_proj(gated_TH)
-        with made_again(gated_TH, gated):
+        with recomputed(gated_TH, gated):
             return self.out_proj(gated_TH)
 
 

@@ -13,7 +13,7 @@ import torch
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.checkpoint import (
     CheckpointError,
-    Found,
+    LatestCheckpoint,
     load_checkpoint,
     newest_checkpoint,
     read_state,
@@ -201,20 +201,20 @@ def find_finished(setup: Setup, directory: RunDirectory) -> Start | None:
     return start if main_or_raise(ranks, is_all_there) else None
 
 
-def _find(setup: Setup, checkpoints: Path) -> Found:
+def _find(setup: Setup, checkpoints: Path) -> LatestCheckpoint:
     """Returns the checkpoint that checkpoints.resume selects, if any. Every rank calls this."""
     options = setup.config.checkpoints
     # With load: weights, the named checkpoint only starts the run; a restart resumes from the run's own checkpoints.
     if options.resume == "auto" or options.load == "weights":
         return newest_checkpoint(checkpoints, setup.ranks)
     if options.resume != "never":
-        return Found(_verified(setup, Path(options.resume)), ())
+        return LatestCheckpoint(_verified(setup, Path(options.resume)), ())
     if main_or_raise(setup.ranks, lambda: steps_in(checkpoints)):
         raise CheckpointError(
             f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
             "general.run_name, or remove them"
         )
-    return Found(None, ())
+    return LatestCheckpoint(None, ())
 
 
 def _verified(setup: Setup, folder: Path) -> Path:

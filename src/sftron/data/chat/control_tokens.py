@@ -38,7 +38,7 @@ _HTML_TAG = re.compile(
 _LOOKS_LIKE_ONE = re.compile(r"<.+>|\[/?[A-Z_]{3,}\]", re.DOTALL)
 _MOST_REMEMBERED_TEXTS, _LONGEST_REMEMBERED_TEXT = 4096, 512
 
-Found = tuple[tuple[int, str], ...]
+Occurrences = tuple[tuple[int, str], ...]
 """The position and the string of each control token in a text."""
 
 
@@ -177,15 +177,15 @@ class ControlTokens:
                 return self.pattern.search(text) is not None
         return False
 
-    def find(self, text: str) -> Found:
+    def find(self, text: str) -> Occurrences:
         """Returns the control tokens' strings in a text."""
         # A template writes the same few texts between the messages of all conversations.
         return self._find_in_short(text) if len(text) <= _LONGEST_REMEMBERED_TEXT else self._find(text)
 
-    def _find(self, text: str) -> Found:
+    def _find(self, text: str) -> Occurrences:
         return tuple((match.start(), match.group()) for match in self.pattern.finditer(text))
 
-    def rename(self, text: str, found: Found) -> str:
+    def rename(self, text: str, found: Occurrences) -> str:
         """Returns the text with names in place of the strings that `find` has found in it."""
         texts, start = list[str](), 0
         for position, content in found:

@@ -1,0 +1,255 @@
+"""What was seen of a trainer: facts on which measurements depend, and the rows that a failed check is about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sftcheck.batches import find, ids_of
+from sftcheck.checks.label_checks import untrained_stops, wrong_labels
+from sftcheck.documents.document import Document
+from sftcheck.documents.truth import PlainText
+from sftcheck.documents.view import View
+from sftcheck.program.evidence import Facts
+from sftcheck.program.program import FIXED, Rows
+from sftcheck.trainer.trainer_subject import TrainerSubject
+from sftron.data.types import IGNORE_INDEX, Conversation, Role
+
+MADE_BY_TRL = {"input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths"}
+_MOST_ROWS = 32
+"""The most rows of a program before it is made smaller."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A row of the data set that a failed check is about, or another one."""
+
+    row: Any
+    """Its columns; None if the row is not known."""
+    ids: Sequence[Mapping[str, Sequence[int]]]
+    """The columns of numbers of each document in it."""
+    contents: Sequence[Mapping[str, Any] | str | None]
+    """The conversation of each document as a row of messages, its text, or None."""
+    is_given: bool = False
+    index: int | None = None
+    """Its number in the data set."""
+
+
+def facts_of(subject: TrainerSubject) -> Facts:
+    view, trainer, tokenizer = subject.training, subject.trainer, subject.training.tokenizer
+    batch = max(subject.step.batches, key=lambda each: each.ids.size)
+    header, stop, beginning, twice = _template_texts(tokenizer)
+    stops = Counter(n for each in view.documents if each.tokens is not None for n in each.tokens.stop_ids)
+    if stops:
+        stop = tokenizer.decode([stops.most_common(1)[0][0]])
+    contents = [each.truth.content for each in view.documents if each.truth is not None]
+    return Facts(
+        header=header,
+        stop=stop or tokenizer.eos_token or "",
+        has_stop=bool(stop),
+        beginning=beginning,
+        twice=twice,
+        is_everything=subject.trained_roles == "all",
+        is_text=bool(contents) and all(isinstance(each, PlainText) for each in contents),
+        is_marked_by_trl=bool(getattr(trainer, "chat_template", None)),
+        has_positions="position_ids" in batch.inputs,
+        has_mask=getattr(batch.inputs.get("attention_mask"), "ndim", 0) == 2,
+        is_packed=any(len(documents) > 1 for *_, documents in view.documents_of_rows),
+        is_adapter=hasattr(trainer.model, "peft_config"),
+        pads_with_stop=tokenizer.pad_token == stop,
+    )
+
+
+def _template_texts(tokenizer: Any) -> tuple[str, str, str, str]:
+    """Returns what the template writes before an answer, the token behind it, what it begins with, and that twice.
+
+    They are as ids of them are decoded: SentencePiece writes a space behind a control token.
+    """
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+
+    def rendered(*messages: Any, **options: Any) -> str:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+    def read(text: str) -> str:
+        return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))).strip(" ")
+
+    try:
+        both, prompt = rendered(user, answer), rendered(user, add_generation_prompt=True)
+        header = prompt.removeprefix(rendered(user)) if both.startswith(prompt) else ""
+    except Exception:  # no template, or one that refuses such messages
+        return "", tokenizer.eos_token or "", "", ""
+    before, _, rest = both.partition("Hi")
+    header, rest = header or rest.partition("Yo")[0], rest.partition("Yo")[2].strip()
+    tokens = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+    stop = next((token for token in tokens if rest.startswith(token)), "")
+    try:
+        other = rendered({"role": "system", "content": "Be kind."}, user)
+    except Exception:  # no system prompts
+        return read(header), stop, "", ""
+    same = [a == b for a, b in zip(other, both, strict=False)]
+    beginning = both[: (*same, False).index(False)]
+    last = max(before.rfind(token) for token in tokens)
+    return read(header), stop, read(beginning), read(before[last:] + beginning) if last >= 0 and beginning else ""
+
+
+def _is_of_numbers(value: Any) -> bool:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return isinstance(value, list) and bool(value) and all(isinstance(each, int) for each in value)
+
+
+def suspects(subject: TrainerSubject, name: str) -> Iterator[tuple[tuple[str, bool], list[Suspect]]]:
+    """Yields the rows of the training, and of the evaluation, that a check is about, the likeliest first."""
+    views = [(False, subject.training)]
+    views += [(True, view) for view in subject.evaluation.values() if isinstance(view, View)][:1]
+    for is_evaluation, view in views:
+        wrong = {id(each) for each in _wrong(view, name)}
+        ordered = sorted(view.documents, key=lambda each: (id(each) not in wrong, len(each)))
+        is_about_rows = name == "truncation"  # of others, the rows that are there are the ones to look at
+        missing = [_of_given(view, truth) for truth in view.given if is_about_rows and truth.excerpt in view.missing]
+        yield (name, is_evaluation), [*missing, *_rows_of(view, ordered)]
+
+
+def all_rows(view: View) -> list[Suspect]:
+    return _rows_of(view, sorted(view.documents, key=len))
+
+
+def _wrong(view: View, name: str) -> list[Document]:
+    documents = view.documents
+    if name == "trained tokens":
+        with suppress(ValueError):
+            return wrong_labels(view)
+    if name == "stop tokens":
+        return untrained_stops(view)
+    if name == "truncation":
+        empty = [
+            each[0] for batch, row, each in view.documents_of_rows if (batch.labels[row, 1:] == IGNORE_INDEX).all()
+        ]
+        return [each for each in documents if each.is_cut_after or each.num_cut_before] or empty
+    if name == "forgery":
+        return [each for each in documents if each.is_forged] or untrained_stops(view)
+    return [each for each in documents if each.difference]
+
+
+def _rows_of(view: View, documents: Sequence[Document]) -> list[Suspect]:
+    """Returns the first rows of these documents, each with all documents of its batch's row."""
+    neighbors: dict[tuple[int, int], list[Document]] = {}
+    for each in view.documents:
+        neighbors.setdefault((each.batch, each.row), []).append(each)
+    found, seen = list[Suspect](), set[int]()
+    for each in documents:
+        row = _row_with(view, each)
+        if row is None or id(row) in seen:
+            continue
+        if len(found) == _MOST_ROWS:
+            break
+        seen.add(id(row))
+        ids = ids_of(row)
+        own = [other for other in neighbors[each.batch, each.row] if ids is None or find(ids, other.ids) >= 0] or [each]
+        found.append(
+            Suspect(
+                row,
+                _segments(row, own),
+                [_content(view, other) for other in own],
+                any(other.source == "conversations" for other in own),
+                next((n for n, other in enumerate(view.rows) if other is row), None),
+            )
+        )
+    return found
+
+
+def _row_with(view: View, document: Document) -> Any:
+    """Returns the row of the data set in which the document's ids are; None if it is not found."""
+    features = view.batches[document.batch].features
+    if len(features) == len(view.batches[document.batch].ids) and (ids := ids_of(features[document.row])) is not None:
+        return view._row_of_ids.get(ids.tobytes(), features[document.row])
+    for row in view.rows:
+        if (ids := ids_of(row)) is not None and find(ids, document.ids) >= 0:
+            return row
+    return None
+
+
+def _segments(row: Mapping[str, Any], documents: Sequence[Document]) -> list[dict[str, list[int]]]:
+    """Returns the columns of numbers of a row, cut where its documents begin."""
+    columns = {
+        name: list(map(int, value))
+        for name, value in row.items()
+        if _is_of_numbers(value) and name != "seq_lengths" and len(value) == len(row["input_ids"])
+    }
+    if not columns:
+        return []
+    ids, starts = ids_of(row), [0]
+    assert ids is not None
+    fixed = np.ones(len(ids), dtype=int)
+    for each in documents:
+        at = find(ids, each.ids)
+        if at > starts[-1]:
+            starts.append(at)
+        if at >= 0:
+            fixed[at : at + len(each)] = _fixed(each)
+    columns[FIXED] = fixed.tolist()
+    ends = [*starts[1:], len(ids)]
+    return [
+        {name: values[begin:end] for name, values in columns.items()} for begin, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _fixed(document: Document) -> np.ndarray:
+    """Returns whether each token is the template's, or the first of a text; none is if the roles are not known."""
+    if document.tokens is None:
+        return np.zeros(len(document), dtype=bool)
+    fixed = document.tokens.role_ids == Role.TEMPLATE
+    for turn in document.tokens.turns:
+        fixed[[turn.start] if turn.stop is None else [turn.start, turn.stop]] = True
+    return fixed
+
+
+def _content(view: View, document: Document) -> Mapping[str, Any] | str | None:
+    return None if document.truth is None else _row_of(view, document.truth.content)
+
+
+def _row_of(view: View, content: Any) -> Mapping[str, Any] | str:
+    if isinstance(content, Conversation):
+        chat = view.encoder.chat
+        assert chat is not None
+        return {"messages": [dict(each) for each in chat.template_for(content).plain_messages(content.messages)]}
+    return content.text
+
+
+def _of_given(view: View, truth: Any) -> Suspect:
+    content = _row_of(view, truth.content)
+    return Suspect(content if isinstance(content, Mapping) else None, (), [content], is_given=True)
+
+
+def rows_for(chosen: Sequence[Suspect], way: str, prefix: str, *, completion_only: bool) -> Rows | None:
+    """Returns the rows of a program from the "columns", "conversations" or "ids" of these; None if they have none."""
+    make: Mapping[str, Callable[[Suspect], list[Any]]] = {
+        "columns": lambda each: [_text_columns(each.row)],
+        "conversations": lambda each: [_as_row(content, completion_only) for content in each.contents],
+        "ids": lambda each: [tuple(each.ids)],
+    }
+    rows = [row for each in chosen for row in make[way](each)]
+    if not rows or not all(rows):
+        return None
+    return Rows(tuple(rows), is_ids=way == "ids", prefix=prefix)
+
+
+def _text_columns(row: Any) -> dict[str, Any]:
+    """Returns the columns of a row that hold its texts, from which TRL makes the others."""
+    if not isinstance(row, Mapping):
+        return {}
+    return {name: value for name, value in row.items() if name not in MADE_BY_TRL and value is not None}
+
+
+def _as_row(content: Mapping[str, Any] | str | None, completion_only: bool) -> dict[str, Any]:
+    if content is None:
+        return {}
+    if isinstance(content, str):
+        return {"text": content}
+    if completion_only:
+        return {"prompt": content["messages"][:-1], "completion": content["messages"][-1:]}
+    return dict(content)

@@ -1,0 +1,278 @@
+"""Source text of live objects: an expression for a value, and the imports and definitions that its names need."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import importlib
+import inspect
+import io
+import symtable
+import sys
+import sysconfig
+import textwrap
+import tokenize
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, literal
+
+WIDTH = 120
+OPENING, CLOSING = frozenset("([{"), frozenset(")]}")
+
+
+class Names:
+    """The imports and the definitions of names, of which a program holds those that it uses."""
+
+    def __init__(self, imports: Mapping[str, str]) -> None:
+        self.imports = dict(imports)
+        self.definitions: dict[str, str] = {}
+        self._defined: dict[int, str] = {}
+
+    def expression(self, value: Any, depth: int = 0) -> str:
+        """Returns an expression that makes an equal value. Raises NoSourceError."""
+        if depth > MOST_DEPTH:
+            raise NoSourceError(f"a value is nested more than {MOST_DEPTH} deep")
+        if isinstance(value, Enum):
+            return self.expression(value.value)
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return literal(value)
+        if isinstance(value, torch.dtype):
+            self.imports["torch"] = "import torch"
+            return str(value)
+        if isinstance(value, PreTrainedTokenizerBase):
+            return "tokenizer"
+        if isinstance(value, nn.Module):
+            return "model"
+        if isinstance(value, Mapping):
+            pairs = (f"{self.expression(k, depth + 1)}: {self.expression(v, depth + 1)}" for k, v in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, (list, tuple, set, frozenset)):
+            values = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+            inner = ", ".join(self.expression(each, depth + 1) for each in values)
+            return f"({inner},)" if isinstance(value, tuple) else f"[{inner}]"
+        if isinstance(value, functools.partial):
+            self.imports["partial"] = "from functools import partial"
+            given = [self.expression(value.func), *map(self.expression, value.args)]
+            return called("partial", given, self._expressions(value.keywords))
+        if isinstance(value, type) or inspect.isroutine(value):
+            return self.name_of(value)
+        return self.call(value)
+
+    def name_of(self, value: Any) -> str:
+        """Returns the name of a class or function, with its import or its own source. Raises NoSourceError."""
+        if inspect.ismethod(value):
+            raise NoSourceError(f"{value.__qualname__} is a method of an object that a program does not have")
+        if is_of_library(value):
+            module = _public_module(value)
+            self.imports[value.__name__] = f"from {module} import {value.__name__}"
+            return value.__name__
+        return self._define(value)
+
+    def _expressions(self, given: Mapping[str, Any]) -> dict[str, str]:
+        return {name: self.expression(value) for name, value in given.items()}
+
+    def call(self, value: Any) -> str:
+        """Returns a call of the value's class with what its attributes hold. Raises NoSourceError."""
+        kind = type(value)
+        name, given = self.name_of(kind), {}
+        for parameter in list(inspect.signature(kind).parameters.values()):
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            if not hasattr(value, parameter.name):
+                if parameter.default is parameter.empty:
+                    raise NoSourceError(f"{kind.__name__} does not keep its argument {parameter.name}")
+                continue
+            own = getattr(value, parameter.name)
+            if parameter.default is parameter.empty or not _is_same(own, parameter.default):
+                given[parameter.name] = own
+        return called(name, [], self._expressions(given))
+
+    def _define(self, value: Any) -> str:
+        """Adds the source of a class or function of the user's, and all that it needs; returns its name."""
+        name = value.__name__
+        if id(value) in self._defined:
+            return self._defined[id(value)]
+        if value.__module__.partition(".")[0] == "sftron":
+            raise NoSourceError(f"{name} is sftron's own")
+        tree = _parsed(value)
+        name = "function" if isinstance(value, FunctionType) and name == "<lambda>" else name
+        self._defined[id(value)] = name
+        scope = dict(vars(sys.modules[value.__module__]))
+        for function in _functions(value):
+            scope |= _closure(function)
+        for used in sorted(used_names(tree)):
+            if used in scope and used != name:
+                self._bind(used, scope[used])
+        self.definitions[name] = "\n".join(folded(line) for line in ast.unparse(tree).split("\n") if line.strip())
+        return name
+
+    def _bind(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType):
+            self.imports[name] = (
+                f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
+            )
+            return
+        found = self.expression(value)
+        if found == name:
+            return
+        if found in self.imports:
+            self.imports[name] = f"{self.imports[found]} as {name}"
+        else:
+            self.definitions[name] = folded(f"{name} = {found}")
+
+
+def is_of_library(value: Any) -> bool:
+    """Returns whether a class or function is of an installed package other than sftron, or of Python itself."""
+    top = value.__module__.partition(".")[0]
+    module = sys.modules.get(value.__module__)
+    path = getattr(module, "__file__", None)
+    if top == "sftron" or top == "__main__":
+        return False
+    # Packages may lie in other environments on sys.path than the interpreter's own.
+    is_installed = path is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return path is None or is_installed or path.startswith(sysconfig.get_paths()["stdlib"])
+
+
+def _public_module(value: Any) -> str:
+    """Returns the shortest module that has the class or function under its own name."""
+    parts = value.__module__.split(".")
+    for size in range(1, len(parts) + 1):
+        module = ".".join(parts[:size])
+        try:
+            if getattr(importlib.import_module(module), value.__name__, None) is value:
+                return module
+        except ImportError:
+            continue
+    raise NoSourceError(f"{value.__qualname__} cannot be imported from {value.__module__}")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple)) and a == b)
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    if isinstance(value, FunctionType):
+        return [value]
+    return [each for each in vars(value).values() if isinstance(each, FunctionType)]
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return {name: cell.cell_contents for name, cell in cells.items() if name != "__class__"}
+
+
+class _Bare(ast.NodeTransformer):
+    """Removes docstrings and annotations, which a program does not need."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self._without_docstring(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._without_docstring(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
+        return node
+
+    def _without_docstring(self, node: Any) -> ast.AST:
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return self.generic_visit(node)
+
+
+def _parsed(value: Any) -> ast.Module:
+    """Returns the definition of a class or function, bare. Raises NoSourceError."""
+    try:
+        source = textwrap.dedent(inspect.getsource(value))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError) as error:
+        raise NoSourceError(f"the source of {value.__qualname__} cannot be read") from error
+    if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+        lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        if len(lambdas) != 1:
+            raise NoSourceError("a lambda does not stand alone in its line, so its source cannot be told")
+        tree = ast.Module([ast.Assign([ast.Name("function", ast.Store())], lambdas[0])], [])
+    return ast.fix_missing_locations(_Bare().visit(tree))
+
+
+def used_names(tree: ast.AST) -> set[str]:
+    """Returns the names that are read from outside of functions, and are no builtins."""
+    tables, names = [symtable.symtable(ast.unparse(tree), "<program>", "exec")], set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        is_top = table.get_name() == "top"
+        names |= {
+            each.get_name() for each in table.get_symbols() if each.is_referenced() and (is_top or each.is_global())
+        }
+    return names - set(dir(builtins))
+
+
+def folded(line: str) -> str:
+    """Returns a line of code that is broken behind commas, within brackets, where it is longer than a line may be.
+
+    A string is not broken.
+    """
+    if len(line) <= WIDTH or line.lstrip().startswith("#"):
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    breaks, depth = [0], 0
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(line.strip()).readline):
+            depth += (token.string in OPENING) - (token.string in CLOSING) if token.type == tokenize.OP else 0
+            if depth and token.type == tokenize.OP and token.string in {",", *OPENING}:
+                breaks.append(token.end[1] + len(indent) - 4)
+    except tokenize.TokenError:  # a part of a longer string
+        return line
+    lines = [""]
+    for begin, end in pairwise([*breaks, len(line)]):
+        if len(lines[-1]) + len(line[begin:end].rstrip()) > WIDTH and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += line[begin:end].lstrip() if lines[-1] == indent else line[begin:end]
+    return "\n".join(each.rstrip() for each in lines)
+
+
+def needed(names: Names, body: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns the import lines and the definitions that the body needs, each in the order in which it may stand."""
+    wanted, texts = set[str](), ["\n".join(body)]
+    while texts:
+        new = used_names(ast.parse(texts.pop())) - wanted
+        wanted |= new
+        texts += [names.definitions[name] for name in new if name in names.definitions]
+    grouped: dict[str, list[str]] = {}
+    for line in sorted({names.imports[name] for name in wanted if name in names.imports}):
+        module, _, name = line.removeprefix("from ").rpartition("import ")
+        grouped.setdefault(module.strip(), []).append(name)
+    lines = []
+    for module, given in sorted(grouped.items()):
+        line = f"from {module} import {', '.join(given)}" if module else f"import {', '.join(given)}"
+        lines.append(line if len(line) <= WIDTH or not module else f"from {module} import ({', '.join(given)})")
+    return lines, {name: text for name, text in names.definitions.items() if name in wanted}
+
+
+def dataclass_changes(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that are not their defaults."""
+    found = {}
+    for each in dataclasses.fields(value):
+        factory = each.default_factory
+        default = each.default if factory is dataclasses.MISSING else factory()
+        own = getattr(value, each.name)
+        if each.init and own != default:
+            found[each.name] = own
+    return found

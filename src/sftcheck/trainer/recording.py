@@ -1,0 +1,125 @@
+"""A trainer that can be checked, and the recorder of what its collator makes of which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Subset
+
+from sftcheck.restore import own_collator, own_dataset, restored
+from sftron.data.types import SeekablePacks
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def require_checkable(trainer: Any, trained_roles: str) -> Any:
+    """Returns the trainer's tokenizer. Raises ValueError, with the remedy, if the trainer cannot be checked."""
+    import transformers
+
+    if not isinstance(trainer, transformers.Trainer):
+        raise ValueError(f"found {type(trainer).__name__}; wanted a transformers.Trainer, such as TRL's SFTTrainer")
+    if trained_roles not in ("assistant", "all"):
+        raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    data: Any = trainer.train_dataset
+    if args.n_gpu > 1 or trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and args.world_size == 1):
+        raise ValueError(
+            f"the trainer has {max(1, args.n_gpu)} devices in one process, or DeepSpeed; give each device a process "
+            "(torchrun), or check it in one process on one device (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if not isinstance(data, SeekablePacks) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
+        raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
+    if not isinstance(data, SeekablePacks) and len(data) == 0:
+        raise ValueError("the trainer's train_dataset has 0 rows")
+    processor = trainer.processing_class
+    if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
+        raise ValueError("vision models and processors are not checked; give a text model and its tokenizer")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(trainer.model).__name__} is an encoder-decoder; only decoders are checked")
+    tokenizer = processor or getattr(trainer.data_collator, "tokenizer", None)
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        raise ValueError("the trainer has no tokenizer; pass it as processing_class")
+    return tokenizer
+
+
+def require_mappings(batches: Sequence[Any]) -> None:
+    """Raises ValueError if the dataloader gives something else than tensors by name, as that of TRL's GRPOTrainer."""
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"the trainer's batches are of type {type(batch).__name__}; wanted a mapping with input_ids and labels"
+                ". A trainer that generates what it trains on (GRPO, RLOO, PPO) cannot be checked; give a trainer for "
+                "supervised fine-tuning, such as TRL's SFTTrainer"
+            )
+
+
+class Recorder:
+    """A data collator that records the rows that it is given; else it is the trainer's own."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator, self.features = collator, list[Sequence[Any]]()
+
+    def __call__(self, features: Sequence[Any], *args: Any, **options: Any) -> Any:
+        self.features.append([dict(each) if isinstance(each, Mapping) else each for each in features])
+        return self.collator(features, *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collator, name)
+
+
+@contextmanager
+def recorded(trainer: Any, data: str, sample: Any) -> Iterator[Recorder]:
+    """Gives the trainer these rows as its `train_dataset` or `eval_dataset`, and records what its collator is given.
+
+    Batches are made in this process, as nothing could be recorded in a worker.
+    """
+    args, collator = trainer.args, "data_collator"
+    if data == "eval_dataset" and getattr(trainer, "eval_data_collator", None) is not None:  # axolotl's
+        collator = "eval_data_collator"
+    recorder = Recorder(own_collator(trainer, collator))
+    workers = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+    with restored(trainer, data, collator), restored(args, *workers):
+        for target, changes in ((trainer, {data: sample, collator: recorder}), (args, workers)):
+            for name, value in changes.items():
+                setattr(target, name, value)
+        yield recorder
+
+
+def small_sizes(shortest: np.ndarray, budget: int, size: int, accumulated: int) -> tuple[int, int]:
+    """Returns the rows of a micro-batch and the micro-batches of a step whose tokens are within a budget, if any are.
+
+    Args:
+        shortest: The lengths of the rows, sorted.
+    """
+    least = 1 if shortest[0] > budget else 2  # a long row is a pack; else rows need a neighbor
+    while size > least and shortest[: size * accumulated].sum() > budget:
+        size = (size + 1) // 2
+    while accumulated > 2 and shortest[: size * accumulated].sum() > budget:
+        accumulated //= 2
+    return size, accumulated
+
+
+def chosen_rows(size: int, most: int) -> np.ndarray:
+    """Returns the numbers of the rows that are looked at, in order."""
+    return np.sort(np.random.default_rng(0).choice(size, most, replace=False)) if size > most else np.arange(size)
+
+
+def select(data: Any, chosen: np.ndarray) -> Any:
+    """Returns some rows of a data set, without writing a cache file."""
+    if hasattr(data, "select") and hasattr(data, "column_names"):
+        return data.select(chosen.tolist(), keep_in_memory=True)
+    return Subset(own_dataset(data), chosen.tolist())
+
+
+def rows_of(sample: Any) -> list[Any]:
+    """Returns the rows of a sample, as dictionaries if they are mappings. Raises ValueError if one holds an image."""
+    rows = [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]
+    for row in rows:
+        # LLaMA-Factory gives every row such columns, which are empty for text.
+        if media := [name for name in _MEDIA if isinstance(row, dict) and row.get(name)]:
+            raise ValueError(f"a row of the data set has {media[0]}; only text is checked")
+    return rows
