@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests/checkpoint/test_hf_export.py \
     tests/checkpoint/test_adapter.py tests/models/test_generation.py tests/models/test_every_causal_type.py \
     tests/models/test_quantization.py tests/report \
-    tests/verify/test_verify_trainer.py tests/verify/test_isolation.py tests/test_install.py \
+    tests/sftcheck/test_verify_trainer.py tests/sftcheck/test_isolation.py tests/test_install.py \
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 

@@ -24,10 +24,10 @@ from tests.docs_commands import PAGES, Command, commands_of, make_sandbox, parse
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
     "tools/gpu.py": "needs a GPU; tests/test_gpu_script.py runs its stages on a stand-in",
-    "sftron verify-trainer": "checks a script of the reader's; tests/verify/test_on_ranks.py runs it with torchrun",
+    "sftron verify-trainer": "checks a script of the reader's; tests/sftcheck/test_on_ranks.py runs it with torchrun",
     "sftron sweep": "starts a dozen processes; its own tests make small sweeps",
-    "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py measures each row",
-    "tools/family_card.py": "takes minutes; tests/verify/test_family_card.py measures tiny models",
+    "tools/isolation_table.py": "takes minutes; tests/sftcheck/test_isolation_table.py measures each row",
+    "tools/family_card.py": "takes minutes; tests/checks/test_family_card.py measures tiny models",
 }
 """Commands and scripts, by their beginning, whose arguments are parsed without a run, and why.
 
@@ -102,7 +102,7 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
             return done.returncode, done.stdout + done.stderr
         case ["sftron", command, *arguments]:
             return run_python(f"sftron {command}", arguments, folder)
-        case ["python", "-m", module]:  # tests/verify/test_zoo_proofs.py runs what this does, by night
+        case ["python", "-m", module]:  # tests/sftcheck/test_zoo_proofs.py runs what this does, by night
             assert importlib.util.find_spec(module) is not None, f"no module is named {module}"
         case ["python", script, *arguments]:
             return run_python(script, arguments, folder)

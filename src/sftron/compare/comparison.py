@@ -22,13 +22,27 @@ from sftron.compare.figures import (
 )
 from sftron.compare.recorded_run import ByStep, RecordedRun, value_text
 from sftron.errors import without_secrets
-from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
+from sftron.report.charts import (
+    Chart,
+    Line,
+    Point,
+    chart_images,
+    line_color,
+    line_dashes,
+    mean_point,
+    thinned,
+    write_images,
+)
 from sftron.report.html import render
 
 MOST_POINTS = 200
 """The maximum number of points in a line; longer runs are averaged over this many spans of steps."""
 
 Series = Callable[[RecordedRun], ByStep]
+
+
+_CHART_FUNCTIONS = {each.__name__: each for each in (chart_images, line_color, line_dashes)}
+"""What the page's template calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +132,7 @@ class Comparison:
         return json.dumps(without_secrets(content), indent=1) + "\n"
 
     def as_html(self) -> str:
-        return render("comparison.html.jinja", comparison=self)
+        return render("comparison.html.jinja", comparison=self, **_CHART_FUNCTIONS)
 
     def write(self, folder: Path) -> Path:
         """Writes report.html, report.json and plots/*.png. Returns the path of the page."""

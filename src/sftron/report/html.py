@@ -18,7 +18,6 @@ import jinja2
 from markupsafe import Markup, escape
 
 from sftron.errors import redacted
-from sftron.report.charts import chart_images, line_color, line_dashes
 from sftron.report.tokens import role_name
 from sftron.visible_text import visible_text
 
@@ -53,9 +52,7 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-_ENVIRONMENT.globals.update(
-    asset=asset, chart_images=chart_images, line_color=line_color, line_dashes=line_dashes, script_source=_script_source
-)
+_ENVIRONMENT.globals.update(asset=asset, script_source=_script_source)
 _ENVIRONMENT.filters.update(
     commas=lambda number: f"{number:,}",
     line_ends=_with_line_ends,
