@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 
+import grimp
 import pytest
 from packaging.requirements import Requirement
 
@@ -74,6 +75,30 @@ def test_checks_of_trainers_import_nothing_of_the_extra_train() -> None:
     seconds, message = ended.stdout.splitlines()
     print(f"{float(seconds):.2f} s after transformers")
     assert message == "sftron.Trainer needs the package pydantic: pip install 'sftron[train]'"
+
+
+def test_the_checker_imports_little_and_nothing_that_trains() -> None:
+    graph = grimp.build_graph("sftron", "sftcheck", cache_dir=None)
+    modules, remaining = set[str](), ["sftcheck.verify_trainer", "sftcheck.verify_step", "sftcheck.check_isolation"]
+    while remaining:
+        if (name := remaining.pop()) not in modules and name != "sftron":  # which has the names of all, lazily
+            modules.add(name)
+            remaining += graph.find_modules_directly_imported_by(name)
+    own = {name for name in modules if name.startswith("sftcheck.")}
+    assert {"sftcheck.faults", "sftcheck.ranks.on_ranks", "sftcheck.program.make"} <= own
+    allowed = ("data.chat.", "data.formats.", "report.", "checks.report", "checks.isolation")
+    leaves = {
+        "data.types",
+        "data.labels",
+        "data.json_text",
+        "data.for_transformers",
+        "errors",
+        "regular_file",
+        "visible_text",
+    }
+    others = {name.removeprefix("sftron.") for name in modules - own}
+    assert {name for name in others - leaves if not name.startswith(allowed)} == set()
+    assert len(modules) <= 80
 
 
 def test_a_command_that_trains_names_what_is_not_installed(
