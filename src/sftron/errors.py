@@ -137,12 +137,13 @@ def place_of(error: BaseException) -> str:
 
 
 def is_of_user(error: BaseException) -> bool:
-    """Returns whether an exception came through code that is neither this package nor a library."""
+    """Returns whether an exception came through code that is neither ours nor a library."""
     return isinstance(error, SyntaxError) or bool(_user_frames(error))
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
+    own = Path(__file__).parent
+    libraries = (sysconfig.get_path("stdlib"), str(own), str(own.with_name("sftcheck")), "<")
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

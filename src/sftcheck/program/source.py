@@ -30,6 +30,8 @@ from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, literal
 WIDTH = 120
 OPENING, CLOSING = frozenset("([{"), frozenset(")]}")
 
+_OURS = ("sftron", "sftcheck")
+
 
 class Names:
     """The imports and the definitions of names, of which a program holds those that it uses."""
@@ -103,7 +105,7 @@ class Names:
         name = value.__name__
         if id(value) in self._defined:
             return self._defined[id(value)]
-        if value.__module__.partition(".")[0] == "sftron":
+        if value.__module__.partition(".")[0] in _OURS:
             raise NoSourceError(f"{name} is sftron's own")
         tree = _parsed(value)
         name = "function" if isinstance(value, FunctionType) and name == "<lambda>" else name
@@ -137,7 +139,7 @@ def is_of_library(value: Any) -> bool:
     top = value.__module__.partition(".")[0]
     module = sys.modules.get(value.__module__)
     path = getattr(module, "__file__", None)
-    if top == "sftron" or top == "__main__":
+    if top in _OURS or top == "__main__":
         return False
     # Packages may lie in other environments on sys.path than the interpreter's own.
     is_installed = path is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
