@@ -15,7 +15,7 @@ from sftron.checkpoint.checkpoint import (
     MODEL,
     OPTIMIZER,
     CheckpointError,
-    Found,
+    LatestCheckpoint,
     load_checkpoint,
     newest_checkpoint,
     read_state,
@@ -71,10 +71,10 @@ def test_newer_checkpoints_make_way_and_stay_on_disk(tmp_path: Path) -> None:
 def test_where_no_checkpoint_holds_the_run_is_refused_and_where_there_never_was_one_there_is_none(
     tmp_path: Path,
 ) -> None:
-    assert newest_checkpoint(tmp_path / "absent") == Found(None, ())
+    assert newest_checkpoint(tmp_path / "absent") == LatestCheckpoint(None, ())
     (tmp_path / "step-9.tmp-abc").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert newest_checkpoint(tmp_path) == Found(None, ())
+    assert newest_checkpoint(tmp_path) == LatestCheckpoint(None, ())
     for step in (10, 20):
         (save(tmp_path, step) / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20: model.*step-10: model.*move them away"):
