@@ -35,7 +35,7 @@ def memory_of(config: Config, num_gpus: int) -> float:
         mode=config.model.activation_checkpointing,
         num_tokens=config.tokens.sequence_length * config.tokens.micro_batch_size,
         length=config.tokens.sequence_length,
-        optimizer_state=config.optimizer.state,
+        optimizer=config.optimizer.name,
         accumulates=config.tokens.batch_accumulation_per_replica > 1,
         num_gpus=num_gpus,
     )

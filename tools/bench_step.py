@@ -50,7 +50,7 @@ from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.train.flops import TrainedMatrices, find_peak, model_flops
 from sftron.train.measured_memory import memory_status
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.step import train_step
 from tools.bench_report import WrongResultError, benchmark_parser, markdown_table, report_head, write_report
 
@@ -181,7 +181,7 @@ def trained_matrices(model: nn.Module, *, lora: bool) -> TrainedMatrices:
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     parameters = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
-    return make_adamw(parameters, learning_rate=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return make_by_name(parameters, learning_rate=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
 
 def collated(rows: list[LabeledConversation], *, flat: bool) -> dict[str, Tensor]:

@@ -82,9 +82,9 @@ def apis(parts: Parts) -> None:
             parts.run(name, partial(_attention, backend, heads, device))
     parts.run("grouped_mm", lambda: _grouped_product(device))
     parts.run("mm and addmm with out_dtype", lambda: _products_in_fp32(device))
-    parts.run("fused AdamW", lambda: _update(device, "fp32", bound=1e-5))
+    parts.run("fused AdamW", lambda: _update(device, "adamw", bound=1e-5))
     if not parts.not_on_stand_in("8-bit AdamW", "bitsandbytes computes by pointers"):
-        parts.run("8-bit AdamW", lambda: _update(device, "8bit", bound=0.05), needs=["bitsandbytes"])
+        parts.run("8-bit AdamW", lambda: _update(device, "adamw_8bit", bound=0.05), needs=["bitsandbytes"])
     parts.run("NF4", lambda: _quantized(device), needs=["bitsandbytes"])
     parts.run("pinned copies", lambda: _pinned_copies(device))
     needs = () if parts.is_pretended else ("fla",)
@@ -142,13 +142,13 @@ def _products_in_fp32(device: torch.device) -> Numbers:
 
 
 def _update(device: torch.device, state: str, *, bound: float) -> Numbers:
-    from sftron.train.optimizer import ANY_LAYOUT, make_adamw
+    from sftron.train.optimizer import ANY_LAYOUT, make_by_name
 
     updates = []
     for where, kind in ((device, state), (torch.device("cpu"), ANY_LAYOUT)):
         weight = torch.nn.Parameter(_random(64, 256, dtype=FP32).to(where))
         before, options = weight.detach().clone(), {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-        optimizer = make_adamw([("weight", weight)], learning_rate=1e-2, state=kind, **options)
+        optimizer = make_by_name([("weight", weight)], learning_rate=1e-2, name=kind, **options)
         for seed in (1, 2):
             weight.grad = _random(64, 256 + seed, dtype=FP32)[:, :256].to(where)
             optimizer.step()
@@ -412,7 +412,7 @@ def runs(parts: Parts) -> None:
         "full": (sizes, {}, ()),
         "LoRA": (sizes, _LORA, ()),
         "nf4": (whole_blocks, _LORA | {"model": {"frozen_dtype": "nf4"}}, ("bitsandbytes",)),
-        "8bit": (sizes, {"optimizer": {"state": "8bit"}}, ("bitsandbytes",)),
+        "8bit": (sizes, {"optimizer": {"name": "adamw_8bit"}}, ("bitsandbytes",)),
         "mixture": (sizes | _EXPERTS, {}, ()),
         "hybrid": (hybrid, {}, ()),
         "Gemma 4": (gemma, {}, ()),

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from sftron.models.llama import LlamaForSFT as LlamaForSFT
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
     from sftron.train.chat import generate as generate
+    from sftron.train.extension import Callback as Callback
+    from sftron.train.extension import Extension as Extension
+    from sftron.train.objective import Objective as Objective
+    from sftron.train.objective import TokenLoss as TokenLoss
+    from sftron.train.objective import base_hidden_states as base_hidden_states
+    from sftron.train.objective import hidden_states as hidden_states
+    from sftron.train.objective import label_log_probabilities as label_log_probabilities
+    from sftron.train.step import train_step as train_step
     from sftron.train.trainer import Trainer as Trainer
     from sftron.train.trainer import open_trainer as open_trainer
 
@@ -49,6 +57,14 @@ _MODULES = {
     "PackLoader": "sftron.data.loader",
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
+    "Callback": "sftron.train.extension",
+    "Extension": "sftron.train.extension",
+    "Objective": "sftron.train.objective",
+    "TokenLoss": "sftron.train.objective",
+    "base_hidden_states": "sftron.train.objective",
+    "hidden_states": "sftron.train.objective",
+    "label_log_probabilities": "sftron.train.objective",
+    "train_step": "sftron.train.step",
     "Trainer": "sftron.train.trainer",
     "IsolationError": "sftcheck.check_isolation",
     "check_isolation": "sftcheck.check_isolation",

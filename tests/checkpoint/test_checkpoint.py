@@ -22,7 +22,7 @@ from sftron.checkpoint.checkpoint import (
     set_aside_newer,
 )
 from sftron.checkpoint.shards import Shard, ShardedTensors, file_name, write_shards
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.ranks import end_ranks, start_ranks
 from tests.checkpoint.saving import STATE, Small, bits, grid, make, names_in, save, save_checkpoint, train
 from tests.train.ranks import launch
@@ -104,7 +104,7 @@ def test_a_checkpoint_holds_all_weights_and_the_optimizer_state_of_exactly_what_
         model = Small(seed)
         getattr(model, frozen).requires_grad_(False)
         options = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-        return model, make_adamw(model.named_parameters(), **options)
+        return model, make_by_name(model.named_parameters(), **options)
 
     model, optimizer = make_frozen(0, "first")
     train(model, optimizer, 2)

@@ -11,7 +11,7 @@ from sftron.data.types import Batch
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.train.objective import loss_of
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.step import StepResult, train_step
 from tests.models.reference import FAMILIES, make_native, make_reference
 from tests.pretended import pretended_gpu
@@ -25,7 +25,7 @@ def _batch(model: LlamaForSFT) -> Batch:
 
 def _step(model: LlamaForSFT, batch: Batch) -> StepResult:
     settings: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    return train_step(model, make_adamw(model.named_parameters(), **settings), [batch, batch], max_grad_norm=1.0)
+    return train_step(model, make_by_name(model.named_parameters(), **settings), [batch, batch], max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -106,8 +106,10 @@ def measure(
         model,
         recording,
         fetched.batches,
-        objective or TokenLoss(num_datasets=2, with_untrained=True),
+        objective or TokenLoss(),
         max_grad_norm=None,
+        num_datasets=2,
+        with_untrained=objective is None,
         denominator=fetched.counts.weight_sum,
         router_aux_loss_coef=coefficient,
         sum_over_ranks=ranks.sum,
@@ -173,14 +175,13 @@ def _labels_shifted_after_the_cut() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MeanOfRanks(TokenLoss):
     """The mean over the ranks of the mean of each."""
 
     def loss_sum(self, model: Any, batch: Batch, measures: Any) -> torch.Tensor:
         own, num_ranks = batch.loss_weights.sum().item(), len(batch.part.counts)
         share = batch.weight_sum / (own * num_ranks) if own else 0.0
-        return super(MeanOfRanks, self).loss_sum(model, batch, measures) * share
+        return super().loss_sum(model, batch, measures) * share
 
 
 @contextmanager
@@ -211,7 +212,7 @@ def save_mutants(path: Path) -> None:
         if mutant != "alone":
             assert ranks.mesh is not None
             shard_model(model, ranks.mesh, ranks.context_group)
-        objective = MeanOfRanks(num_datasets=2) if mutant == "a mean per rank" else None
+        objective = MeanOfRanks() if mutant == "a mean per rank" else None
         with applied():
             found[mutant] = measure(model, its_ranks, 0.0, isolated=True, objective=objective)["numbers"]["loss"]
     try:

@@ -162,7 +162,6 @@ def train(config: Path, *arguments: str) -> int:
 def save_gradients(folder: Path) -> None:
     """The gradients of one step over the batches of `LAYOUTS`, whatever their spread over ranks."""
     from sftron.models.sharding import shard_model, whole
-    from sftron.train.objective import TokenLoss
     from sftron.train.ranks import Dimensions, end_ranks, start_ranks
     from sftron.train.step import train_step
     from tests.models.reference import EXPERTS, FAMILIES, GPT_OSS, make_ours, make_theirs
@@ -196,8 +195,9 @@ def save_gradients(folder: Path) -> None:
             model,
             recording,
             batches[ranks.dp_rank :: num_ranks],
-            TokenLoss(num_datasets=2, with_untrained=True),
             max_grad_norm=None,
+            num_datasets=2,
+            with_untrained=True,
             denominator=weight_sum,
             router_aux_loss_coef=router_aux_loss_coef,
             sum_over_ranks=ranks.sum,

@@ -19,7 +19,7 @@ from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import is_correction
 from sftron.models.sharding import gathered_blocks, local_shard, shard_model, whole, whole_head
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.ranks import Dimensions, Ranks, end_ranks, start_ranks
 from sftron.train.step import StepResult, train_step
 from tests.models.reference import make_ours, make_theirs
@@ -74,7 +74,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
         for block in model.model.layers:
             block.compile(backend="aot_eager")
     # A large eps: where a gradient is all but zero, its sign and with it Adam's update would be rounding's.
-    optimizer = make_adamw(model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1)
+    optimizer = make_by_name(model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1)
     measured: dict[str, Any] = {"losses": [], "norms": [], "answers": [], "gathers": []}
     gather = _fsdp_param_group.foreach_all_gather
     gradients: dict[str, torch.Tensor] = {}
@@ -163,7 +163,9 @@ def take_lora_steps(case: LoraCase, ranks: Ranks, num_batches: int = 4) -> dict[
         frozen_dtype=case.frozen_dtype,
     )
     before, starts = digests_of_frozen(model), whole_trained(model)
-    optimizer = make_adamw(model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    optimizer = make_by_name(
+        model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+    )
     measured: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     optimizer.register_step_pre_hook(
         lambda *_: measured["gradients"].append(

@@ -172,7 +172,7 @@ def test_without_it_the_bits_depend_on_the_layout(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    refused = {"parallelism__context": 2, "optimizer__state": "8bit"}
+    refused = {"parallelism__context": 2, "optimizer__name": "adamw_8bit"}
     options = {"general__deterministic": "layout", **refused}
     with pytest.raises(ConfigError) as error:
         load_config(write_config(tmp_path / "run.yaml", settings(tmp_path, tmp_path, **options)))

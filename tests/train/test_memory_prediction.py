@@ -20,7 +20,7 @@ from sftron.models.quantization import NF4
 from sftron.train.attention_memory import backward_bytes
 from sftron.train.measured_memory import LiveMemory, MeasuredPeak, peak_of_step, resident_memory
 from sftron.train.memory import StepMemory, make_unloaded, predict, predict_run, with_reserve
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.ranks import Dimensions
 from sftron.train.text import description
 from sftron.train.text.description import GROWTH_OF_TENSORS
@@ -69,8 +69,8 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("llama", {"mode": "full"}, "LoRA"),
     ("llama", {"mode": "none", "dtype": torch.bfloat16}, None),
     ("llama", {"mode": "selective", "dtype": torch.bfloat16, "num_documents": 1}, "QLoRA"),
-    ("llama", {"mode": "none", "num_tokens": 64, "state": "8bit", "num_documents": 1}, "full"),
-    ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}, None),
+    ("llama", {"mode": "none", "num_tokens": 64, "state": "adamw_8bit", "num_documents": 1}, "full"),
+    ("qwen3", {"mode": "none", "state": "adamw_8bit", "num_batches": 2}, None),
     ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}, None),
     ("starcoder2", {"mode": "none"}, "LoRA"),
     ("starcoder2", {"mode": "selective"}, "full"),
@@ -81,7 +81,7 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("mixtral", {"mode": "full", "num_batches": 2}, None),
     ("qwen2_moe", {"mode": "none"}, None),
     ("qwen2_moe", {"mode": "selective"}, "LoRA"),
-    ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}, None),
+    ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "adamw_8bit"}, None),
     ("deepseek_v3", {"mode": "none"}, "LoRA"),
     ("gemma4_text", {"mode": "none"}, "LoRA"),
     ("gemma4_text", {"mode": "selective"}, "full"),
@@ -135,7 +135,7 @@ def measure_and_predict(
     way: str,
     mode: str,
     dtype: torch.dtype = torch.float32,
-    state: str = "fp32",
+    state: str = "adamw",
     num_tokens: int = 512,
     num_documents: int = 4,
     num_batches: int = 1,
@@ -155,7 +155,7 @@ def measure_and_predict(
         frozen_dtype=frozen_dtype,
     )
     options: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer = make_adamw(model.named_parameters(), **options, state=state)
+    optimizer = make_by_name(model.named_parameters(), **options, name=state)
     length = num_tokens // num_documents
     ids, positions = torch.arange(num_tokens) % 100, torch.arange(num_tokens) % length
     bounds = torch.arange(0, num_tokens + 1, length, dtype=torch.int32)
@@ -174,7 +174,7 @@ def measure_and_predict(
         attention=["sdpa"] * len(config.layers),
         num_tokens=num_tokens,
         longest_document=length,
-        optimizer_state=state,
+        optimizer=state,
         accumulates=num_batches > 1,
     )
     assert predicted.weights == sum(each.nbytes for each in model.parameters())
@@ -244,7 +244,7 @@ def predict_on_gpu(attention: list[str], **options: Any) -> StepMemory:
         attention=attention,
         num_tokens=4096,
         longest_document=4096,
-        optimizer_state="fp32",
+        optimizer="adamw",
         accumulates=False,
         on_gpu=True,
         **options,
@@ -279,7 +279,7 @@ def test_ranks_that_share_weights_hold_what_they_send_in_fp32() -> None:
         attention=["flex"] * 2,
         num_tokens=16,
         longest_document=16,
-        optimizer_state="fp32",
+        optimizer="adamw",
         accumulates=False,
         num_shards=4,
         on_gpu=True,
@@ -330,7 +330,7 @@ def save_peaks(path: Path) -> None:
             attention=["sdpa"] * len(model.config.layers),
             num_tokens=num_tokens,
             longest_document=length,
-            optimizer_state="fp32",
+            optimizer="adamw",
             accumulates=True,
             num_sharing=4,
         )

@@ -137,6 +137,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
             peak_memory_bytes=10**15,
             peak_reserved_bytes=2 * 10**15,
             packs=[],
+            denominator=1.0,
         ),
         StepResult(1.0, 1.0, None, token_losses=losses),
         learning_rate=1.0,

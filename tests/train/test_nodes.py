@@ -20,7 +20,7 @@ from sftron.config import load_config
 from sftron.data.sources import RowSource, hub, open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train import build_model, build_run
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.ranks import Dimensions, RankError, end_ranks, start_ranks
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import Ended, launch, train
@@ -65,7 +65,7 @@ def load_share(folder: Path, path: Path) -> None:
         path.with_suffix(f".pt{ranks.dp_rank}"),
     )
     checkpoints = path.with_name(f"checkpoints-{ranks.dp_world_size}-{folder.name}")
-    optimizer = make_adamw(model.named_parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
+    optimizer = make_by_name(model.named_parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
+from sftron.train.optimizer import learning_rate_factor, make_by_name, set_learning_rate
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.run import schedule_progress
 
@@ -109,7 +109,7 @@ def test_a_run_counted_in_rows_decays_from_the_row_at_which_the_warm_up_ended() 
 def test_matrices_decay_norms_and_biases_do_not_and_what_requires_no_gradient_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4), nn.Linear(4, 5))
     model[3].requires_grad_(False)
-    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    optimizer = make_by_name(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -124,7 +124,7 @@ def test_matrices_decay_norms_and_biases_do_not_and_what_requires_no_gradient_is
 
 
 def test_each_group_has_the_rate_of_the_schedule_times_its_factor() -> None:
-    optimizer = make_adamw(
+    optimizer = make_by_name(
         nn.Linear(3, 4).named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
     )
     optimizer.param_groups[1]["learning_rate_factor"] = 3.0
@@ -134,7 +134,7 @@ def test_each_group_has_the_rate_of_the_schedule_times_its_factor() -> None:
 
 def test_an_update_is_one_kernel_a_group_in_fp32_and_reads_no_value() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    optimizer = make_by_name(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()  # makes the state
     set_learning_rate(optimizer, 0.25)
@@ -149,7 +149,7 @@ def test_an_update_is_one_kernel_a_group_in_fp32_and_reads_no_value() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_update_never_waits_for_the_gpu() -> None:
     model = nn.Linear(3, 4).cuda()
-    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    optimizer = make_by_name(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     model(torch.ones(2, 3, device="cuda")).sum().backward()
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")

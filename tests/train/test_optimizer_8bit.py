@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sftron.checkpoint.checkpoint import CheckpointError, load_checkpoint
 from sftron.models.quantization import from_stored
 from sftron.models.sharding import whole
-from sftron.train.optimizer import make_adamw, set_learning_rate
+from sftron.train.optimizer import make_by_name, set_learning_rate
 from sftron.train.ranks import end_ranks, start_ranks
 from sftron.train.trainer import Trainer, open_trainer
 from tests.checkpoint.saving import save_checkpoint
@@ -66,7 +66,7 @@ def in_8_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
 
 def test_updates_are_those_of_bitsandbytes_and_of_torch_to_the_bit() -> None:
     model, reference = Matrices(), Matrices()
-    optimizer = make_adamw(model.named_parameters(), **OPTIONS, state="8bit")
+    optimizer = make_by_name(model.named_parameters(), **OPTIONS, name="adamw_8bit")
     decay = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     matrices = [reference.get_parameter(name) for name in ("wide", "narrow", "low_rank", "odd")]
     theirs = [
@@ -98,7 +98,7 @@ def train_and_save(folder: Path, leave_out: str | None, checkpoint: Path | None)
     model = Matrices(leave_out)
     if ranks.mesh is not None:
         fully_shard(model, mesh=ranks.mesh)
-    optimizer = make_adamw(model.named_parameters(), **OPTIONS, state="8bit")
+    optimizer = make_by_name(model.named_parameters(), **OPTIONS, name="adamw_8bit")
     if checkpoint is None:
         train(model, optimizer, range(2))
         save_checkpoint(folder, 2, model, optimizer, ranks=ranks)
@@ -146,7 +146,7 @@ def test_a_resume_that_would_change_the_type_of_moments_is_refused_with_the_name
     with pytest.raises(RuntimeError, match=r"exp_avg_scale/odd: the model's absent, the checkpoint's \["):
         run(2, tmp_path / "2", None, written)
     model = Matrices()
-    plain = make_adamw(model.named_parameters(), **OPTIONS)
+    plain = make_by_name(model.named_parameters(), **OPTIONS)
     with pytest.raises(CheckpointError, match=r"exp_avg_scale/low_rank: .*Set optimizer\.state as in"):
         load_checkpoint(written, model=model, optimizer=plain)
     assert not plain.state
@@ -156,7 +156,12 @@ def test_a_run_in_nf4_and_8_bits_goes_on_after_a_stop_as_if_there_had_been_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=512)
-    options = {"optimizer__state": "8bit", "lora__rank": 16, "model__frozen_dtype": "nf4", "tokens__train_steps": 6}
+    options = {
+        "optimizer__name": "adamw_8bit",
+        "lora__rank": 16,
+        "model__frozen_dtype": "nf4",
+        "tokens__train_steps": 6,
+    }
     without_stop = run_trainer(make_config(tmp_path, folder, **options, general__run_name="without_stop"))
     on_each_step(monkeypatch, stop_in(3))
     config = make_config(tmp_path, folder, **options)
@@ -195,5 +200,5 @@ def test_a_missing_package_is_an_error_with_the_command(monkeypatch: pytest.Monk
         return importing(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"optimizer\.state: 8bit needs .*pip install 'sftron\[quant\]'"):
-        make_adamw(Matrices().named_parameters(), **OPTIONS, state="8bit")
+    with pytest.raises(ValueError, match=r"optimizer\.name: adamw_8bit needs .*pip install 'sftron\[quant\]'"):
+        make_by_name(Matrices().named_parameters(), **OPTIONS, name="adamw_8bit")

@@ -87,7 +87,7 @@ EXPERTS = "it gathers an eighth of a block's experts (expert parallelism 8), sft
 INSTRUCT, LLAMA = "Qwen3-4B-Instruct-2507", "Llama-3.1-8B"
 TUNE: dict[str, Any] = {"length": 2048, "reserved": False, "targets": TUNE_TARGETS}
 BF16, QLORA = {"frozen": torch.bfloat16}, {"frozen": NF4}
-AXOLOTL: dict[str, Any] = QLORA | {"length": 2048, "optimizer_state": "8bit", "accumulates": True}
+AXOLOTL: dict[str, Any] = QLORA | {"length": 2048, "optimizer": "adamw_8bit", "accumulates": True}
 GPT: dict[str, Any] = BF16 | {"reserved": False, "rank": 8, "mode": "none", "targets": ("q_proj", "v_proj")} | LOGITS_10
 ROWS = [
     prime("Qwen3-0.6B", "full", 16384, 12.5),

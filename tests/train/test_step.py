@@ -19,7 +19,7 @@ from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.train.flops import StepFlops
 from sftron.train.objective import loss_of
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.ranks import Ranks
 from sftron.train.step import next_step_batches, peak_memory_bytes, train_step
 from tests.models.reference import GPT_OSS, TINY, make_ours, make_theirs
@@ -163,7 +163,9 @@ def state_bits(model: LlamaForSFT, optimizer: torch.optim.Optimizer) -> list[byt
 
 def make_trained() -> tuple[LlamaForSFT, torch.optim.AdamW]:
     model = make_ours(make_theirs())
-    optimizer = make_adamw(model.named_parameters(), learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = make_by_name(
+        model.named_parameters(), learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
     assert train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0).skipped is None
     return model, optimizer
 
@@ -171,7 +173,9 @@ def make_trained() -> tuple[LlamaForSFT, torch.optim.AdamW]:
 def test_weight_decay_is_of_matrices_and_not_of_the_biases_of_experts() -> None:
     named = dict(make_ours(make_theirs(**GPT_OSS)).named_parameters())
     options = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    (matrices,) = (each["params"] for each in make_adamw(named.items(), **options).param_groups if each["weight_decay"])
+    (matrices,) = (
+        each["params"] for each in make_by_name(named.items(), **options).param_groups if each["weight_decay"]
+    )
     decays = {name for name, parameter in named.items() if any(parameter is each for each in matrices)}
     assert {name.rpartition(".")[2] for name in decays} == {"weight", "gate_up_proj", "down_proj"}
     ends = ("norm.weight", "bias", "sinks")
@@ -237,7 +241,7 @@ def test_in_deterministic_mode_the_same_steps_give_the_same_weights_to_the_bit(
         for _ in range(2):
             model = make_ours(make_theirs(tie_word_embeddings=True), **options).to(device)
             before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-            optimizer = make_adamw(
+            optimizer = make_by_name(
                 model.named_parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
             )
             for _ in range(3):

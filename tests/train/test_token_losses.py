@@ -91,8 +91,8 @@ LAYOUTS = {"1 pack": [[0, 1, 2, 3, 4]], "3 packs": [[4, 1], [2, 3], [0]], "with 
 def test_the_losses_of_a_steps_tokens_are_those_of_transformers_logits(layout: str, keep_tail: bool) -> None:
     model = make_ours(make_theirs())
     batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
-    objective = TokenLoss(num_datasets=2, with_untrained=True)
-    result = train_step(model, Recording(model), batches, objective, max_grad_norm=None).token_losses
+    options = {"num_datasets": 2, "with_untrained": True}
+    result = train_step(model, Recording(model), batches, max_grad_norm=None, **options).token_losses
     assert result is not None
     roles, datasets, accuracy, entropy = expected_losses()
 
@@ -113,8 +113,8 @@ def test_untrained_roles_change_no_bit_of_the_update_and_are_absent_where_they_a
         model = make_ours(make_theirs())
         recording = Recording(model)
         batches = [batch_of(CONVERSATIONS)]
-        objective = TokenLoss(num_datasets=2, with_untrained=with_untrained)
-        result = train_step(model, recording, batches, objective, max_grad_norm=1.0)
+        options = {"num_datasets": 2, "with_untrained": with_untrained}
+        result = train_step(model, recording, batches, max_grad_norm=1.0, **options)
         results.append((result, recording.gradients))
     (without, gradients), (with_all, same) = results
 
@@ -136,10 +136,11 @@ def test_a_loss_function_without_logits_gives_losses_and_no_accuracy_nor_entropy
     model = make_ours(make_theirs())
     batches, objectives = (
         [batch_of(CONVERSATIONS)],
-        (TokenLoss(num_datasets=2), TokenLoss(num_datasets=2, loss_function=losses_alone)),
+        (TokenLoss(), TokenLoss(losses_alone)),
     )
     whole, alone = (
-        train_step(model, Recording(model), batches, each, max_grad_norm=None).token_losses for each in objectives
+        train_step(model, Recording(model), batches, each, max_grad_norm=None, num_datasets=2).token_losses
+        for each in objectives
     )
 
     assert whole is not None

@@ -306,8 +306,9 @@ def _read_optimizer_state(
         fields = {name: shapes_of(parameters[name]) for name in trained}
         expected = {f"{field}/{name}": shape for name in trained for field, shape in fields[name].items()}
         remedy = (
-            "Set optimizer.state as in the checkpoint's run; with 8bit, the rows of each rank have to be whole blocks "
-            "of 256 values, so resume with as many ranks. Or begin with its weights (checkpoints.load: weights)"
+            "Take the optimizer of the checkpoint's run (optimizer.name). With adamw_8bit, the rows of each rank have "
+            "to be whole blocks of 256 values, so resume with as many ranks. Or begin with its weights "
+            "(checkpoints.load: weights)"
         )
         _require_same_shapes(folder, expected, stored, remedy)
     index_of = {name: index for index, name in enumerate(trained)}

@@ -105,7 +105,7 @@ def _take_steps(subject: Subject) -> _Steps:
         optimizer = make_optimizer(subject.config, model.train())
         for _ in range(_NUM_STEPS):
             bound = subject.config.optimizer.max_grad_norm
-            train_step(model, optimizer, [batch], TokenLoss(loss_function=subject.loss), max_grad_norm=bound)
+            train_step(model, optimizer, [batch], TokenLoss(subject.loss), max_grad_norm=bound)
         for hook in hooks:
             hook.remove()
         moved = {name for name, each in trained.items() if not each.detach().equal(start[name])}

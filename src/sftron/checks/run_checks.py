@@ -180,7 +180,7 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
     optimizer = make_optimizer(subject.config, model.train())
     is_finite = True
     for _ in range(_NUM_UPDATES):
-        objective = TokenLoss(loss_function=subject.loss)
+        objective = TokenLoss(subject.loss)
         step = train_step(model, optimizer, [batch], objective, max_grad_norm=options.max_grad_norm)
         is_finite = is_finite and step.is_finite
     loss, stop = _measure(subject, batch, stop_ids)

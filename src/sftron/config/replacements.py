@@ -4,6 +4,7 @@ from __future__ import annotations
 
 REMOVED: dict[str, str] = {
     "logging.ledger": "each step's digest is always in metrics.jsonl, and `sftron audit` reads it",
+    "optimizer.state": "write optimizer.name: adamw for fp32, adamw_8bit for 8bit",
     "model.loss=cce": "write native, or liger with the package liger-kernel",
 }
 """By `section.key`, or by `section.key=value`: the sentence after "was removed". A row is read once its key has
@@ -41,8 +42,7 @@ wandb = write the section logging.wandb
 wandb_project = write logging.wandb.project
 wandb_entity = write logging.wandb.entity
 wandb_mode = write logging.wandb.mode: online, offline or disabled
-optim optimizer optimizer.type optimizer.name optimizer_name = \
-AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas; optimizer.state is fp32 or 8bit
+optim optimizer optimizer.type optimizer_name = write optimizer.name: adamw, adamw_8bit or muon
 patience early_stopping early_stopping_patience = write evaluation.patience and evaluation.metric
 load_best_model_at_end metric_for_best_model = checkpoints.keep_best keeps the best checkpoint
 max_length max_seq_length model_max_length sequence_len cutoff_len = write tokens.sequence_length; see data.overlong too

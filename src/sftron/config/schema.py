@@ -18,6 +18,7 @@ from sftron.config.values import (
     ModulesToSave,
     Name,
     NonNegativeNumber,
+    OptionsOfSetup,
     PathText,
     Positive,
     PositiveNumber,
@@ -26,7 +27,9 @@ from sftron.config.values import (
     Revision,
     Section,
     Seed,
+    SetupFunction,
     Share,
+    SourceHash,
     Targets,
     WarmUp,
 )
@@ -140,7 +143,11 @@ class Parallelism(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw_8bit rounds Adam's two moments by blocks (arXiv 2110.02861), to a quarter of the memory. muon updates the
+    matrices of the blocks with torch.optim.Muon, and all else with AdamW, at the same learning rate."""
 
     learning_rate: PositiveNumber
     """The peak, reached after the warm-up."""
@@ -158,8 +165,6 @@ class Optimizer(Section):
     """Adam's decay rates of the two moments."""
     eps: PositiveNumber = 1e-8
     """Adam's epsilon."""
-    state: Literal["fp32", "8bit"] = "fp32"
-    """The type of Adam's two moments. 8bit rounds them by blocks (arXiv 2110.02861), to a quarter of the memory."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradients are scaled down to this norm; null: no clipping."""
 
@@ -175,11 +180,29 @@ class Optimizer(Section):
             problem = f"{self.warmup_steps} is not below tokens.train_steps {tokens.train_steps}"
             problem += ", so the learning rate would never reach its peak: lower warmup_steps"
             yield "optimizer.warmup_steps tokens.train_steps", problem
-        if self.state == "8bit" and (general := before.get("general")) and general.deterministic == "layout":
+        if self.name != "adamw" and (general := before.get("general")) and general.deterministic == "layout":
             problem = (
-                "is 8bit, whose blocks depend on the shards, so general.deterministic: layout cannot hold: use fp32"
+                f"is {self.name}, whose update depends on the shards, so general.deterministic: layout cannot hold"
             )
-            yield "optimizer.state general.deterministic", problem
+            yield "optimizer.name general.deterministic", f"{problem}: use adamw"
+
+
+class Extend(Section):
+    """Python code of your own that takes part in the run (docs/extending.md). `extend: my_module:setup` alone is
+    read too."""
+
+    setup: SetupFunction
+    """module:function, in the working directory or installed. The function gets `options`, and returns a
+    sftron.Extension."""
+    options: OptionsOfSetup = Field({})
+    """Any keys and values for the function."""
+    source: SourceHash | None = None
+    """The hash of the code, which the run writes to its config.yaml; another one is refused. null: any code."""
+
+    @property
+    def was_given_in_python(self) -> bool:
+        """Whether the parts were arguments of open_trainer, which the run names in place of a function."""
+        return ":" not in self.setup
 
 
 class Config(Section):
@@ -197,6 +220,12 @@ class Config(Section):
     hub: Hub = Hub()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
+    extend: Extend | None = None
+
+    @field_validator("extend", mode="before")
+    @classmethod
+    def _takes_a_name(cls, value: Any) -> Any:
+        return {"setup": value} if isinstance(value, str) else value
 
     @property
     def tokenizer_path(self) -> str:

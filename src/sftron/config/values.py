@@ -121,6 +121,14 @@ RowFormatName = Literal[
     "auto", "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
 ]
 Dropout = Annotated[float, AfterValidator(_refuse_dropout), Wanted("0")]
+SetupFunction = Annotated[
+    str,
+    # The second is what a run writes whose parts were arguments in Python.
+    Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$|^open_trainer\(.*\)$"),
+    Wanted("module:function, as my_package.my_module:setup"),
+]
+OptionsOfSetup = Annotated[dict[str, Any], Wanted("a mapping of any keys and values")]
+SourceHash = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$"), Wanted("12 hexadecimal digits")]
 Day = Annotated[
     str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), AfterValidator(_require_day), Wanted('a date, as "2026-01-31"')
 ]

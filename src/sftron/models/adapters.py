@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import source_rows
 from sftron.models.layers import Adapter
+from sftron.models.routing import Router
 from sftron.name_patterns import NamePatterns
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -181,6 +183,28 @@ def add_adapters(model: nn.Module, config: LlamaConfig, spec: LoraSpec) -> None:
                 "one trains both; list embed_tokens instead"
             )
         model.get_submodule(SAVED_MODULES[name]).requires_grad_(True)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Computes as the base does, without adapters, and counts no loads of experts. Only for passes without gradients:
+    a backward pass of the body would compute with the adapters."""
+    assert not torch.is_grad_enabled()
+    linears = [
+        (each, each.adapters) for each in model.modules() if isinstance(getattr(each, "adapters", None), nn.ModuleDict)
+    ]
+    routers = [(each, each.routing) for each in model.modules() if isinstance(each, Router)]
+    try:
+        for linear, _ in linears:
+            linear.adapters = nn.ModuleDict()
+        for router, _ in routers:
+            router.routing = None
+        yield
+    finally:
+        for linear, adapters in linears:
+            linear.adapters = adapters
+        for router, routing in routers:
+            router.routing = routing
 
 
 def is_adapter(native_name: str) -> bool:

@@ -20,7 +20,7 @@ from sftron.data.labels import Targets
 from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataOptions, DataSet, Preparation
-from sftron.data.sources import open_source, open_stream, split_source
+from sftron.data.sources import RowList, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import (
     WHOLE_ROW,
@@ -48,11 +48,15 @@ _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
 
 
-def build_data(config: Config, ranks: Ranks, places: Places) -> RunData:
-    """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError."""
+def build_data(config: Config, ranks: Ranks, places: Places, rows: Any = None) -> RunData:
+    """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError.
+
+    Args:
+        rows: The rows of the first data set, if a user's own code gives them.
+    """
     chat_tokenizer = load_chat_tokenizer(config, places.tokenizer)
     questions = read_questions(config.evaluation.prompts)
-    preparation = open_data(config, chat_tokenizer)
+    preparation = open_data(config, chat_tokenizer, rows)
     sample = check_sample(preparation, config.data.max_dropped_share)
     evaluation_sets = open_evaluation_sets(config, preparation)
     dp_rank, dp_world_size = ranks.dp_rank, ranks.dp_world_size
@@ -93,17 +97,18 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
     )
 
 
-def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
-    """Opens the data sets and detects their formats. Raises DataError."""
+def open_data(config: Config, chat_tokenizer: ChatTokenizer, given: Any = None) -> Preparation:
+    """Opens the data sets and detects their formats; `given` are rows in place of the first one. Raises DataError."""
     datasets, names = [], Counter[str]()
-    for options in config.data.datasets:
+    for number, options in enumerate(config.data.datasets):
         held_out = None
-        if options.streaming:
+        if options.streaming and (given is None or number):
             limit = config.data.max_row_bytes
             source = open_stream(options.path, options.split, limit, **_part_of(options))
             row_format = _row_format(config, options, source.head(FORMAT_SAMPLE))
         else:
-            rows = open_rows(config, options)
+            is_given = given is not None and number == 0
+            rows = RowList(given, options.path) if is_given else open_rows(config, options)
             row_format = _row_format(config, options, rows)
             source, held_out = split_source(rows, config.evaluation.share)
         name = options.name or source.name
@@ -312,7 +317,7 @@ def require_unchanged(setup: Setup) -> None:
 def _changed_datasets(setup: Setup) -> str:
     preparation = setup.data.preparation
     try:
-        now = open_data(setup.config, setup.data.chat_tokenizer).fingerprint
+        now = open_data(setup.config, setup.data.chat_tokenizer, setup.extension.data).fingerprint
     except DataError as error:
         return f"data.datasets ({error})"
     keys = [f"data.datasets.{index}" for index in range(len(preparation.datasets))]

@@ -35,8 +35,9 @@ from sftron.models.routing import ROUTERS, freeze_routers
 from sftron.models.sharding import shard_model, whole
 from sftron.models.wrappers import text_config
 from sftron.regular_file import where_missing
+from sftron.train.extension import NO_EXTENSION, Extension
 from sftron.train.flops import TrainedMatrices, find_peak
-from sftron.train.optimizer import ANY_LAYOUT, make_adamw
+from sftron.train.optimizer import ANY_LAYOUT, make_by_name, own_optimizer
 from sftron.train.places import Places, export_source
 from sftron.train.ranks import Ranks
 from sftron.train.run import RunAdapters, RunData, RunModel, Setup, frozen_dtype
@@ -329,13 +330,16 @@ def load_whole_model(
     )
 
 
-def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, model: LlamaForSFT, extension: Extension = NO_EXTENSION) -> torch.optim.Optimizer:
+    """Returns the optimizer of the configuration, or a user's own. Raises ValueError if that is not one."""
     options = config.optimizer
-    return make_adamw(
+    if extension.optimizer is not None:
+        return own_optimizer(extension.optimizer, model)
+    return make_by_name(
         model.named_parameters(),
         learning_rate=options.learning_rate,
         betas=options.betas,
         eps=options.eps,
         weight_decay=options.weight_decay,
-        state=ANY_LAYOUT if config.general.deterministic == "layout" else options.state,
+        name=ANY_LAYOUT if config.general.deterministic == "layout" else options.name,
     )

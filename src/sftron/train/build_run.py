@@ -22,6 +22,7 @@ from sftron.models.quantization import import_bitsandbytes
 from sftron.train.build_data import build_data, longest_document, open_rows, plan_packs
 from sftron.train.build_model import base_digest, build_model
 from sftron.train.evaluation import require_metric, watched_metric
+from sftron.train.extension import NO_EXTENSION, Extension
 from sftron.train.places import Places, find_commits, find_places, pin
 from sftron.train.ranks import Ranks
 from sftron.train.run import RunData, RunModel, Setup
@@ -30,7 +31,7 @@ _PATIENCE_S = 60
 """The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""
 
 
-def build_run(config: Config, ranks: Ranks) -> Setup:
+def build_run(config: Config, ranks: Ranks, extension: Extension = NO_EXTENSION) -> Setup:
     """Opens and checks everything in a run except its weights. Every rank calls this.
 
     Raises:
@@ -39,8 +40,8 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
     commits = ranks.gather(ranks.all_or_raise(lambda: find_commits(config) if ranks.is_main else {}))[0]
     config = pin(config, commits)
     places = find_places(config, ranks)
-    ranks.all_or_raise(lambda: download_rows(config, ranks))
-    setup = replace(ranks.all_or_raise(lambda: open_run(config, ranks, places)), commits=commits)
+    ranks.all_or_raise(lambda: download_rows(config, ranks, extension))
+    setup = replace(ranks.all_or_raise(lambda: open_run(config, ranks, places, extension)), commits=commits)
     if setup.model.adapters is not None:
         digest = base_digest(setup.model.folder, ranks)
         setup = replace(setup, model=replace(setup.model, base_digest=digest))
@@ -49,20 +50,21 @@ def build_run(config: Config, ranks: Ranks) -> Setup:
     return setup
 
 
-def open_run(config: Config, ranks: Ranks, places: Places) -> Setup:
+def open_run(config: Config, ranks: Ranks, places: Places, extension: Extension = NO_EXTENSION) -> Setup:
     """Does the work of `build_run` on one rank, after `find_places` and `download_rows`."""
     require_device(config, ranks)
-    data = build_data(config, ranks, places)
+    data = build_data(config, ranks, places, extension.data)
     model = build_model(config, ranks, places, data)
     preflight(config, data, model)
-    return Setup(config, ranks, data, model)
+    return Setup(config, ranks, data, model, extension=extension)
 
 
-def download_rows(config: Config, ranks: Ranks) -> None:
+def download_rows(config: Config, ranks: Ranks, extension: Extension = NO_EXTENSION) -> None:
     """Downloads missing data sets on the first rank of each node. Raises ValueError."""
     if ranks.local_rank != 0:
         return
-    in_files = [options for options in config.data.datasets if not options.streaming]
+    named = config.data.datasets[0 if extension.data is None else 1 :]
+    in_files = [options for options in named if not options.streaming]
     for each in (*in_files, *config.evaluation.datasets):
         if find_files(each.path, each.split, each.config) is None:
             open_rows(config, each)
@@ -77,6 +79,7 @@ def require_alike(setup: Setup) -> None:
     weights = [f"{path.name} {path.stat().st_size}" for path in sorted(setup.model.folder.glob("*.safetensors"))]
     facts = {
         "the configuration": hashlib.sha256(dump_config(setup.config).encode()).hexdigest()[:12],
+        "the user's own code": str(setup.resolved_config.extend),
         "the model's files": ", ".join(weights),
         "the attention backends": describe_backends(setup.model.attention),
         **{f"evaluation set {each.name}": each.fingerprint for each in setup.data.evaluation_sets},
@@ -136,8 +139,8 @@ def require_compiler(device: str) -> None:
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
     """Runs all checks that one rank can make without weights. Raises ValueError with both values and the remedy."""
-    if config.optimizer.state == "8bit":
-        import_bitsandbytes("optimizer.state: 8bit")
+    if config.optimizer.name == "adamw_8bit":
+        import_bitsandbytes("optimizer.name: adamw_8bit")
     if config.model.frozen_dtype == "nf4":
         import_bitsandbytes("model.frozen_dtype: nf4")
     watched = None if config.evaluation.patience is None else watched_metric(config, data.evaluation_sets)

@@ -78,7 +78,7 @@ def measure_set(
     conversations, preparation = evaluation_set.conversations, evaluation_set.preparation
     device = model.head_weight.device
     # The sums are fp64, so their order does not change the result at fp32 precision.
-    sums = TokenSums(len(preparation.datasets), device)
+    sums = TokenSums(len(preparation.datasets), device, with_untrained=True)
     rows = list(_rows([len(each) for each in conversations], token_budget))
     for start in range(0, len(rows), ranks.dp_world_size):
         before_pack()
@@ -92,7 +92,7 @@ def measure_set(
         keep_tail = is_gpu(device)
         batch = collate(pack, keep_tail=keep_tail, measured_roles=_ALL_ROLES, context=ranks.context)
         with torch.no_grad():
-            loss_of(model, batch, sums=sums, with_untrained=True)
+            loss_of(model, batch, sums=sums)
     losses = TokenLosses.of(ranks.sum(sums.table_G4).flatten().tolist())
     return SetLoss(
         loss=losses.all.loss,

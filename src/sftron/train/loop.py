@@ -16,7 +16,7 @@ from sftron.models.loss import loss_function
 from sftron.train.flops import step_flops
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs
-from sftron.train.objective import TokenLoss
+from sftron.train.objective import Objective, TokenLoss
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.progress import Progress
 from sftron.train.run import Settings, Setup
@@ -51,6 +51,9 @@ class Steps:
         self._progress, self._settings, self._logs, self._started = progress, settings, logs, started
         self.data_state: Mapping[str, Any] = loader.state_dict()
         self._is_first, self._num_empty = True, 0
+        own = setup.extension.objective
+        self._objective: Objective = TokenLoss(loss_function(setup.model.loss)) if own is None else own
+        self._denominator_of = None if own is None else own.denominator
         is_exact, mesh = self._config.general.deterministic == "layout", self._ranks.mesh
         self._sums = ExactSums(model, mesh) if is_exact and mesh is not None else None
 
@@ -93,6 +96,7 @@ class Steps:
             ranks=self._ranks,
             num_datasets=len(self._progress.datasets),
             flops_of=lambda own: step_flops(model.architecture, own, checkpointing, model.trained),
+            denominator_of=self._denominator_of,
         )
 
     def _step(self, fetched: StepBatches) -> StepResult:
@@ -108,13 +112,11 @@ class Steps:
                 self._model,
                 self._optimizer,
                 fetched.batches,
-                TokenLoss(
-                    loss_function=loss_function(self._setup.model.loss),
-                    num_datasets=len(progress.datasets),
-                    with_untrained=interval is not None and progress.step % interval == 0,
-                ),
+                self._objective,
                 max_grad_norm=self._config.optimizer.max_grad_norm,
-                denominator=fetched.counts.weight_sum,
+                denominator=fetched.denominator,
+                num_datasets=len(progress.datasets),
+                with_untrained=interval is not None and progress.step % interval == 0,
                 router_aux_loss_coef=self._setup.model.router_aux_loss_coef,
                 sum_over_ranks=self._ranks.sum,
                 sums=self._sums,

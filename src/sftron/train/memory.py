@@ -75,7 +75,7 @@ def predict_run(setup: Setup, spec: LoraSpec | None, frozen: torch.dtype) -> Ste
         num_tokens=setup.data.dataset.token_budget,
         longest_document=longest_document(config),
         num_documents=round(setup.data.projection.conversations_per_pack) if config.data.remove_cross_attention else 1,
-        optimizer_state=config.optimizer.state,
+        optimizer=config.optimizer.name,
         accumulates=config.tokens.batch_accumulation_per_replica > 1,
         num_shards=dimensions.num_shards,
         num_sharing=dimensions.context,
@@ -89,7 +89,7 @@ def predict(
     attention: Sequence[str],
     num_tokens: int,
     longest_document: int,
-    optimizer_state: str,
+    optimizer: str,
     accumulates: bool,
     num_documents: int = 1,
     num_shards: int = 1,
@@ -108,11 +108,12 @@ def predict(
         num_sharing: The number of ranks that share each micro-batch. The result is the memory of the rank with the most
             heads; what layers without attention exchange is not counted.
     """
-    trained = [each for each in model.parameters() if each.requires_grad]
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [each for _, each in named]
     weights = sum(each.nbytes for each in model.parameters()) // num_shards
     gradients = sum(each.nbytes for each in trained) // num_shards
-    optimizer = sum(state_bytes(each, optimizer_state) for each in trained) // num_shards
-    held = weights + optimizer + (_shard(model, num_shards) if num_shards > 1 else 0)
+    moments = sum(state_bytes(*each, optimizer) for each in named) // num_shards
+    held = weights + moments + (_shard(model, num_shards) if num_shards > 1 else 0)
 
     num_own = -(-num_tokens // num_sharing)
     with torch.device("meta"):
@@ -136,11 +137,11 @@ def predict(
             del hidden_TH
             loss.backward()
     update = gradients
-    if optimizer_state == "8bit" and not on_gpu:
+    if optimizer == "adamw_8bit" and not on_gpu:
         # The operation's temporary memory, which is not visible, fitted to one measurement.
         update += max((12 * each.numel() for each in trained), default=0) // num_shards
     peak = held + max(memory.peak, update)
-    return StepMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, peak=peak)
+    return StepMemory(weights=weights, gradients=gradients, optimizer=moments, activations=activations, peak=peak)
 
 
 # --- Sharded weights ---

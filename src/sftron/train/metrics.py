@@ -17,13 +17,22 @@ from sftron.visible_text import counted
 class TokenSums:
     """Sums of RowMeasures over any number of batches, computed without waiting for the device.
 
+    Args:
+        num_datasets: The number of data sets whose losses are measured.
+        names: The names of the objective's own measures, each of which is a sum; see `add_measure`.
+        with_untrained: Whether the losses of untrained tokens are measured too.
+
     Attributes:
         table_G4: float64 [groups, 4]. The rows are all roles by number, followed by the data sets by index. The columns
             are the number of tokens and the sums of their losses, entropies and hits. If a loss function gives no
             entropies or hits, those sums are NaN. The tables of several ranks can be added.
     """
 
-    def __init__(self, num_datasets: int, device: torch.device) -> None:
+    def __init__(
+        self, num_datasets: int, device: torch.device, names: Sequence[str] = (), *, with_untrained: bool = False
+    ) -> None:
+        self.names, self.with_untrained = tuple(names), with_untrained
+        self.sums_N = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.table_G4 = torch.zeros(len(Role) + num_datasets, 4, dtype=torch.float64, device=device)
         self._groups_role_G = torch.arange(len(Role), device=device)
         self._groups_source_G = torch.arange(num_datasets, device=device)
@@ -46,6 +55,10 @@ class TokenSums:
         # torch.where, not a product with 0 and 1, so that a loss that is not finite affects only its own groups.
         selected_GR4 = torch.where(is_of_GR[..., None], columns_R4, 0.0)
         self.table_G4 += selected_GR4.sum(dim=1, dtype=torch.float64)
+
+    def add_measure(self, name: str, value: Tensor) -> None:
+        """Adds a scalar to the sum of one of the `names`. The step reports each sum divided by its denominator."""
+        self.sums_N[self.names.index(name)] += value.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +160,7 @@ class StepMetrics:
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
+    measures: dict[str, float] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
     """What `sftron audit` compares; from `step_rows`."""
 
@@ -181,6 +195,7 @@ class StepMetrics:
             *_left(time_left),
             *self._dropped,
             *([f"by role: {roles}"] if len(self.roles) > 1 else []),
+            *(f"{name} {value:.4f}" for name, value in self.measures.items()),
             *self._experts,
             *self._skipped,
         ]

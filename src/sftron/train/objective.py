@@ -5,13 +5,14 @@ shape suffixes: T tokens of the packed row, H hidden_size, R labeled positions, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sftron.data.types import Batch
+from sftron.models.adapters import without_adapters
 from sftron.models.block import OnHost
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, RowMeasures, weighted_loss_sum
@@ -20,15 +21,16 @@ from sftron.train.metrics import TokenSums
 
 class Objective(Protocol):
     """The loss of a step is one ratio (law 8): the sum of `loss_sum` over all its micro-batches and ranks, divided by
-    the sum of `denominator` over all its micro-batches. A rank may have a part of a micro-batch; then its `loss_sum` is
-    that of this part, and its `denominator` still that of the whole."""
+    the sum of `denominator` over all its micro-batches. A rank may have a part of a micro-batch. Then its `loss_sum` is
+    the sum over this part, and its `denominator` still counts the whole."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of its own measures, which `loss_sum` adds to with `measures.add_measure`."""
+        ...
 
     def denominator(self, batch: Batch) -> float:
         """Returns the micro-batch's part of the denominator, which needs no forward pass."""
-        ...
-
-    def new_measures(self, device: torch.device) -> TokenSums:
-        """Returns the sums to which `loss_sum` adds the measures of a micro-batch."""
         ...
 
     def loss_sum(self, model: LlamaForSFT, batch: Batch, measures: TokenSums) -> Tensor:
@@ -36,24 +38,30 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The weighted cross entropy of the labels, over the sum of their weights."""
+    """The weighted cross entropy of the labels, over the sum of their weights.
 
-    loss_function: LossSum = weighted_loss_sum
-    num_datasets: int = 1
-    """The number of data sets whose losses are measured."""
-    with_untrained: bool = False
-    """Whether the losses of untrained tokens are measured too."""
+    A user's objective may inherit from it: override `loss_sum`, and add a term to `token_loss`.
+    """
+
+    names: Sequence[str] = ()
+
+    def __init__(self, loss_function: LossSum = weighted_loss_sum) -> None:
+        self.loss_function = loss_function
 
     def denominator(self, batch: Batch) -> float:
         return batch.weight_sum
 
-    def new_measures(self, device: torch.device) -> TokenSums:
-        return TokenSums(self.num_datasets, device)
-
     def loss_sum(self, model: LlamaForSFT, batch: Batch, measures: TokenSums) -> Tensor:
-        return loss_of(model, batch, self.loss_function, measures, self.with_untrained)
+        return self.token_loss(model, batch, measures)
+
+    def token_loss(self, model: LlamaForSFT, batch: Batch, measures: TokenSums, hidden: Tensor | None = None) -> Tensor:
+        """Returns the sum of the weighted token losses, fp32, and adds to the measures.
+
+        Args:
+            hidden: The hidden states of the batch, [T, H], if they are known.
+        """
+        return loss_of(model, batch, self.loss_function, measures, hidden)
 
 
 def loss_of(
@@ -61,19 +69,22 @@ def loss_of(
     batch: Batch,
     loss_function: LossSum = weighted_loss_sum,
     sums: TokenSums | None = None,
-    with_untrained: bool = False,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """Returns the sum of the weighted token losses of one micro-batch (fp32, not yet divided by the sum of weights).
 
-    The unweighted losses of its trained tokens are added to `sums`. If `with_untrained` is set, those of untrained
-    tokens are added too, computed from the same hidden states without gradients.
+    The unweighted losses of its trained tokens are added to `sums`. If `sums.with_untrained` is set, the losses of
+    untrained tokens are added too, computed from the same hidden states without gradients.
+
+    Args:
+        hidden: The hidden states of the batch, [T, H], if they are known.
     """
-    hidden, device = hidden_states(model, batch), model.head_weight.device
+    hidden, device = hidden_states(model, batch) if hidden is None else hidden, model.head_weight.device
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    if sums and with_untrained and len(batch.untrained_rows):
+    if sums and sums.with_untrained and len(batch.untrained_rows):
         # This comes first, before the head's gradient exists, so it does not raise the peak memory.
         with torch.no_grad():
             labels = move(batch.untrained_labels)
@@ -93,6 +104,17 @@ def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
     device = model.head_weight.device
     input_ids, position_ids = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.position_ids))
     return model(input_ids, position_ids, OnHost(batch.cu_seqlens), batch.max_seqlen, batch.part.counts)
+
+
+def base_hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
+    """Returns the hidden states of the base, which has none of the model's adapters, without gradients, [T, H]."""
+    with torch.no_grad(), without_adapters(model):
+        return hidden_states(model, batch)
+
+
+def label_log_probabilities(model: LlamaForSFT, batch: Batch, hidden: Tensor) -> Tensor:
+    """Returns the log-probabilities of all tokens at the labeled positions, fp32 [R, V]; differentiable."""
+    return model.head.logits(hidden[batch.label_positions.to(hidden.device)]).float().log_softmax(dim=-1)
 
 
 def conversation_log_probabilities(measures: RowMeasures, batch: Batch) -> Tensor:

@@ -1,9 +1,10 @@
-"""AdamW, with moments in fp32 or in 8 bits, and the learning-rate schedule."""
+"""AdamW, with moments in fp32 or in 8 bits, Muon, a user's own optimizer, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,36 +15,89 @@ from torch.optim.adamw import adamw
 
 from sftron.models.quantization import import_bitsandbytes, is_matrix
 from sftron.models.sharding import local_shard
+from sftron.train.extension import MakeOptimizer
 
 _BLOCK, _MIN_VALUES = 256, 4096
 """The values of an 8-bit block, and of the smallest matrix with 8-bit moments; both are those of bitsandbytes."""
 
 
 ANY_LAYOUT = "any layout"
-"""The `state` of the optimizer for `general.deterministic: layout`."""
+"""The name of the optimizer for `general.deterministic: layout`."""
 
 
-def make_adamw(
+def make_by_name(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     *,
     learning_rate: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    state: str = "fp32",
+    name: str = "adamw",
 ) -> torch.optim.Optimizer:
-    """Returns an AdamW for the parameters that require a gradient; with fp32 moments, it is torch's fused AdamW.
+    """Returns the optimizer of this name for the parameters that require a gradient.
 
     Weight decay applies to matrices, not to norms and biases.
 
     Args:
-        state: The type of the moments, fp32 or 8bit; see AdamW8bit. Or ANY_LAYOUT; see AdamWForAnyLayout.
+        name: A key of OPTIMIZERS.
 
     Raises:
-        ValueError: The state is 8bit, and bitsandbytes is not installed.
+        ValueError: It is adamw_8bit, and bitsandbytes is not installed.
     """
     groups = parameter_groups(named_parameters, weight_decay=weight_decay)
-    return OPTIMIZERS[state](groups, lr=learning_rate, betas=betas, eps=eps)
+    return with_state_shapes(OPTIMIZERS[name](groups, lr=learning_rate, betas=betas, eps=eps))
+
+
+def own_optimizer(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Returns the optimizer that a user's function makes of the trained parameters.
+
+    Raises ValueError if it is no torch optimizer, or does not hold all of these parameters.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = make(trained)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer: the function returned {type(optimizer).__name__}; return a torch.optim.Optimizer")
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if missing := [name for name, parameter in trained if id(parameter) not in held]:
+        raise ValueError(
+            f"optimizer: {len(missing)} of {len(trained)} trained parameters are in no group, such as {missing[0]}; "
+            "give the optimizer all of them, or freeze them"
+        )
+    for group in optimizer.param_groups:  # the schedule keeps the ratios between the groups' rates
+        group.setdefault("learning_rate_factor", group["lr"] / optimizer.param_groups[0]["lr"])
+    return with_state_shapes(optimizer)
+
+
+def with_state_shapes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer with a method `state_shapes`, which tells a checkpoint the tensors that it keeps."""
+    if not hasattr(optimizer, "state_shapes"):
+        optimizer.state_shapes = partial(probed_state_shapes, optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+    return optimizer
+
+
+def probed_state_shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, torch.Size]:
+    """Returns the shape of each state tensor of a parameter over all ranks, from one step on a tiny parameter.
+
+    Raises ValueError if a tensor has neither the parameter's shape nor a single value.
+    """
+    group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
+    device = _local(parameter).device
+    tiny = nn.Parameter(torch.ones((2,) * parameter.ndim, dtype=parameter.dtype, device=device))
+    tiny.grad = torch.ones_like(tiny)
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [tiny]}]
+    probe.step()
+    shapes = dict[str, torch.Size]()
+    for name, value in probe.state[tiny].items():
+        if not isinstance(value, Tensor) or (value.shape != tiny.shape and value.ndim):
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {name}, {found}, which cannot be saved by shards: give it a "
+                "method state_shapes(parameter) that returns the shape of each of its tensors"
+            )
+        shapes[name] = parameter.shape if value.shape == tiny.shape else torch.Size()
+    return shapes
 
 
 def parameter_groups(
@@ -53,12 +107,17 @@ def parameter_groups(
 
     Each has a `learning_rate_factor`, by which `set_learning_rate` multiplies the rate of the schedule.
     """
-    trained = [(is_matrix(*each), each[1]) for each in named_parameters if each[1].requires_grad]
+    trained = [(is_matrix(*each), *each) for each in named_parameters if each[1].requires_grad]
     groups = [
-        {"params": [parameter for decays, parameter in trained if decays], "weight_decay": weight_decay},
-        {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0},
+        {**_named(trained, decays=True), "weight_decay": weight_decay},
+        {**_named(trained, decays=False), "weight_decay": 0.0},
     ]
     return [{**group, "learning_rate_factor": 1.0} for group in groups if group["params"]]
+
+
+def _named(trained: Sequence[tuple[bool, str, nn.Parameter]], *, decays: bool) -> dict[str, list[Any]]:
+    kept = [(name, parameter) for own, name, parameter in trained if own == decays]
+    return {"params": [parameter for _, parameter in kept], "names": [name for name, _ in kept]}
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -76,7 +135,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(
         self, groups: Iterable[Mapping[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        self._bitsandbytes = import_bitsandbytes("optimizer.state: 8bit").functional
+        self._bitsandbytes = import_bitsandbytes("optimizer.name: adamw_8bit").functional
         super().__init__(map(dict, groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def state_shapes(self, parameter: Tensor) -> dict[str, torch.Size]:
@@ -200,12 +259,70 @@ class AdamWForAnyLayout(torch.optim.AdamW):
                 weight.sub_((mean / root).mul_(group["lr"] / (1 - beta1**number)))
 
 
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon (torch.optim.Muon) for the matrices of the blocks, and AdamW for embeddings, head, norms and other tensors.
+
+    Muon's update of a matrix is scaled to the size of AdamW's, so both take the same learning rate.
+    """
+
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(list(_split(groups)), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._join()
+
+    def _join(self) -> None:
+        """Gives the two optimizers these groups and this state, which loading replaces."""
+        self._parts = list[torch.optim.Optimizer]()
+        muon = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+        for make, is_muon in ((muon, True), (partial(torch.optim.AdamW, fused=True), False)):
+            groups = [group for group in self.param_groups if group["is_muon"] == is_muon]
+            if groups:
+                part = make([each for group in groups for each in group["params"]], lr=self.defaults["lr"])
+                for group in groups:
+                    for name, value in part.param_groups[0].items():
+                        group.setdefault(name, value)
+                part.param_groups, part.state = groups, self.state
+                self._parts.append(part)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(dict(state_dict))
+        self._join()
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for part in self._parts:
+            part.step()
+
+    def state_shapes(self, parameter: Tensor) -> dict[str, torch.Size]:
+        """Returns the shape of each state tensor of a parameter, over all ranks."""
+        of_part = (
+            part for part in self._parts for group in part.param_groups for p in group["params"] if p is parameter
+        )
+        return probed_state_shapes(next(of_part), parameter)
+
+
+def _split(groups: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields each group as the part that Muon updates and the other one, none of them empty."""
+    for group in groups:
+        named = list(zip(group["names"], group["params"], strict=True))
+        for is_muon in (True, False):
+            if kept := [each for each in named if is_of_muon(*each) == is_muon]:
+                names, parameters = map(list, zip(*kept, strict=True))
+                yield {**group, "names": names, "params": parameters, "is_muon": is_muon}
+
+
+def is_of_muon(name: str, parameter: Tensor) -> bool:
+    """Returns whether Muon updates a tensor: a matrix of a block."""
+    return parameter.ndim == 2 and ".layers." in name
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "fp32": partial(torch.optim.AdamW, fused=True),
-    "8bit": AdamW8bit,
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "adamw_8bit": AdamW8bit,
+    "muon": MuonWithAdamW,
     ANY_LAYOUT: AdamWForAnyLayout,
 }
-"""The optimizers by `optimizer.state`, or ANY_LAYOUT; each takes groups, lr, betas and eps."""
+"""The optimizers by `optimizer.name`, or ANY_LAYOUT; each takes groups, lr, betas and eps."""
 
 
 @cache
@@ -229,9 +346,11 @@ def _rows_of_blocks(parameter: Tensor) -> int | None:
     return None if len(parameter) % rows or -(-len(parameter) // num_shards) % rows else rows
 
 
-def state_bytes(parameter: Tensor, state: str) -> int:
-    """Returns the bytes of the moments of a parameter over all ranks; `state` is that of `make_adamw`."""
-    if state == "8bit" and _rows_of_blocks(parameter) is not None:
+def state_bytes(name: str, parameter: Tensor, optimizer: str) -> int:
+    """Returns the bytes of the state of a parameter over all ranks, with the optimizer of this name."""
+    if optimizer == "muon" and is_of_muon(name, parameter):
+        return 4 * parameter.numel()
+    if optimizer == "adamw_8bit" and _rows_of_blocks(parameter) is not None:
         return 2 * (parameter.numel() + 4 * parameter.numel() // _BLOCK)
     return 8 * parameter.numel()
 

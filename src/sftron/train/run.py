@@ -28,6 +28,7 @@ from sftron.errors import without_secrets
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import OF_THE_MODEL, LlamaConfig, architecture_facts
 from sftron.models.quantization import NF4
+from sftron.train.extension import NO_EXTENSION, Extension
 from sftron.train.flops import Peak, TrainedMatrices
 from sftron.train.optimizer import learning_rate_factor
 from sftron.train.progress import Progress
@@ -293,6 +294,7 @@ class Setup:
     model: RunModel
     commits: Mapping[str, str] = field(default_factory=dict)
     """The commits; see `find_commits`."""
+    extension: Extension = NO_EXTENSION
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -315,8 +317,9 @@ class Setup:
     @property
     def resolved_config(self) -> Config:
         """The configuration with what the run took from elsewhere: the date, if its template writes one, so that a
-        later day changes nothing; and the factor of the auxiliary loss, if the model has experts."""
-        resolved: dict[str, Any] = {}
+        later day changes nothing; the factor of the auxiliary loss, if the model has experts; and the hash of a user's
+        own code."""
+        resolved: dict[str, Any] = {"extend": self.extension.described(self.config.extend)}
         if (date := self.data.chat_tokenizer.template.date) is not None:
             resolved["tokenizer"] = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
         if self.model.architecture.mixture is not None:

@@ -142,6 +142,8 @@ class RunDirectory:
     def __init__(self, folder: Path, *, is_main: bool = True) -> None:
         self.is_main = is_main
         self.folder = folder
+        self.extended = ""
+        """The user's own code that takes part in the run, for result.json."""
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
         self.evaluations = folder / "evaluations.jsonl"
@@ -264,7 +266,8 @@ class RunDirectory:
         if status == "running":
             started = datetime.now(UTC).isoformat(timespec="seconds")
             facts["process"] = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-        self.write(RESULT, {"status": status, **facts})
+        extended = {"extended": self.extended} if self.extended else {}
+        self.write(RESULT, {"status": status, **extended, **facts})
 
     def add_to_result(self, **facts: Any) -> None:
         """Adds facts to the result.json of this run."""

@@ -65,13 +65,14 @@ class Saver:
         loss: str,
         state: Callable[[], Mapping[str, Any]],
         require_unchanged: Callable[[], None],
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.saved_step = self.tried_step = 0
         self.best_step: int | None = None
         self._ranks, self._options, self._loss = ranks, options, loss
         self._directory, self._root = directory, directory.checkpoints
         self._model, self._optimizer = model, optimizer
-        self._state, self._require_unchanged = state, require_unchanged
+        self._state, self._require_unchanged, self._on_saved = state, require_unchanged, on_saved
         self._saved_at: float | None = None
         self._save_seconds = 0.0
         in_background = self._options.asynchronous
@@ -225,7 +226,7 @@ class Saver:
             self._model,
             None,
             [self._batch],
-            TokenLoss(loss_function=loss_function(self._loss)),
+            TokenLoss(loss_function(self._loss)),
             max_grad_norm=None,
             denominator=max(1.0, self._batch.weight_sum),
             sum_over_ranks=self._ranks.sum,
@@ -245,6 +246,7 @@ class Saver:
     def _succeeded(self) -> None:
         """Called on the main thread, so that `saved_step` changes at the same step on all ranks."""
         self.saved_step, self._num_misses = self.tried_step, 0
+        self._on_saved(self.saved_step)
 
     def _missed(self, error: OSError) -> None:
         self._num_misses += 1

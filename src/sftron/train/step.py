@@ -6,9 +6,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.routing import Routing
 from sftron.models.sharding import local_shard, sum_over_copies, whole
 from sftron.train.flops import StepFlops
-from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses
+from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses, TokenSums
 from sftron.train.objective import Objective, TokenLoss, hidden_states
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.ranks import Ranks
@@ -53,6 +53,8 @@ class StepBatches:
     """The peak of what torch's allocator has reserved on any GPU before this step; None on CPUs."""
     packs: list[PackDigest]
     """The digests of the packs of all ranks."""
+    denominator: float
+    """The sum of the objective's denominators over the packs of all ranks."""
 
 
 def next_step_batches(
@@ -62,8 +64,12 @@ def next_step_batches(
     ranks: Ranks,
     num_datasets: int,
     flops_of: Callable[[Sequence[Batch]], StepFlops],
+    denominator_of: Callable[[Batch], float] | None = None,
 ) -> StepBatches:
     """Fetches this rank's next `num_batches` batches.
+
+    Args:
+        denominator_of: The objective's denominator of a micro-batch; by default, the sum of its weights.
 
     Raises DataError on all ranks if any rank has a bad row, or if ranks that share their packs have different ones.
     """
@@ -83,6 +89,7 @@ def next_step_batches(
             "peak_memory_bytes": peak_memory_bytes(ranks.device),
             "peak_reserved_bytes": peak_reserved_bytes(ranks.device),
             "packs": [pack_digest(batch.pack) for batch in own],
+            "denominator": 0.0 if denominator_of is None else math.fsum(map(denominator_of, own)),
         }
     )
     if problem is not None:
@@ -100,17 +107,20 @@ def next_step_batches(
                 f"ranks {first} and {rank} share their packs (parallelism.context), but have {everyone[first]['packs']}"
                 f" and {facts['packs']} (the number and the digests of each): give every node the same files"
             )
+    counts = StepCounts.sum_of([facts["counts"] for facts in reports])
+    own_sum = math.fsum(facts["denominator"] for facts in reports)
     model, hardware = (sum(facts["flops"][n] for facts in reports) // len(everyone) for n in (0, 1))
     squares = [facts["counts"]["sum_squared_lengths"] for facts in reports]
     return StepBatches(
         own,
-        StepCounts.sum_of([facts["counts"] for facts in reports]),
+        counts,
         StepFlops(model=model, hardware=hardware),
         sum_squared_lengths_spread=max(squares) * len(squares) / sum(squares) - 1 if any(squares) else 0.0,
         data_seconds=max(facts["data_seconds"] for facts in everyone),
         peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
         peak_reserved_bytes=_largest(facts["peak_reserved_bytes"] for facts in everyone),
         packs=[PackDigest(*digest) for facts in reports for digest in facts["packs"]],
+        denominator=counts.weight_sum if denominator_of is None else own_sum,
     )
 
 
@@ -146,6 +156,8 @@ class StepResult:
     """None if the step has no target."""
     expert_load: ExpertLoad | None = None
     """None if the step has no target, or the model no experts."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """The objective's own measures, each divided by the step's denominator."""
 
 
 def train_step(
@@ -156,6 +168,8 @@ def train_step(
     *,
     max_grad_norm: float | None,
     denominator: float | None = None,
+    num_datasets: int = 1,
+    with_untrained: bool = False,
     router_aux_loss_coef: float = 0.0,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     sums: ExactSums | None = None,
@@ -172,6 +186,8 @@ def train_step(
         denominator: The sum of the denominators of the packs of all ranks; by default, of `batches`. Gradients of a
             sharded model are summed over ranks in the backward pass, so a rank takes part even if its own batches have
             no target.
+        num_datasets: The number of data sets whose losses are measured.
+        with_untrained: Whether the losses of untrained tokens are measured too.
         router_aux_loss_coef: The factor of the auxiliary loss of routers, which is no part of the returned loss. Its
             gradient needs the loads of the whole step, so above 0, all micro-batches but the first are computed once
             more, without gradients; see `Routing`.
@@ -184,7 +200,7 @@ def train_step(
     if denominator == 0:
         return StepResult(None, None, "no token to train on")
     loss = torch.zeros((), device=model.head_weight.device)
-    measures = objective.new_measures(loss.device)
+    measures = TokenSums(num_datasets, loss.device, objective.names, with_untrained=with_untrained)
     with Routing(model, router_aux_loss_coef) as routing:
         is_counted_ahead = routing.coefficient > 0
         for batch in batches[1:] if is_counted_ahead else ():
@@ -208,19 +224,26 @@ def train_step(
         loss, norm = sums.finish(), exact_norm(parameters, sums.num_copies)
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    own = [loss.double().view(1), measures.table_G4.flatten(), routing.table_L2E.flatten()]
-    loss_1, table, loads = sum_over_ranks(torch.cat(own)).split([len(each) for each in own])
+    own = [loss.double().view(1), measures.table_G4.flatten(), measures.sums_N, routing.table_L2E.flatten()]
+    loss_1, table, named, loads = sum_over_ranks(torch.cat(own)).split([len(each) for each in own])
     # One transfer brings all numbers of the step to the host, including those that decide whether to update.
-    parts = [norm.double().view(1), loss_1, table, routing.measures(loads.view_as(routing.table_L2E))]
+    parts = [
+        norm.double().view(1),
+        loss_1,
+        table,
+        named / denominator,
+        routing.measures(loads.view_as(routing.table_L2E)),
+    ]
     on_host = torch.cat(parts).cpu().split([len(each) for each in parts])
-    (norm_value,), (loss_value,), token_sums, load = (each.tolist() for each in on_host)
+    (norm_value,), (loss_value,), token_sums, named_means, load = (each.tolist() for each in on_host)
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
     if is_finite and optimizer is not None:
         optimizer.step()
     model.zero_grad(set_to_none=True)
     skipped = None if is_finite else "the loss or a gradient is not finite"
     expert_load = ExpertLoad(*load) if load else None
-    return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums), expert_load)
+    own_means = dict(zip(measures.names, named_means, strict=True))
+    return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums), expert_load, own_means)
 
 
 def measure_step(
@@ -281,6 +304,7 @@ def measure_step(
         peak_tflops=peak_tflops,
         experts={} if result.expert_load is None else asdict(result.expert_load),
         skipped=result.skipped,
+        measures=dict(result.measures),
         changed_settings=changed_settings,
         rows=rows,
         datasets=_measures_of_datasets(progress, losses, preparation),

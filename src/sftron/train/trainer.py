@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,10 +25,21 @@ from sftron.train.divergence import divergence
 from sftron.train.dry_run import measure_step_memory
 from sftron.train.evaluation import Evaluator
 from sftron.train.exports import RunExports
+from sftron.train.extension import (
+    NO_EXTENSION,
+    Callback,
+    ComputeMetrics,
+    Events,
+    Extension,
+    ExtensionError,
+    MakeOptimizer,
+    load_extension,
+)
 from sftron.train.hub import require_hub
 from sftron.train.logs import console
 from sftron.train.logs.run_logs import RunLogs, make_loggers, require_loggers
 from sftron.train.loop import Steps
+from sftron.train.objective import Objective
 from sftron.train.places import REVISIONS
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks, start_ranks
@@ -44,17 +55,37 @@ from sftron.train.text import conclusion, description
 EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
 
 
-def open_trainer(config: Config, stop_request: StopRequest | None = None) -> Trainer | CompletedRun:
+def open_trainer(
+    config: Config,
+    stop_request: StopRequest | None = None,
+    *,
+    objective: Objective | None = None,
+    data: Any = None,
+    callbacks: Sequence[Callback] = (),
+    optimizer: MakeOptimizer | None = None,
+    compute_metrics: ComputeMetrics | None = None,
+) -> Trainer | CompletedRun:
     """Opens a run: checks it, locks its directory, and loads its weights, its optimizer and what it resumes.
 
     Every rank calls this. Of a run that is complete and has nothing left to do, nothing is loaded and no file touched.
+
+    Args:
+        objective: What is minimized; by default `TokenLoss`.
+        data: The rows of the first data set, in place of its path: a sequence, or a `datasets.Dataset`.
+        callbacks: What is called at the events of the run.
+        optimizer: Makes the optimizer from the named parameters that are trained; by default, that of the section
+            `optimizer`, whose schedule and clipping hold for it as well.
+        compute_metrics: Measures the answers to `evaluation.prompts`.
 
     Raises:
         ValueError: On all ranks, with a message for the user.
     """
     started = time.perf_counter()
     # Dimensions, data and model. There are no weights yet.
-    setup = open_setup(config)
+    given = Extension(
+        objective=objective, data=data, callbacks=callbacks, optimizer=optimizer, compute_metrics=compute_metrics
+    )
+    setup = open_setup(config, extension=given)
     config, ranks = setup.config, setup.ranks
     stop_request = stop_request or StopRequest(prints=ranks.is_main)
     directory = RunDirectory(config.run_dir, is_main=ranks.is_main)
@@ -62,6 +93,8 @@ def open_trainer(config: Config, stop_request: StopRequest | None = None) -> Tra
         return _completed_run(setup, directory, finished)
     ranks.all_or_raise(directory.acquire)
     require_one_folder(directory.folder, ranks)
+    if (own := setup.resolved_config.extend) is not None:
+        directory.extended = f"{own.setup}, source {own.source}"
     logs = RunLogs(setup, directory)
     logs.open_console()
     has_begun, progress = False, Progress.of(len(setup.data.preparation.datasets))
@@ -81,13 +114,13 @@ def open_trainer(config: Config, stop_request: StopRequest | None = None) -> Tra
         description.describe_run(setup, directory)
         # Weights, optimizer and loader
         model = ranks.all_or_raise(lambda: load_run_model(setup))
-        optimizer = make_optimizer(config, model)
+        made_optimizer = make_optimizer(config, model, setup.extension)
         # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
         # On a CPU, it would only waste computation.
         on_gpu = is_gpu(ranks.device)
         loader = make_loader(config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu, context=ranks.context)
         # Resume
-        load_start(start, setup, model=model, optimizer=optimizer, loader=loader)
+        load_start(start, setup, model=model, optimizer=made_optimizer, loader=loader)
         progress = start.progress
         trainer = Trainer(
             setup,
@@ -97,7 +130,7 @@ def open_trainer(config: Config, stop_request: StopRequest | None = None) -> Tra
             start,
             settings,
             model=model,
-            optimizer=optimizer,
+            optimizer=made_optimizer,
             loader=loader,
             started=started,
         )
@@ -108,13 +141,14 @@ def open_trainer(config: Config, stop_request: StopRequest | None = None) -> Tra
     return trainer
 
 
-def open_setup(config: Config, *, plans: bool = False) -> Setup:
+def open_setup(config: Config, *, plans: bool = False, extension: Extension = NO_EXTENSION) -> Setup:
     """Opens and checks everything in a run except its weights: its dimensions, its data and its model.
 
     Every rank calls this.
 
     Args:
         plans: Whether only `dry_run` follows, for which one process may stand for all ranks; see `start_ranks`.
+        extension: The parts that a user's code gives; by default, those of `extend.setup`.
 
     Raises:
         ValueError: On all ranks, with a message for the user; DataError is a subclass.
@@ -126,7 +160,11 @@ def open_setup(config: Config, *, plans: bool = False) -> Setup:
     console.start(ranks.is_main)
     ranks.all_or_raise(lambda: _require_services(config) if ranks.is_main else None)
     torch.manual_seed(config.general.seed)
-    return build_run(config, _deterministic(config, ranks))
+    if extension == NO_EXTENSION:
+        extension = ranks.all_or_raise(lambda: load_extension(config.extend, config.model.path))
+    elif config.extend is not None and not config.extend.was_given_in_python:
+        raise ValueError("extend: open_trainer was given parts as arguments too; give them in one of both ways")
+    return build_run(config, _deterministic(config, ranks), extension)
 
 
 def dry_run(setup: Setup) -> int:
@@ -233,6 +271,7 @@ class Trainer:
         self.directory, self.stop_request, self.progress = directory, stop_request, start.progress
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._settings, self._logs = settings, logs
+        self._events = logs.events = Events(setup.extension.callbacks, is_main=setup.ranks.is_main)
         self._evaluator = Evaluator(setup.config, setup.data, setup.ranks, self._is_stop_requested)
         self._saver = Saver(
             setup.ranks,
@@ -243,6 +282,7 @@ class Trainer:
             loss=setup.model.loss,
             state=self._state,
             require_unchanged=partial(require_unchanged, setup),
+            on_saved=lambda step: self._events.call("on_save", step, directory.checkpoints / f"step-{step}"),
         )
         if start.state:
             self._evaluator.resume(start.state["evaluation"], directory.checkpoints)
@@ -261,6 +301,8 @@ class Trainer:
                 try:
                     with self.ranks.failure_reported(self._report, refusal=DataError):
                         status = self._conclude(self._train())
+                        self._events.call("on_end", "failed" if status == NOT_FINITE else status)
+                        self._require_callbacks()
                 finally:  # not within failure_reported: the result of the run is known
                     self._exports.finish(lambda: status != "completed" or self.stop_request.received)
         finally:
@@ -274,11 +316,12 @@ class Trainer:
         batches = iter(self.loader)
         self._logs.open(step=self.progress.step, evaluated_step=self._evaluator.evaluated_step)
         self._exports.start()
+        self._events.call("on_start", self.progress.step, self.directory.folder)
         try:
             status = self._make_steps(batches)
             is_whole = status == "preempted" or not self.progress.non_finite_in_a_row
             return status if is_whole and self._saver.is_healthy(self.progress.step) else NOT_FINITE
-        except DataError:
+        except (DataError, ExtensionError):
             self._saver.save_before_failure(self.progress.step)
             raise
         except RuntimeError as error:
@@ -296,6 +339,9 @@ class Trainer:
         if not self._is_done():
             self._exports.export_on_the_way(only_if_missing=True)  # the run may have ended before this export
         while not self._is_done():
+            if self.setup.extension.changes_model:
+                self._events.call("on_before_step", progress.step + 1, self.model, on_all_ranks=True)
+                self._require_callbacks()
             made = self._steps.next(batches)
             if made is None:
                 continue
@@ -304,7 +350,10 @@ class Trainer:
                 return NOT_FINITE
             progress.require_few_dropped(self.config.data.max_dropped_share, self.setup.length.rows_of_run(progress))
             is_save_due = self.ranks.is_main and self._saver.is_due(progress.step)
-            wanted = self.ranks.any_of(stop=self.stop_request.received, save=is_save_due)
+            has_failed = self._events.error is not None
+            wanted = self.ranks.any_of(stop=self.stop_request.received, save=is_save_due, callback=has_failed)
+            if wanted["callback"]:
+                self._events.require_none_failed()
             if wanted["stop"] or not self._evaluate():
                 return "preempted"
             with self._logs.timed("checkpoint"):
@@ -314,6 +363,7 @@ class Trainer:
                     self._saver.save(progress.step)
         if not self._evaluate():
             return "preempted"
+        self._require_callbacks()
         if reason := self._reason_of_early_end():
             console.write(f"ends early {reason}")
         else:
@@ -357,6 +407,11 @@ class Trainer:
             conclusion.show_answers(self.setup.data.questions, before, after)
         conclusion.conclude(status, directory, step, exported=exported, divergence=facts.get("error"))
         return status
+
+    def _require_callbacks(self) -> None:
+        """Raises ExtensionError on all ranks if a callback has raised on any. Every rank calls this."""
+        if self.setup.extension.callbacks and self.ranks.any(self._events.error is not None):
+            self._events.require_none_failed()
 
     def _is_done(self) -> bool:
         return self.setup.length.is_done(self.progress) or self._evaluator.is_patience_over

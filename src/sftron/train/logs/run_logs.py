@@ -26,6 +26,7 @@ from sftron.kernels.device import device_name
 from sftron.models.attention import describe_backends
 from sftron.regular_file import read_lines
 from sftron.train.evaluation import Evaluation
+from sftron.train.extension import Events
 from sftron.train.logs import console
 from sftron.train.logs.loggers import Loggers
 from sftron.train.logs.trackers import Mlflow, TensorBoard, Tracker, Trackio, Wandb, has_key
@@ -125,6 +126,7 @@ class RunLogs:
 
     def __init__(self, setup: Setup, directory: RunDirectory) -> None:
         self.loggers: Loggers | None = None
+        self.events = Events((), is_main=False)
         self.packs: list[PackDigest] = []
         """The digests of the packs of all ranks since the last step."""
         self._setup, self._directory = setup, directory
@@ -213,6 +215,7 @@ class RunLogs:
         if self._metrics:
             record = asdict(metrics)
             self._metrics.append(as_json(record))
+            self.events.call("on_step", record)
             if self.loggers:
                 self.loggers.log(metrics.step, record)
 
@@ -220,6 +223,7 @@ class RunLogs:
         if self._evaluations:
             record = asdict(evaluation)
             self._evaluations.append(as_json(record))
+            self.events.call("on_evaluation", record)
             if self.loggers:
                 self.loggers.log(evaluation.step, evaluation.metrics(), record["answers"])
 

@@ -1,0 +1,293 @@
+"""What a user's own Python adds to a run: an objective, callbacks, an optimizer, and measures of answers.
+
+`extend.setup` of a configuration names a function that returns an `Extension`; `open_trainer` takes its parts as
+arguments. The run names them, with a hash of their source, in its settings, so a resume with other code says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from huggingface_hub import constants
+from torch import nn
+
+from sftron.config.schema import Extend
+from sftron.regular_file import where_missing
+
+if TYPE_CHECKING:
+    from sftron.models.llama import LlamaForSFT
+    from sftron.train.objective import Objective
+
+
+class Callback:
+    """Events of a run; override those that you need.
+
+    All but `on_before_step` are called on the main rank, with values. If one raises, the run saves its last finished
+    step, and ends with the error.
+    """
+
+    def on_start(self, step: int, folder: Path) -> None:
+        """Training begins after `step`, in the run directory `folder`."""
+
+    def on_before_step(self, step: int, model: LlamaForSFT) -> None:
+        """Step `step` is next. Every rank calls it, and it may change the model, so the model card names it."""
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        """A step was made; `metrics` is its line in metrics.jsonl."""
+
+    def on_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """An evaluation was made; `evaluation` is its line in evaluations.jsonl."""
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """The checkpoint of `step` is complete in `folder`."""
+
+    def on_end(self, status: str) -> None:
+        """Training has ended: completed, diverged, preempted or failed."""
+
+
+class MakeOptimizer(Protocol):
+    """Makes the optimizer from the names and the parameters that are trained."""
+
+    def __call__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], /) -> torch.optim.Optimizer: ...
+
+
+class ComputeMetrics(Protocol):
+    """Measures the answers to `evaluation.prompts`, by name.
+
+    Args:
+        questions: The messages of each prompt, as {"role", "content"}.
+        answers: The model's answer to each.
+        references: The value of the column `reference` of each prompt's row; None without it.
+    """
+
+    def __call__(
+        self, questions: Sequence[Sequence[Mapping[str, Any]]], answers: Sequence[str], references: Sequence[Any], /
+    ) -> Mapping[str, float]: ...
+
+
+class ExtensionError(RuntimeError):
+    """A callback has raised; the message names the callback and the error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """The parts that a run takes from a user's code; without any, the run is sftron's own.
+
+    Raises ValueError if a part is of another type.
+    """
+
+    objective: Objective | None = None
+    data: Any = None
+    """The rows of the first data set, in place of its `path`: a sequence, or a `datasets.Dataset`."""
+    callbacks: Sequence[Callback] = ()
+    optimizer: MakeOptimizer | None = None
+    compute_metrics: ComputeMetrics | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("denominator", "loss_sum", "names") if self.objective is not None else ():
+            if not hasattr(self.objective, name):
+                raise ValueError(
+                    f"objective: {type(self.objective).__name__} has no {name}; inherit from TokenLoss, or give it the "
+                    "names, denominator and loss_sum of an Objective"
+                )
+        for each in self.callbacks:
+            if not isinstance(each, Callback):
+                raise ValueError(f"callbacks: {type(each).__name__} is not a Callback; inherit from sftron.Callback")
+        for name in ("optimizer", "compute_metrics"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ValueError(f"{name}: {type(value).__name__} is not a function")
+        if self.data is not None and not (hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__")):
+            raise ValueError(
+                f"data: {type(self.data).__name__} has no length or no index, so a resume could not find its place; "
+                "give a sequence of rows or a datasets.Dataset, or name a streamed data set in data.datasets "
+                "(streaming: true)"
+            )
+
+    @property
+    def parts(self) -> dict[str, list[Any]]:
+        """The given objects by the name of their argument."""
+        given = {
+            "objective": [self.objective],
+            "callbacks": [*self.callbacks],
+            "optimizer": [self.optimizer],
+            "compute_metrics": [self.compute_metrics],
+        }
+        return {name: kept for name, objects in given.items() if (kept := [each for each in objects if each])}
+
+    @property
+    def changes_model(self) -> list[str]:
+        """The names of the callbacks that get the model before each step."""
+        return [_name(each) for each in self.callbacks if type(each).on_before_step is not Callback.on_before_step]
+
+    def described(self, options: Extend | None) -> Extend | None:
+        """Returns the section `extend` with the source's hash, which the run writes to its config.yaml.
+
+        Parts that were given as arguments are named in place of a setup function. None for a run without extension.
+        """
+        if options is not None and not options.was_given_in_python:
+            return options.model_copy(update={"source": self._source(options.setup.partition(":")[0])})
+        if not self.parts:
+            return None
+        names = ", ".join(f"{part}={'+'.join(map(_name, objects))}" for part, objects in self.parts.items())
+        return Extend(setup=f"open_trainer({names})", source=self._source())
+
+    def _source(self, *modules: str) -> str:
+        """Returns the hash of the source of all modules that the parts are from, 12 digits."""
+        objects = [each for kept in self.parts.values() for each in kept]
+        names = {*modules, *(_type_of(each).__module__ for each in objects)}
+        digest = hashlib.sha256()
+        for name in sorted(name for name in names if name.partition(".")[0] not in ("sftron", "torch")):
+            digest.update(f"{name}\n{_source_of(name)}\n".encode())
+        return digest.hexdigest()[:12]
+
+
+NO_EXTENSION = Extension()
+
+
+def _type_of(value: Any) -> Any:
+    """Returns the function or the class of a part, whose module has its source."""
+    value = getattr(value, "func", value)  # of functools.partial
+    return value if inspect.isfunction(value) or inspect.isclass(value) else type(value)
+
+
+def _name(value: Any) -> str:
+    kind = _type_of(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _source_of(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # a notebook's cell, or compiled code
+        return ""
+
+
+# --- From the configuration ---
+
+
+def load_extension(options: Extend | None, model_path: str) -> Extension:
+    """Calls the setup function that `extend` names, which runs the user's code.
+
+    Raises:
+        ValueError: The module cannot be imported, lies in a folder of a model or of the Hub's cache, or has other
+            source than `extend.source` states; or the function fails or returns something else than an `Extension`.
+    """
+    if options is None:
+        return NO_EXTENSION
+    if options.was_given_in_python:
+        raise ValueError(
+            f"extend.setup: the run was opened in Python, as {options.setup}; call open_trainer with these parts, "
+            "or remove the section"
+        )
+    module_name, _, function_name = options.setup.partition(":")
+    with _folder_importable():
+        _refuse_downloaded(module_name, model_path)
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise _failed(options, f"{module_name} cannot be imported", error) from error
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise ValueError(f"extend.setup: {module_name} has no function {function_name}")
+        try:
+            extension = function(options.options)
+        except Exception as error:
+            raise _failed(options, f"{options.setup} failed", error) from error
+    if not isinstance(extension, Extension):
+        found = type(extension).__name__
+        raise ValueError(f"extend.setup: {options.setup} returned {found}; return a sftron.Extension")
+    described = extension.described(options)
+    if options.source is not None and described is not None and described.source != options.source:
+        raise ValueError(
+            f"extend.source: {options.source}, but the source of {module_name} now has {described.source}; restore the "
+            "source, or remove the key"
+        )
+    return extension
+
+
+def _failed(options: Extend, problem: str, error: Exception) -> ValueError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{frame.filename}:{frame.lineno}"
+    return ValueError(f"extend.setup: {problem}: {type(error).__name__}: {error} ({where}); correct {options.setup}")
+
+
+def _refuse_downloaded(module: str, model_path: str) -> None:
+    """Raises ValueError if a module would be imported from a model's folder or from a cache of downloads."""
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])  # which runs nothing yet
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        path = Path(*module.split(".")).with_suffix(".py")
+        raise ValueError(
+            f"extend.setup: there is no module {module}{where_missing(path)}; it is looked up in the working directory "
+            "and in the installed packages"
+        )
+    origins = [*([found.origin] if found.origin else []), *(found.submodule_search_locations or [])]
+    for folder in (Path(model_path), Path(constants.HF_HOME), Path(constants.HF_HUB_CACHE)):
+        if any(Path(each).resolve().is_relative_to(folder.resolve()) for each in origins):
+            raise ValueError(
+                f"extend.setup: {module} lies in {folder}, which holds downloaded files; code runs only from your own "
+                "folders: copy the module there after you have read it"
+            )
+
+
+@contextmanager
+def _folder_importable() -> Iterator[None]:
+    """Looks modules up in the working directory too, as `python -m` does."""
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+# --- Events ---
+
+
+class Events:
+    """Calls the callbacks, and keeps the first error until the run has saved its step."""
+
+    def __init__(self, callbacks: Sequence[Callback], *, is_main: bool) -> None:
+        self._callbacks, self._is_main = callbacks, is_main
+        self.error: Exception | None = None
+        self._failed = ""
+
+    def call(self, event: str, *values: Any, on_all_ranks: bool = False) -> None:
+        """Calls an event of every callback, such as "on_step", on the main rank or on all ranks."""
+        if self.error is not None or not (self._is_main or on_all_ranks):
+            return
+        for callback in self._callbacks:
+            try:
+                getattr(callback, event)(*values)
+            except Exception as error:
+                self.error, self._failed = error, f"{_name(callback)}.{event}"
+                return
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._callbacks)
+
+    def require_none_failed(self) -> None:
+        """Raises ExtensionError if a callback has raised on any rank; here or there."""
+        if self.error is None:
+            raise ExtensionError("a callback has failed on another rank")
+        words = f"{self._failed} raised {type(self.error).__name__}: {self.error}"
+        raise ExtensionError(f"{words}. The last finished step is saved") from self.error
+
+
+Setup = Callable[[Mapping[str, Any]], Extension]
+"""The type of the function that `extend.setup` names; it gets `extend.options`."""
