@@ -21,6 +21,7 @@ COMMANDS = {
     "sweep": "run the grid of a sweep file",
     "compare": "compare runs: losses, speed, memory",
     "convert": "convert a checkpoint, or merge an adapter into its base",
+    "completion": "print a script that completes commands and keys in bash or zsh",
     "audit": "prove that a run trained every row, and name the rows of a step",
 }
 """What each command does. Its module in sftron.commands has the same name."""

@@ -155,3 +155,22 @@ def test_weights_that_labels_cannot_express_and_the_end_of_the_data_are_refused(
     given[0].loss_weights[given[0].loss_weights > 0] = 0.25
     with pytest.raises(DataError, match=r"pack 0 has tokens of weight 0\.25"):
         FlattenPacks()([given[0]])
+
+
+def test_the_rows_for_other_trainers_have_the_ids_and_labels_of_transformers_own_collators(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    rows = dataset.to_hf()
+    keys = list(dataset.preparation.all_keys())
+    assert len(rows) == len(keys)
+    for key, row in zip(keys, rows, strict=True):
+        tokenized = dataset.preparation.tokenize(key)
+        assert row["input_ids"] == tokenized.input_ids.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        expected = np.where(Targets().of(tokenized), row["input_ids"], IGNORE_INDEX)  # pyright: ignore
+        assert row["labels"] == expected.tolist()
+
+
+def test_weights_that_labels_cannot_express_are_refused(folder: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}
+    dataset = PackedDataset.from_rows([row], ChatTokenizer.from_pretrained(folder), sequence_length=LENGTH, num_lanes=1)
+    with pytest.raises(DataError, match=r"rows\[0\] has tokens of weight 0\.5, .* remove the weights"):
+        dataset.to_hf()

@@ -251,3 +251,16 @@ def test_a_script_that_fails_and_a_bad_line_are_refused_in_one_line_that_says_wh
         assert err.count("\n") == 1
     rows.write_text('{"a": "\u2028"}\r\n\n{"a": 2}', encoding="utf-8")
     assert read_conversations(rows) == [{"a": "\u2028"}, {"a": 2}]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("options", [{}, {"padding_free": True, "max_length": None}])
+def test_a_trainer_of_trl_over_the_rows_of_a_packed_data_set_is_sound(
+    own: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    from sftron import ChatTokenizer, PackedDataset
+
+    packed = PackedDataset.from_rows(ROWS, ChatTokenizer(own), sequence_length=256, num_lanes=1)
+    trainer = sft(own, tmp_path, packed.to_hf().to_list(), **options)
+    report = verify_trainer(trainer, ROWS)
+    assert failed(report) == ALWAYS_FAILED, report.as_dict()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from sftron import Callback, Extension, LlamaForSFT
 from sftron.train.trainer import CompletedRun, Trainer, open_trainer
-from tests.train.runs import make_config, make_model_folder
+from tests.train.ranks import launch, train
+from tests.train.runs import make_config, make_model_folder, settings, write_config, write_rows
 
 
 def opened(config: Any, **parts: Any) -> Trainer:
@@ -395,3 +396,36 @@ def test_an_optimizer_whose_state_has_other_shapes_says_what_it_lacks(tmp_path: 
     longer = make_config(tmp_path, model_folder, **SHORT | {"tokens__train_steps": 6})
     with pytest.raises(ValueError, match="give it a method state_shapes"):
         open_trainer(longer, optimizer=adafactor_like)
+
+
+# --- Over ranks ---
+
+
+@pytest.mark.parametrize("kind", ["kl", "muon"])
+def test_a_run_that_hops_between_ranks_is_the_run_that_did_not(tmp_path: Path, model_folder: Path, kind: str) -> None:
+    write_rows(tmp_path / "rows.jsonl", 120)
+    options: dict[str, Any] = {
+        "kl": {"lora__rank": 4, "extend__setup": "examples.extend.kl:setup", "extend__options": {"weight": 0.5}},
+        "muon": {"optimizer__name": "muon", "optimizer__learning_rate": 1e-3},
+    }[kind]
+
+    def run(name: str, num_ranks: int, last_step: int) -> Path:
+        tree = settings(tmp_path, model_folder, **options, general__run_name=name, tokens__train_steps=last_step)
+        tree["tokens"]["batch_accumulation_per_replica"] = 4 // num_ranks
+        config = write_config(tmp_path / f"{name}-{last_step}.yaml", tree)
+        for ended in launch(num_ranks, train, config, folder=tmp_path):
+            assert ended.exit_code == 0, ended.err
+        return tmp_path / "runs" / name
+
+    alone = run("alone", 1, 4)
+    for num_ranks, last_step in ((2, 2), (1, 3), (2, 4)):
+        hopped = run("hopped", num_ranks, last_step)
+    lines = [
+        [json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()] for each in (alone, hopped)
+    ]
+    assert [line["step"] for line in lines[1]] == [1, 2, 3, 4]
+    for theirs, ours in zip(*lines, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["measures"] == pytest.approx(theirs["measures"], rel=1e-3, abs=1e-6)
+    if kind == "kl":
+        assert lines[0][-1]["measures"]["kl"] > 0

@@ -11,13 +11,16 @@ from sftron.report.audit import Audit, audited_rows
 from sftron.report.counts import PackingCount
 from sftron.report.page import Inspection, inspect_packs
 from sftron.train import build_data
+from sftron.train.extension import given_rows
 from sftron.train.places import pinned
 
 
 def open_data(config: Config) -> Preparation:
     """Opens the data and the tokenizer of a run. Raises ValueError if one of them cannot be used."""
     config = pinned(config)
-    return build_data.open_data(config, build_data.load_chat_tokenizer(config))
+    return build_data.open_data(
+        config, build_data.load_chat_tokenizer(config), given_rows(config.extend, config.model.path)
+    )
 
 
 def inspect(

@@ -26,7 +26,8 @@ from sftron.models.attention import describe_backends
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import dtype_name
-from sftron.train.objective import hidden_states, loss_of
+from sftron.train.metrics import TokenSums
+from sftron.train.objective import Objective, hidden_states, loss_of
 from sftron.train.step import train_step
 from sftron.visible_text import counted
 
@@ -251,10 +252,16 @@ def _add_gradients(subject: Subject, packs: Sequence[Documents], *, sign: int) -
     """Adds the gradients times `sign` to the parameters' `grad`. Returns the sum of the losses."""
     total = 0.0
     for documents in packs:
-        loss = loss_of(subject.model, subject.batch(documents), subject.loss)
+        loss = _own_loss(subject, subject.batch(documents))
         (sign * loss).backward()
         total += loss.item()
     return total
+
+
+def _own_loss(subject: Subject, batch: Batch) -> Tensor:
+    """Returns the objective's sum over a batch."""
+    objective = subject.objective
+    return objective.loss_sum(subject.model, batch, TokenSums(1, subject.model.head_weight.device, objective.names))
 
 
 def _norms(model: nn.Module) -> dict[str, float]:
@@ -293,7 +300,7 @@ def accumulation(subject: Subject) -> Finding:
     with subject.in_fp32():
         with torch.no_grad():
             means = [loss_of(model, each, weighted_loss_sum).item() / each.weight_sum for each in layouts[0]]
-        (loss, gradients), *others = [_step(model.train(), batches) for batches in layouts]
+        (loss, gradients), *others = [_step(model.train(), batches, subject.objective) for batches in layouts]
     size = _norm(gradients)
     apart = [_relative(abs(loss - other), loss) for other, _ in others]
     apart += [_relative(_norm([a - b for a, b in zip(gradients, other, strict=True)]), size) for _, other in others]
@@ -307,10 +314,10 @@ def accumulation(subject: Subject) -> Finding:
     return Finding(max(apart) <= FP32_GRADIENTS, measured, f"<= {FP32_GRADIENTS:.0e}, relative", detail)
 
 
-def _step(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float, list[Tensor]]:
+def _step(model: LlamaForSFT, batches: Sequence[Batch], objective: Objective) -> tuple[float, list[Tensor]]:
     """Performs the trainer's own step without an update. Returns the loss and the gradients."""
     optimizer = _GradientsOnly(model)
-    result = train_step(model, optimizer, batches, max_grad_norm=None)
+    result = train_step(model, optimizer, batches, objective, max_grad_norm=None)
     return result.loss if result.loss is not None else math.nan, optimizer.gradients
 
 

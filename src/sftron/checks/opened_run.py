@@ -13,6 +13,7 @@ from sftron.config import load_config
 from sftron.data.digest import digest_of
 from sftron.regular_file import where_missing
 from sftron.train import build_data
+from sftron.train.extension import given_rows
 from sftron.train.run import data_fingerprint
 from sftron.train.run_directory import intact_records, read_result
 
@@ -80,7 +81,11 @@ class OpenedRun:
         self.folder = folder
         self.steps = read_steps(folder)
         self.config = load_config(folder / "config.yaml", overrides)
-        self.preparation = build_data.open_data(self.config, build_data.load_chat_tokenizer(self.config))
+        self.preparation = build_data.open_data(
+            self.config,
+            build_data.load_chat_tokenizer(self.config),
+            given_rows(self.config.extend, self.config.model.path),
+        )
         self.dataset = build_data.make_dataset(self.config, self.preparation)
         if self.dataset.is_planned:
             self.dataset.measure()  # the fingerprint says how an epoch is packed, which depends on all lengths

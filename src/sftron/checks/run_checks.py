@@ -25,7 +25,7 @@ from sftron.kernels.device import is_gpu
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.build_model import adapter_tensors, make_optimizer
-from sftron.train.objective import TokenLoss, hidden_states
+from sftron.train.objective import hidden_states
 from sftron.train.places import model_folder
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
@@ -180,8 +180,7 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
     optimizer = make_optimizer(subject.config, model.train())
     is_finite = True
     for _ in range(_NUM_UPDATES):
-        objective = TokenLoss(subject.loss)
-        step = train_step(model, optimizer, [batch], objective, max_grad_norm=options.max_grad_norm)
+        step = train_step(model, optimizer, [batch], subject.objective, max_grad_norm=options.max_grad_norm)
         is_finite = is_finite and step.is_finite
     loss, stop = _measure(subject, batch, stop_ids)
     # Comparisons with NaN are false. A NaN for stop tokens means that the batch has none.

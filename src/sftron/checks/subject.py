@@ -48,6 +48,8 @@ from sftron.models.quantization import from_stored
 from sftron.train import build_data
 from sftron.train.build_model import load_run_model
 from sftron.train.build_run import open_run
+from sftron.train.extension import load_extension
+from sftron.train.objective import Objective, TokenLoss
 from sftron.train.places import find_places, model_folder
 from sftron.train.ranks import Ranks
 from sftron.train.run import Setup
@@ -108,7 +110,8 @@ class Subject:
         self.ranks = Ranks(device=default_device())
         self._num_tokens = num_tokens or (_TOKENS_ON_GPU if is_gpu(self.ranks.device) else _TOKENS_ON_CPU)
         self.chat_tokenizer = build_data.load_chat_tokenizer(config)
-        self.preparation = build_data.open_data(config, self.chat_tokenizer)
+        self.extension = load_extension(config.extend, config.model.path)
+        self.preparation = build_data.open_data(config, self.chat_tokenizer, self.extension.data)
         self.dropped: Counter[str] = Counter()
         self._start: dict[str, Tensor] = {}
         self.rows = tuple(self._read_rows(num_rows))
@@ -206,7 +209,7 @@ class Subject:
 
     def open_dataset(self, config: Config, **ranks: int) -> PackedDataset:
         """Opens the data again with the settings of `config`; `ranks` are dp_rank and dp_world_size."""
-        preparation = build_data.open_data(config, self.chat_tokenizer)
+        preparation = build_data.open_data(config, self.chat_tokenizer, self.extension.data)
         return build_data.make_dataset(config, preparation, row_lengths=self._row_lengths, **ranks)
 
     @cached_property
@@ -232,7 +235,7 @@ class Subject:
     def setup_or_refusal(self) -> Setup | ValueError:
         """The run's setup, or the error with which `sftron train` would refuse to begin."""
         try:
-            return open_run(self.config, self.ranks, find_places(self.config))
+            return open_run(self.config, self.ranks, find_places(self.config), self.extension)
         except ValueError as error:
             return error
 
@@ -269,6 +272,11 @@ class Subject:
         planned = self.setup.model
         is_planned = self.model.compute_dtype == planned.compute_dtype
         return loss_function(planned.loss) if is_planned else weighted_loss_sum
+
+    @property
+    def objective(self) -> Objective:
+        """What the run minimizes: a user's own objective, or the run's loss function."""
+        return TokenLoss(self.loss) if self.extension.objective is None else self.extension.objective
 
     @contextmanager
     def in_fp32(self) -> Iterator[LlamaForSFT]:

@@ -35,13 +35,11 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     """Runs the command with another's signal handlers, or with its own for the time of the run."""
-    from sftron.config import describe_config, load_config
+    from sftron.config import load_config
     from sftron.config.load import split_arguments
 
     if not arguments or {"-h", "--help"} & set(arguments):
-        usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]"
-        show(f"{__doc__}\n{usage}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
-        return 0 if arguments else REFUSED
+        return _help(arguments)
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     try:
@@ -59,6 +57,23 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
 
     end_ranks()
     return status
+
+
+def _help(arguments: list[str]) -> int:
+    """Prints the help, or that of the section that follows --help. Returns the exit status."""
+    from sftron.config import describe_config
+
+    section = next((each for each in arguments if not each.startswith("-")), None)
+    try:
+        keys = describe_config(section)
+    except ValueError as error:
+        return _refuse(error)
+    usage = (
+        "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]\n       sftron train --help [SECTION]"
+    )
+    around = f"{__doc__}\n{usage}\n       sftron train --help [SECTION]\n\n--dry-run checks everything and trains nothing.\n\n"
+    show((around if section is None else "") + keys)
+    return 0 if arguments else REFUSED
 
 
 def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:

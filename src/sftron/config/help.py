@@ -21,13 +21,32 @@ KeyPath = tuple[str | int, ...]
 """`("data", "datasets", 0, "path")` is data.datasets.0.path."""
 
 
-def describe_config() -> str:
-    """Returns every section and key with its type, default and description, for `--help`."""
-    return "\n".join(_describe_section(Config, indent="")).strip() + "\n"
+def describe_config(section: str | None = None) -> str:
+    """Returns the keys of a section, or of all, with their types, defaults and descriptions, for `--help`.
+
+    Raises ValueError if there is no such section; the message names the nearest.
+    """
+    if section is not None and section not in keys_of(Config):
+        near = get_close_matches(section, keys_of(Config), 1)
+        meant = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(keys_of(Config))}"
+        raise ValueError(f"--help: unknown section {section!r}{meant}")
+    return "\n".join(_describe_section(Config, "", section)).strip() + "\n"
 
 
-def _describe_section(section: type[Section], indent: str) -> Iterator[str]:
+def dotted_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Yields every key that `--section.key=value` can set, but for those of lists."""
     for name, field in keys_of(section).items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from dotted_keys(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _describe_section(section: type[Section], indent: str, only: str | None = None) -> Iterator[str]:
+    for name, field in keys_of(section).items():
+        if only not in (None, name):
+            continue
         inner = section_in(field.annotation)
         if inner is not None and section_of(field.annotation) is inner:
             text = " ".join(f"{name}: {field.description or inner.__doc__}".split())

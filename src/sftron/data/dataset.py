@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -29,11 +30,22 @@ from sftron.data.lanes.row_lengths import (
 from sftron.data.packing import BestFitPacking, MinibatchPacking, PoolPacking, lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
-from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
+from sftron.data.types import (
+    IGNORE_INDEX,
+    ConversationKey,
+    DataError,
+    Dropped,
+    LabeledConversation,
+    MeasuredRow,
+    Pack,
+    Row,
+)
 from sftron.visible_text import counted
 
 _AUTO_NUM_LANES = 48
 """The number of lanes with `data.num_lanes: auto` if there are too many rows to plan their packing (row_lengths.py)."""
+
+_ROWS_AT_ONCE = 256
 
 
 class PackedDataset(IterableDataset[Pack]):
@@ -175,6 +187,34 @@ class PackedDataset(IterableDataset[Pack]):
         self.load_state_dict(
             {"first_pack": first_pack, "num_given": 0, "lanes": lane_states, "first_epoch": first_epoch}
         )
+
+    def to_hf(self) -> Any:
+        """Returns the conversations of one epoch as a `datasets.Dataset`, for TRL's SFTTrainer and transformers' Trainer.
+
+        Its columns are `input_ids` and `labels`, one row for each conversation, in the order of the rows. The label of a
+        token is at the token's own index, or IGNORE_INDEX; these trainers shift and pack them themselves.
+
+        Raises:
+            DataError: A row is bad, or has token weights other than 0 and 1, which such labels cannot express.
+        """
+        from datasets import Dataset
+
+        columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+        keys = list(self.preparation.all_keys())
+        for start in range(0, len(keys), _ROWS_AT_ONCE):
+            for read in self.preparation.read_many(keys[start : start + _ROWS_AT_ONCE]):
+                if isinstance(read, Dropped):
+                    continue
+                if not np.isin(read.loss_weights, (0, 1)).all():
+                    weight = read.loss_weights[(read.loss_weights != 0) & (read.loss_weights != 1)].min()
+                    raise DataError(
+                        f"{self.preparation.location(read.key)} has tokens of weight {weight:g}, and labels for "
+                        "transformers are only on or off; remove the weights"
+                    )
+                labels = np.where(read.loss_weights > 0, read.labels, IGNORE_INDEX)
+                columns["input_ids"].append(read.input_ids)
+                columns["labels"].append(np.append(np.int32(IGNORE_INDEX), labels[:-1]))
+        return Dataset.from_dict(columns)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of this copy of the dataset (of this worker), a few dozen bytes per lane."""

@@ -216,6 +216,14 @@ def load_extension(options: Extend | None, model_path: str) -> Extension:
     return extension
 
 
+def given_rows(options: Extend | None, model_path: str) -> Any:
+    """Returns the rows that `extend.setup` gives in place of the first data set; None if it gives none.
+
+    Rows that were an argument of open_trainer are not known here, so the data set's own path is read.
+    """
+    return None if options is None or options.was_given_in_python else load_extension(options, model_path).data
+
+
 def _failed(options: Extend, problem: str, error: Exception) -> ValueError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{frame.filename}:{frame.lineno}"
