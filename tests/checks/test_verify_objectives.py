@@ -1,4 +1,4 @@
-"""`sftron verify` with a user's objective: a sound one passes, and a broken one fails the row of the law that it breaks."""
+"""`sftron verify` with a user's objective: a sound one passes, a broken one fails the row of its law."""
 
 import sys
 from collections.abc import Iterator

@@ -68,10 +68,9 @@ def _help(arguments: list[str]) -> int:
         keys = describe_config(section)
     except ValueError as error:
         return _refuse(error)
-    usage = (
-        "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]\n       sftron train --help [SECTION]"
-    )
-    around = f"{__doc__}\n{usage}\n       sftron train --help [SECTION]\n\n--dry-run checks everything and trains nothing.\n\n"
+    usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]"
+    more = "       sftron train --help [SECTION]\n\n--dry-run checks everything and trains nothing.\n\n"
+    around = f"{__doc__}\n{usage}\n{more}"
     show((around if section is None else "") + keys)
     return 0 if arguments else REFUSED
 

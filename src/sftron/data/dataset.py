@@ -189,10 +189,10 @@ class PackedDataset(IterableDataset[Pack]):
         )
 
     def to_hf(self) -> Any:
-        """Returns the conversations of one epoch as a `datasets.Dataset`, for TRL's SFTTrainer and transformers' Trainer.
+        """Returns the conversations of one epoch for TRL's SFTTrainer and transformers' Trainer, a `datasets.Dataset`.
 
-        Its columns are `input_ids` and `labels`, one row for each conversation, in the order of the rows. The label of a
-        token is at the token's own index, or IGNORE_INDEX; these trainers shift and pack them themselves.
+        Its columns are `input_ids` and `labels`, with one row for each conversation, in the order of the rows. The
+        label of a token is at the token's own index, or IGNORE_INDEX; these trainers shift and pack them themselves.
 
         Raises:
             DataError: A row is bad, or has token weights other than 0 and 1, which such labels cannot express.
