@@ -119,3 +119,26 @@ def test_a_tilde_in_quotes_or_behind_an_equals_sign_is_the_home_folder(
     ):
         assert main(words.split()) == 2, words
         assert str(tmp_path) in capsys.readouterr().err, words
+
+
+def test_the_completion_of_bash_has_every_command_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    asked = (
+        'COMP_WORDS=(sftron {words}); COMP_CWORD={at}; compopt() {{ :; }}; _sftron; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+
+    def completed(*words: str) -> list[str]:
+        command = script + asked.format(words=" ".join(words), at=len(words))
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("verify") == ["verify", "verify-trainer"]
+    assert completed("train", "--optimizer.learning") == ["--optimizer.learning_rate="]
+    assert {"--lora.rank=", "--config", "--checkpoints.async="} < set(completed("train", "--"))
+
+
+def test_the_help_of_a_section_has_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "optimizer"]) == 0
+    assert capsys.readouterr().out.startswith("optimizer: The optimizer and its learning rate.\n  name (default adamw)")
+    assert main(["train", "--help", "optimiser"]) == 2
+    assert capsys.readouterr().err == "--help: unknown section 'optimiser'; did you mean optimizer?\n"

@@ -1,7 +1,9 @@
 """Prints a script that completes the commands and the keys of the configuration in your shell:
 
-eval "$(sftron completion bash)"        # in ~/.bashrc
-eval "$(sftron completion zsh)"         # in ~/.zshrc
+    eval "$(sftron completion bash)"        # in ~/.bashrc
+    eval "$(sftron completion zsh)"         # in ~/.zshrc
+
+Exit status: 0 printed; 2 the shell is not known.
 """
 
 from sftron.commands.arguments import make_parser
