@@ -35,7 +35,7 @@ def test_every_name_is_there_on_the_page_and_as_a_type_checker_has_it() -> None:
     told = {
         alias.name: node.module
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sftron.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("sftron.", "sftcheck."))
         for alias in node.names
     }
     assert told == sftron._MODULES
