@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sftron.data.formats.detect import ANSWERS, FORMAT_SAMPLE, QUESTIONS, detect_format, resolve_format, unread_columns
-from sftron.data.formats.table import FORMATS, Format, RowFormat, parse_conversation
+from sftron.data.formats.table import Format, RowFormat, parse_conversation
 from sftron.data.formats.values import names_of
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
@@ -29,6 +29,7 @@ OF_EACH: dict[Format, dict[str, Any]] = {
     "alpaca": {"instruction": "q", "output": "a"},
     "input_ids": {"input_ids": [5, 6], "labels": [-100, 6]},
 }
+"""A row of each format that is detected; format text has to be declared (test_text.py)."""
 
 
 def detect(tmp_path: Path, *rows: Any, columns: dict[str, str] | None = None) -> Format:
@@ -46,7 +47,7 @@ def refused(tmp_path: Path, *rows: Any, reason: str = "no_format") -> str:
 # --- Parsing ---
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name != "input_ids"])
+@pytest.mark.parametrize("format", [name for name in OF_EACH if name != "input_ids"])
 def test_the_same_question_and_answer_parse_equal_in_every_format(format: Format):
     assert parse(OF_EACH[format], format) == parse(MESSAGES)
     conversation = parse(OF_EACH[format] | {"system": "be brief", "tools": '[{"name": "f"}]', "functions": []}, format)
@@ -54,7 +55,7 @@ def test_the_same_question_and_answer_parse_equal_in_every_format(format: Format
     assert (conversation.messages[0].content, conversation.tools) == ("be brief", ({"name": "f"},))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", OF_EACH)
 def test_columns_of_other_names_are_read_as_those_of_the_format(tmp_path: Path, format: Format):
     row = OF_EACH[format]
     renamed, columns = {f"my {name}": value for name, value in row.items()}, {name: f"my {name}" for name in row}
@@ -146,7 +147,7 @@ def test_unreadable_rows_do_not_count_unless_there_are_no_others_and_only_the_fi
 
 
 def test_rows_that_fit_several_formats_or_none_or_disagree_are_refused(tmp_path: Path):
-    for other in FORMATS:
+    for other in OF_EACH:
         if other != "messages":
             message = refused(tmp_path, MESSAGES, MESSAGES | OF_EACH[other])
             assert f"fits several formats (messages, {other}); columns: messages (a list of 2), " in message

@@ -35,7 +35,7 @@ from sftron.train import build_data
 from sftron.visible_text import counted
 
 _MOST_SHOWN = 5
-_NO_CHATS = "every row holds pretokenized ids, which no template has made"
+_NO_CHATS = "every row holds plain text or pretokenized ids, which no template has made"
 
 
 def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str) -> Finding:
@@ -53,7 +53,8 @@ def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str)
 
 def template(subject: Subject) -> Finding:
     problems, num_control, num_doubled, left_out = [], 0, 0, Counter[str]()
-    for conversation, row in subject.chats:
+    num_texts = len(subject.texts)
+    for conversation, row in (*subject.chats, *subject.texts):
         try:
             require_reference_ids(subject.chat_tokenizer, conversation, row.tokenized)
             problems.append("")
@@ -64,10 +65,11 @@ def template(subject: Subject) -> Finding:
         left_out.update(row.tokenized.left_out)
     return _all_right(
         problems,
-        "conversations have the template's ids",
+        "rows have transformers' ids" if num_texts else "conversations have the template's ids",
         f"{num_control:,} conversations spell a control token in a text; it is encoded as plain text, and they are "
         "compared without it",
         *(f"the template does not write the {text} of {count:,} messages" for text, count in left_out.most_common()),
+        f"{num_texts:,} of them are plain text, with the ids of tokenizer(text)" * bool(num_texts),
         *([f"the template writes a second thought in {counted(num_doubled, 'conversations')}"] if num_doubled else ()),
         otherwise=_NO_CHATS,
     )
@@ -129,7 +131,7 @@ def masks(subject: Subject) -> Finding:
     audit, count = _audit(subject, subject.rows), MaskCount()
     for pack in subject.packs:
         audit.add_pack(pack)
-    for conversation, row in subject.chats:
+    for conversation, row in (*subject.chats, *subject.texts):
         trained, stop_ids = subject.preparation.trained, subject.own_stop_ids
         count.add(subject.chat_tokenizer, trained, conversation, row.tokenized, row.labeled, stop_ids)
     problems = [*audit.problems_of_labels, *count.problems]
@@ -171,12 +173,21 @@ def forgery(subject: Subject) -> Finding:
                     continue
                 problem = _difference(tokenizer.control_ids, row.tokenized, forged)
                 problems.append(problem and f"{row.location}: message {number + 1} ({name}): {problem}")
+    documents = [each for each in subject.texts if not each[1].tokenized.holds_control_text][:_NUM_FORGED_ROWS]
+    for document, row in documents if "text" not in subject.config.data.allow_control_tokens else ():
+        num_before = np.isin(row.tokenized.input_ids, list(tokenizer.control_ids)).sum()
+        for each in tokenizer.documents.encode([replace(document, text=document.text + text) for text in texts]):
+            if isinstance(each, DataError):
+                num_refused += 1
+            else:
+                num_new = np.isin(each.input_ids, list(tokenizer.control_ids)).sum() - num_before
+                problems.append(f"{row.location}: {num_new:+d} control tokens" if num_new else "")
     shown = [string for string in control if len(string) < 40][:12]
     return _all_right(
         problems,
         "forgeries stay plain text",
         f"{len(control):,} control tokens, such as {' '.join(shown)}, and a whole forged conversation",
-        f"each in the texts of {len(chats):,} rows",
+        f"each in the texts of {len(chats) + len(documents):,} rows",
         f"{num_refused:,} were refused with an error that names the row" * bool(num_refused),
         otherwise="no row has a text of a user, system or tool to insert a forgery into",
     )

@@ -45,8 +45,10 @@ def inspect(
     preparation = preparation or open_data(config)
     dataset, masks = build_data.make_dataset(config, preparation), MaskCount()
     num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
+    documents = {each.name: numbers for each in preparation.datasets if (numbers := each.documents)}
     packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
     audit = Audit(preparation.source_names, preparation.targets, packing, masks, num_held_out, preparation.location)
+    audit.documents = documents
     return inspect_packs(
         islice(dataset, max(num_shown, num_packs)),
         audited_rows(preparation, masks),

@@ -16,7 +16,7 @@ from sftron.checks.opened_run import MOST_PACKS, OpenedRun, RecordedStep
 from sftron.checks.report import Check, Report, aligned
 from sftron.data.digest import joined, pack_digest
 from sftron.data.sources import StreamedSource
-from sftron.data.types import Conversation, ConversationKey, DataError, Pack
+from sftron.data.types import Conversation, ConversationKey, DataError, Document, Pack
 from sftron.models.architecture import is_of_the_model
 from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory, process_name
@@ -319,6 +319,8 @@ def _first_words(run: OpenedRun, key: ConversationKey) -> str:
         return str(error)
     if isinstance(parsed, Conversation):
         texts = [f"{message.role.name.lower()}: {message.content}" for message in parsed.messages if message.content]
+    elif isinstance(parsed, Document):
+        texts = [f"text: {parsed.text}"]
     else:
         texts = [run.preparation.chat_tokenizer.decode(parsed.input_ids[: 4 * _NUM_WORDS].tolist())]
     return " | ".join(" ".join(text.split()[:_NUM_WORDS]) for text in texts[:2])

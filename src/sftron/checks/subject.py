@@ -27,12 +27,14 @@ from sftron.checks.report import NotMeasuredError
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.dataset import PackedDataset
+from sftron.data.formats.table import Parsed
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,
     Conversation,
+    Document,
     Dropped,
     LabeledConversation,
     Pack,
@@ -63,9 +65,9 @@ _SHORTEST_CUT = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One row of the data at every stage; `parsed` is the conversation after truncation, or pretokenized ids."""
+    """One row of the data at every stage; `parsed` is the conversation after truncation, plain text, or ids."""
 
-    parsed: Conversation | TokenizedConversation
+    parsed: Parsed
     tokenized: TokenizedConversation
     labeled: LabeledConversation
     location: str
@@ -170,6 +172,7 @@ class Subject:
         num_rows, device = self.preparation.num_rows, self.ranks.device
         rows = "rows read forward" if num_rows is None else f"{num_rows:,} rows"
         dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
+        trained = "what the model has to write" + ", and plain text" * bool(self.texts)
         adapters = ""
         if (lora := self.config.lora) is not None:
             adapters = lora.adapter or "new; random values, so that a mistake shows"
@@ -181,7 +184,7 @@ class Subject:
             "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
             "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
             "adapters": adapters,
-            "trained": "what the model has to write" if self.config.data.train_on_completions_only else "every token",
+            "trained": trained if self.config.data.train_on_completions_only else "every token",
             "device": on,
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"Python {platform.python_version()}",
@@ -206,6 +209,11 @@ class Subject:
     def chats(self) -> tuple[tuple[Conversation, Row], ...]:
         """The rows that contain conversations rather than ids."""
         return tuple((row.parsed, row) for row in self.rows if isinstance(row.parsed, Conversation))
+
+    @cached_property
+    def texts(self) -> tuple[tuple[Document, Row], ...]:
+        """The rows that contain plain text."""
+        return tuple((row.parsed, row) for row in self.rows if isinstance(row.parsed, Document))
 
     def open_dataset(self, config: Config, **ranks: int) -> PackedDataset:
         """Opens the data again with the settings of `config`; `ranks` are dp_rank and dp_world_size."""

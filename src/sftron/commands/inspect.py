@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> int:
     for each in preparation.datasets:
         if unread := unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format):
             show(f"{each.name}: columns that are not read: {', '.join(unread)}\n")
+        if pieces := each.pieces_in_words:
+            show(f"{each.name}: {pieces}; {preparation.chat_tokenizer.documents.frame_in_words}\n")
     max_tokens = None if options.all_tokens else 1000
     show(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="", is_visible=True)
     if options.html:

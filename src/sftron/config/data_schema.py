@@ -47,6 +47,8 @@ class Tokenizer(Section):
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
     date: Day | None = None
     """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
+    document_end: Text | None = None
+    """A control token that ends each document of format text, as <|endoftext|>; null: what the tokenizer adds."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         lora = before.get("lora")
@@ -73,13 +75,21 @@ class Rows(Section):
     revision: Revision | None = None
     """The branch, tag or commit of a Hub data set, as model.revision; null: the branch main."""
     format: RowFormatName = "auto"
-    """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
+    """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt. text: documents
+    of plain text, trained whole, as in pretraining."""
+    documents: Literal["file", "line"] | None = None
+    """For format text and .txt files: whether each file is a document, or each line; null: each file."""
     prompt_template: Text | None = None
     """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
     columns: Names = Field({})
     """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
     max_samples: Positive | None = None
     """Take only the first rows; null: all."""
+
+    @property
+    def txt_documents(self) -> Literal["file", "line"] | None:
+        """What is a document of a .txt file; None if the rows are not of format text, so that .txt files hold none."""
+        return (self.documents or "file") if self.format == "text" else None
 
 
 class Dataset(Rows):

@@ -118,7 +118,15 @@ ModulesToSave = Annotated[
     Wanted("a list of embed_tokens or lm_head"),
 ]
 RowFormatName = Literal[
-    "auto", "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "query_response",
+    "question_answer",
+    "alpaca",
+    "input_ids",
+    "text",
 ]
 Dropout = Annotated[float, AfterValidator(_refuse_dropout), Wanted("0")]
 SetupFunction = Annotated[

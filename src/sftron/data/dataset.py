@@ -34,6 +34,7 @@ from sftron.data.types import (
     IGNORE_INDEX,
     ConversationKey,
     DataError,
+    Documents,
     Dropped,
     LabeledConversation,
     MeasuredRow,
@@ -112,13 +113,21 @@ class PackedDataset(IterableDataset[Pack]):
 
     @classmethod
     def from_path(
-        cls, path: str | Path, chat_tokenizer: ChatTokenizer, *, split: str = "train", **options: Any
+        cls,
+        path: str | Path,
+        chat_tokenizer: ChatTokenizer,
+        *,
+        split: str = "train",
+        documents: Documents = "file",
+        **options: Any,
     ) -> PackedDataset:
         """Opens a file, a folder, a pattern or a Hub id, as `data.datasets.path` does. Raises DataError.
 
-        The options are those of `from_rows`.
+        With `format="text"`, each file or each line of .txt files is a document, as `documents` says. The other options
+        are those of `from_rows`.
         """
-        return cls._from_source(open_source(str(path), split), chat_tokenizer, **options)
+        source = open_source(str(path), split, documents=documents if options.get("format") == "text" else None)
+        return cls._from_source(source, chat_tokenizer, **options)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:

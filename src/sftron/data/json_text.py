@@ -22,25 +22,31 @@ def parse_json(text: str | bytes, location: str, wanted: str = "one JSON object"
 
     Raises DataError, which begins with `location` and describes valid text as `wanted`.
     """
+    text = text if isinstance(text, str) else decode_utf8(text, location)
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8")
         value = _DECODER.decode(text)
         if text.count("[") + text.count("{") > _MAX_DEPTH and is_deeper_than(_MAX_DEPTH, value):
             raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
         return value
-    except UnicodeDecodeError as error:
-        found = excerpt(error.object[max(0, error.start - 20) : error.start + 20].decode("utf-8", "backslashreplace"))
-        line = error.object.count(b"\n", 0, error.start) + 1
-        where = f"byte {error.start + 1}" + (f" (line {line})" if line > 1 else "")
-        reason, problem = "not_utf8", f"{where} is not UTF-8, in {found}: save the file as UTF-8"
     except json.JSONDecodeError as error:
         found = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         near = excerpt(error.doc[max(0, error.pos - 20) :], 40)
-        reason, problem = "broken_json", f"is not JSON: {found}, near {near}; write {wanted}"
+        problem = f"is not JSON: {found}, near {near}; write {wanted}"
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         found = f"{str(error).partition('; use sys.')[0]}, in {excerpt(str(text))}"
-        reason, problem = "broken_json", f"is not plain JSON: {found}; correct it, or remove the row"
-    raise DataError(f"{location}: {problem}", reason=reason)
+        problem = f"is not plain JSON: {found}; correct it, or remove the row"
+    raise DataError(f"{location}: {problem}", reason="broken_json")
+
+
+def decode_utf8(data: bytes, location: str) -> str:
+    """Returns the text. Raises DataError, which begins with `location` and gives the first byte that is wrong."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = excerpt(data[max(0, error.start - 20) : error.start + 20].decode("utf-8", "backslashreplace"))
+        line = data.count(b"\n", 0, error.start) + 1
+        where = f"byte {error.start + 1}" + (f" (line {line})" if line > 1 else "")
+    raise DataError(f"{location}: {where} is not UTF-8, in {found}: save the file as UTF-8", reason="not_utf8")
 
 
 def is_deeper_than(depth: int, value: Any) -> bool:

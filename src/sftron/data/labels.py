@@ -23,11 +23,16 @@ PARTS_OF_ROLES = {
 """The roles that each name of `data.train_on_roles` stands for; "assistant" is answers, reasoning and tool calls."""
 
 DEFAULT_TRAINED_ROLES = PARTS_OF_ROLES["assistant"]
+_ALWAYS_TRAINED = frozenset({Role.TEXT})
+"""Documents have no completions, so no option selects tokens of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Selects the tokens that are trained with train_on_completions_only."""
+    """Selects the tokens of conversations that are trained with train_on_completions_only.
+
+    Of documents, all tokens but the first are.
+    """
 
     roles: frozenset[Role] = DEFAULT_TRAINED_ROLES
     last_turn_only: bool = False
@@ -44,7 +49,7 @@ class Targets:
 
     def of(self, conversation: TokenizedConversation) -> np.ndarray:
         """Returns, as bool [n], whether each token is trained. A token of weight 0 is not."""
-        is_target = _is_of(self.roles)[conversation.role_ids]
+        is_target = _is_of(self.roles | _ALWAYS_TRAINED)[conversation.role_ids]
         if conversation.token_weights is not None:
             is_target &= conversation.token_weights > 0
         if self.last_turn_only:
@@ -70,8 +75,8 @@ def label_conversations(
     """Returns the conversations with their labels, shifted by one position, and the labels' weights.
 
     With train_on_completions_only, only the targets become labels: by default the assistant's text and the stop token
-    that ends each of its turns. Without it, every token but the first becomes a label. The last position never has a
-    label. The weight of a label is that of its message, by default 1.
+    that ends each of its turns. Without it, and in documents, every token but the first becomes a label. The last
+    position never has a label. The weight of a label is that of its message, by default 1.
 
         input_ids   <s>  user  Hi  </s>  assistant  Yo  </s>
         role_ids     T    T    U    U        T       A    A
@@ -88,7 +93,8 @@ def label_conversations(
     elif targets.last_turn_only:
         is_target = np.concatenate([targets.of(each) for each in conversations])
     else:
-        is_target = _is_of(targets.roles)[np.concatenate([each.role_ids for each in conversations])]
+        is_of = _is_of(targets.roles | _ALWAYS_TRAINED)
+        is_target = is_of[np.concatenate([each.role_ids for each in conversations])]
     weights = is_target.astype(np.float32)
     for each, end in zip(conversations, ends, strict=True):
         if each.token_weights is not None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 
 from sftron.data.prepare import Preparation
-from sftron.data.types import ConversationKey, DataError, TokenizedConversation
+from sftron.data.types import ConversationKey, DataError, Document, TokenizedConversation
 
 _MAX_COMPARED_ROWS = 100_000
 """The largest number of training rows that are compared, which takes a few seconds at the start of a run."""
@@ -60,6 +60,8 @@ def _digest(preparation: Preparation, key: ConversationKey) -> bytes | None:
         return None
     if isinstance(conversation, TokenizedConversation):
         content = conversation.input_ids.tobytes()
+    elif isinstance(conversation, Document):
+        content = conversation.text.strip().encode()
     else:
         messages = [(each.role, (each.content or "").strip(), dict(each.fields)) for each in conversation.messages]
         content = json.dumps([messages, conversation.tools], sort_keys=True, default=dict).encode("utf-8", "replace")

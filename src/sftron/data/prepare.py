@@ -7,23 +7,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, count
 from math import gcd, lcm
 from typing import Literal, get_args
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.messages import ReasoningPolicy, apply_reasoning_policy
-from sftron.data.formats.table import RowFormat, parse_conversation
+from sftron.data.formats.table import Parsed, RowFormat, parse_conversation
 from sftron.data.labels import Targets, label_conversations
+from sftron.data.pieces import Pieces, streamed_pieces
 from sftron.data.sources import EndOfStream, RowSource, StreamedSource
 from sftron.data.types import (
     Conversation,
     ConversationKey,
     DataError,
+    Document,
     Dropped,
     LabeledConversation,
     TokenizedConversation,
 )
+from sftron.visible_text import counted
 
 Overlong = Literal["drop", "truncate_turns", "error"]
 PackingStrategy = Literal["pool", "minibatch", "none"]
@@ -94,6 +98,37 @@ class DataSet:
         """
         return self.source.declared_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
 
+    def with_pieces(self, chat_tokenizer: ChatTokenizer, num_tokens: int) -> DataSet:
+        """Returns the data set with documents of plain text cut into pieces of at most `num_tokens` tokens."""
+        if self.row_format.name != "text" or isinstance(self.source, Pieces):
+            return self
+        column, cut = self.row_format.column("text"), partial(chat_tokenizer.documents.pieces, num_tokens=num_tokens)
+        if isinstance(self.source, StreamedSource):
+            return replace(self, source=streamed_pieces(self.source, column, cut))
+        return replace(self, source=Pieces(self.source, column, cut))
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """The numbers of documents of plain text, of those that are cut, and of their pieces, by name.
+
+        Empty if the rows are no documents, or are streamed, so that the numbers are not known.
+        """
+        if not isinstance(self.source, Pieces):
+            return {}
+        return {name: getattr(self.source, name) for name in ("num_documents", "num_cut", "num_pieces")}
+
+    @property
+    def pieces_in_words(self) -> str:
+        """How many documents of plain text are cut into pieces; "" if the rows are no documents."""
+        if self.row_format.name == "text" and isinstance(self.source, StreamedSource):
+            return "documents that are too long are cut into pieces as they are read"
+        if not isinstance(self.source, Pieces):
+            return ""
+        documents, num_cut = counted(self.source.num_documents, "documents"), self.source.num_cut
+        return (
+            f"{documents}, {f'{num_cut:,} of them' if num_cut else 'none'} cut into {self.source.num_pieces:,} pieces"
+        )
+
     def first_rows(self, num_rows: int) -> RowSource:
         """Returns the first `num_rows` rows of a stream, without consuming them, or all rows of an indexed source."""
         return self.source.head(num_rows) if isinstance(self.source, StreamedSource) else self.source
@@ -114,7 +149,10 @@ class Preparation:
     """
 
     def __init__(self, datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, options: DataOptions) -> None:
-        self.datasets, self.chat_tokenizer, self.options = tuple(datasets), chat_tokenizer, options
+        self.chat_tokenizer, self.options = chat_tokenizer, options
+        if options.overlong != "error":
+            datasets = [each.with_pieces(chat_tokenizer, options.sequence_length) for each in datasets]
+        self.datasets = tuple(datasets)
         self.targets, self.train_on_completions_only = options.targets, options.train_on_completions_only
         *self._first_rows, self._end = accumulate((dataset.num_rows or 0 for dataset in datasets), initial=0)
         weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
@@ -197,10 +235,15 @@ class Preparation:
         """Returns the same as `read_many`, without labels."""
         parsed = [self._parse_or_error(key) for key in keys]
         encoded = iter(self.chat_tokenizer.encode_batch([each for each in parsed if isinstance(each, Conversation)]))
-        return [
-            self._accept(key, each, next(encoded) if isinstance(each, Conversation) else each)
-            for key, each in zip(keys, parsed, strict=True)
-        ]
+        documents = [each for each in parsed if isinstance(each, Document)]
+        encoded_documents = iter(self.chat_tokenizer.documents.encode(documents))
+
+        def tokenized(each: Parsed | DataError) -> TokenizedConversation | DataError:
+            if isinstance(each, Conversation):
+                return next(encoded)
+            return next(encoded_documents) if isinstance(each, Document) else each
+
+        return [self._accept(key, each, tokenized(each)) for key, each in zip(keys, parsed, strict=True)]
 
     def tokenize(self, key: ConversationKey) -> TokenizedConversation | Dropped:
         return self.tokenize_many([key])[0]
@@ -211,18 +254,20 @@ class Preparation:
     def _label_many(self, tokenized: Sequence[TokenizedConversation]) -> list[LabeledConversation]:
         return label_conversations(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
 
-    def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
+    def parse(self, key: ConversationKey) -> Parsed:
         """Reads and parses one row. Raises DataError for a bad row, even if `on_bad_row` is "skip"."""
         source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
         parsed = parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
         if isinstance(parsed, Conversation):
             return apply_reasoning_policy(parsed, self.options.reasoning)
+        if isinstance(parsed, Document):
+            return parsed
         if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
             problem = f"has the id {highest}, but the tokenizer's are below {size}; use the tokenizer that made the ids"
             raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
         return parsed
 
-    def _parse_or_error(self, key: ConversationKey) -> Conversation | TokenizedConversation | DataError:
+    def _parse_or_error(self, key: ConversationKey) -> Parsed | DataError:
         try:
             return self.parse(key)
         except DataError as error:
@@ -231,7 +276,7 @@ class Preparation:
     def _accept(
         self,
         key: ConversationKey,
-        parsed: Conversation | TokenizedConversation | DataError,
+        parsed: Parsed | DataError,
         tokenized: TokenizedConversation | DataError,
     ) -> TokenizedConversation | Dropped:
         try:
@@ -250,12 +295,10 @@ class Preparation:
             )
         return tokenized
 
-    def _shorten(
-        self, conversation: Conversation | TokenizedConversation, tokenized: TokenizedConversation
-    ) -> TokenizedConversation | Dropped:
+    def _shorten(self, conversation: Parsed, tokenized: TokenizedConversation) -> TokenizedConversation | Dropped:
         """Drops an overlong conversation, or removes turns from its end until it fits and ends in a trained turn.
 
-        A pretokenized row has no turns, so it is dropped.
+        A pretokenized row has no turns, so it is dropped. Documents are cut before, unless `overlong` is "error".
 
         Raises:
             DataError: `overlong` is "error".

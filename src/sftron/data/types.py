@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ IGNORE_INDEX = -100
 
 Row = Mapping[str, Any]
 """One row of a data set as read from its file, before its format is known."""
+
+Documents = Literal["file", "line"]
+"""What is one document of plain text in a `.txt` file: the file, or each line."""
 
 
 class DataError(ValueError):
@@ -59,6 +62,8 @@ class Role(IntEnum):
     """The assistant's tool call, where the data marks it."""
     PADDING = 7
     """The unused end of a pack, which belongs to no conversation."""
+    TEXT = 8
+    """A document of plain text, as in pretraining: no template writes it, and all of it is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,19 @@ class Conversation:
     """JSON schemas of the tools that the assistant may call, in the form that the chat template receives."""
 
 
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document of plain text, or a piece of one that is longer than a conversation may be (documents.py)."""
+
+    text: str
+    """A control token's string in it is plain text."""
+    key: ConversationKey
+    location: str
+    """The row's location for error messages (file:line)."""
+    is_last: bool = True
+    """Whether the document ends here; else another row has its next piece."""
+
+
 class Turn(NamedTuple):
     """The token range [start, end) of one message's content; it is empty where the template drops the message."""
 
@@ -115,11 +133,12 @@ class TokenizedConversation:
     """The ids of a conversation and the role of every token."""
 
     input_ids: np.ndarray
-    """int32 [n], the ids of `apply_chat_template`, but for control tokens in texts (law 3); or those of the row."""
+    """int32 [n], the ids of `apply_chat_template`, but for control tokens in texts (law 3); or those of the row. For a
+    document, the ids of `tokenizer(text)`."""
     role_ids: np.ndarray
     """uint8 [n], the `Role` of the token at the same index (not shifted). A stop token has the role of its turn."""
     turns: tuple[Turn, ...]
-    """One turn for each message, in order; a pretokenized row has none."""
+    """One turn for each message, in order; a pretokenized row and a document have none."""
     key: ConversationKey
     num_boundary_tokens: int = 0
     """Number of tokens that begin in the template's text and end in a message's. They have role TEMPLATE."""

@@ -12,7 +12,7 @@ import numpy as np
 from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.labels import Targets
 from sftron.data.prepare import Preparation
-from sftron.data.types import IGNORE_INDEX, Conversation, Dropped, LabeledConversation, Pack, TokenizedConversation
+from sftron.data.types import IGNORE_INDEX, Dropped, LabeledConversation, Pack, TokenizedConversation
 from sftron.report.counts import LengthCount, PackingCount, SourceCount, TurnCount
 from sftron.report.tokens import (
     Locate,
@@ -71,6 +71,7 @@ class Audit:
         self.locate = locate
         self.packing, self.masks = packing or PackingCount(), masks or MaskCount()
         self.sources: dict[int, SourceCount] = {}
+        self.documents: dict[str, dict[str, int]] = {}  # by data set, of those that hold plain text; set by the caller
         self.is_partial = False  # whether some rows are left unread; set by the caller that adds the rows
         self.num_rows = self.num_kept = 0
         self.dropped: Counter[str] = Counter()
@@ -204,6 +205,7 @@ class Audit:
                 "is_partial": self.is_partial,
                 "num_held_out": self.num_held_out,
                 "num_kept": self.num_kept,
+                **({"documents": self.documents} if self.documents else {}),
                 "dropped": {reason: {"count": count, "first": first} for reason, count, first in self.drops()},
                 **{name: self._counts[name] for name in _ROW_COUNTS},
                 "left_out_by_template": {
@@ -257,6 +259,9 @@ class Audit:
             yield "rows with a second thought of the template's", f"{self.num_with_second_thought:,}"
         for text, count in self.left_out.most_common():
             yield f"{text} the template leaves out", f"{count:,}, the first in {self._first[f'left out {text}']}"
+        for name, numbers in self.documents.items():
+            cut = f"{numbers['num_cut']:,} of {numbers['num_documents']:,}, into {numbers['num_pieces']:,} pieces"
+            yield f"documents of {on_one_line(name)} cut to fit", cut
         if num_truncated := self._counts["num_truncated"]:
             yield "rows cut to fit, last turns left out", f"{num_truncated:,}"
 
@@ -311,8 +316,8 @@ def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[Audited
     """Yields every row in file order, and adds the comparison of the first masks to `masks`.
 
     Raises:
-        DataError: If the ids of a conversation differ from those of apply_chat_template. Pretokenized rows are not
-            compared.
+        DataError: If the ids of a conversation differ from those of apply_chat_template, or those of a document from
+            `tokenizer(text)`. Pretokenized rows are not compared.
     """
     eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
     for key in preparation.all_keys():
@@ -321,7 +326,7 @@ def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[Audited
             yield tokenized
             continue
         parsed = preparation.parse(key)
-        if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
+        if not isinstance(parsed, TokenizedConversation) and not tokenized.num_truncated_turns:
             require_reference_ids(preparation.chat_tokenizer, parsed, tokenized)
             if masks.num_rows < _NUM_MASKS_COMPARED:
                 stop_ids = {eos_id, *tokenized.stop_ids}

@@ -41,6 +41,7 @@ _COLORS = {
     Role.TOOL: "33",
     Role.REASONING: "34",
     Role.TOOL_CALL: "31",
+    Role.TEXT: "32",
 }
 _TRAINED, _FAINT = "1;4", "2"
 _NAME_COLUMNS = 9

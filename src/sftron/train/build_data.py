@@ -21,6 +21,7 @@ from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, open_source, open_stream, split_source
+from sftron.data.sources.files import is_text_file
 from sftron.data.sources.views import RowSource
 from sftron.data.types import (
     WHOLE_ROW,
@@ -28,12 +29,13 @@ from sftron.data.types import (
     Conversation,
     ConversationKey,
     DataError,
+    Documents,
     Dropped,
     Role,
 )
 from sftron.regular_file import where_missing
 from sftron.train.logs import console
-from sftron.train.places import Places, file_stamps, tokenizer_folder
+from sftron.train.places import Places, file_stamps, local_files, tokenizer_folder
 from sftron.train.progress import too_many_dropped
 from sftron.train.ranks import Ranks
 from sftron.train.run import EvaluationSet, Question, RunData, Setup
@@ -94,6 +96,7 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
         add_tokens=options.add_tokens,
         date=datetime.date.fromisoformat(options.date) if options.date else None,
         allow_control_tokens=config.data.allow_control_tokens,
+        document_end=options.document_end,
     )
 
 
@@ -124,12 +127,24 @@ def open_rows(config: Config, options: Rows) -> RowSource:
 
 
 def _part_of(options: Rows) -> dict[str, Any]:
-    return {"max_samples": options.max_samples, "config": options.config, "revision": options.revision}
+    part = {"max_samples": options.max_samples, "config": options.config, "revision": options.revision}
+    return {**part, "documents": options.txt_documents}
+
+
+def _documents(options: Rows) -> Documents | None:
+    """Returns what is a document, or None if the rows are not those of .txt files. Raises DataError."""
+    if options.format == "text" and is_text_file((local_files(options) or [Path()])[0]):
+        return options.txt_documents
+    if options.documents:
+        problem = f"documents: {options.documents} is for .txt files of format text"
+        raise DataError(f"{options.path}: {problem}; remove the key")
+    return None
 
 
 def _row_format(config: Config, options: Rows, rows: RowSource) -> RowFormat:
-    skip_bad_rows = config.data.on_bad_row == "skip"
-    return resolve_format(rows, options.format, options.columns, options.prompt_template, skip_bad_rows=skip_bad_rows)
+    skip_bad_rows, documents = config.data.on_bad_row == "skip", _documents(options)
+    found = resolve_format(rows, options.format, options.columns, options.prompt_template, skip_bad_rows=skip_bad_rows)
+    return replace(found, documents=documents)
 
 
 def data_options(config: Config) -> DataOptions:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from sftron.config import Config, dump_config
-from sftron.data.sources import find_files
 from sftron.kernels.device import compute_capability, computes_bfloat16, device_name, is_gpu
 from sftron.models.attention import describe_backends
 from sftron.models.quantization import import_bitsandbytes
@@ -23,7 +22,7 @@ from sftron.train.build_data import build_data, longest_document, open_rows, pla
 from sftron.train.build_model import base_digest, build_model
 from sftron.train.evaluation import require_metric, watched_metric
 from sftron.train.extension import NO_EXTENSION, Extension
-from sftron.train.places import Places, find_commits, find_places, pin
+from sftron.train.places import Places, find_commits, find_places, local_files, pin
 from sftron.train.ranks import Ranks
 from sftron.train.run import RunData, RunModel, Setup
 
@@ -66,7 +65,7 @@ def download_rows(config: Config, ranks: Ranks, extension: Extension = NO_EXTENS
     named = config.data.datasets[0 if extension.data is None else 1 :]
     in_files = [options for options in named if not options.streaming]
     for each in (*in_files, *config.evaluation.datasets):
-        if find_files(each.path, each.split, each.config) is None:
+        if local_files(each) is None:
             open_rows(config, each)
 
 

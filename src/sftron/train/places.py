@@ -87,6 +87,11 @@ def tokenizer_folder(config: Config, *, download: bool = True) -> Path:
     return local_folder(path, revision, with_weights=False, download=download)
 
 
+def local_files(rows: Rows) -> list[Path] | None:
+    """Returns the files of a data set, or None if its path can only be a Hub id. Raises DataError."""
+    return find_files(rows.path, rows.split, rows.config, has_documents=rows.txt_documents is not None)
+
+
 def file_stamps(config: Config) -> list[tuple[str, int, int, int, int]]:
     """Returns path, inode, size, mtime and ctime of all data files; data sets on the Hub are left out.
 
@@ -95,7 +100,7 @@ def file_stamps(config: Config) -> list[tuple[str, int, int, int, int]]:
     stamps = []
     for each in config.data.datasets:
         try:
-            files = find_files(each.path, each.split, each.config) or []
+            files = local_files(each) or []
             stats = [(str(file), file.stat()) for file in files]
         except (OSError, DataError):
             continue  # opening the data set reports the problem
@@ -144,7 +149,7 @@ def find_commits(config: Config) -> dict[str, str]:
             commits[key] = known.get(key) or model_commit(path, revision, with_weights=with_weights)
     for each in (*config.data.datasets, *config.evaluation.datasets):
         key = _key("datasets", each.path, each.revision)
-        if find_files(each.path, each.split, each.config) is None and key not in commits:
+        if local_files(each) is None and key not in commits:
             commits[key] = known.get(key) or HubSplit(each.path, each.split, each.config, each.revision).commit()
     return known | commits
 

@@ -19,6 +19,7 @@ from sftron.data.types import (
     Conversation,
     ConversationKey,
     DataError,
+    Document,
     Dropped,
     LabeledConversation,
     Message,
@@ -47,6 +48,8 @@ class Sample:
     audit: Audit
     num_pretokenized: int
     """The number of kept rows that are pretokenized."""
+    num_documents: int
+    """The number of kept rows that are plain text, whose ids equal those of `tokenizer(text)`."""
     num_equal: int
     """The number of kept conversations whose ids equal those of apply_chat_template; the others spell control tokens in
     their text."""
@@ -77,7 +80,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     audit = Audit(preparation.source_names, preparation.targets, locate=preparation.location)
     stops: Counter[int] = Counter()
     control_ids: set[int] = set()
-    num_pretokenized = num_equal = 0
+    num_pretokenized = num_documents = num_equal = 0
     for key in sampled_keys(preparation):
         tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
@@ -92,6 +95,9 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
                     chats.append((parsed, tokenized, labeled))
                 num_equal += not tokenized.holds_control_text
                 stops.update(tokenized.stop_ids)
+            elif isinstance(parsed, Document):
+                require_reference_ids(chat_tokenizer, parsed, tokenized)
+                num_documents += 1
             else:
                 num_pretokenized += 1
                 stops.update(_stops_of_pretokenized(tokenized, chat_tokenizer.control_ids))
@@ -105,6 +111,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
         rows=tuple(rows),
         audit=audit,
         num_pretokenized=num_pretokenized,
+        num_documents=num_documents,
         num_equal=num_equal,
         stop_ids=tuple(token_id for token_id, _ in stops.most_common()),
         control_ids=frozenset(control_ids),
@@ -314,6 +321,7 @@ def mix_report(
             "path": options.path,
             "format": str(dataset.row_format),
             "rows": dataset.num_rows,
+            **({"documents": documents} if (documents := dataset.documents) else {}),
             "weight": dataset.weight,
             "sampled": {
                 "rows": sampled.num_rows,

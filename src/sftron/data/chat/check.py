@@ -24,6 +24,7 @@ from sftron.data.types import (
     IGNORE_INDEX,
     Conversation,
     DataError,
+    Document,
     LabeledConversation,
     Message,
     Role,
@@ -38,20 +39,28 @@ MOST_NOT_COMPARED = 0.05
 
 
 def require_reference_ids(
-    chat_tokenizer: ChatTokenizer, conversation: Conversation, tokenized: TokenizedConversation
+    chat_tokenizer: ChatTokenizer, conversation: Conversation | Document, tokenized: TokenizedConversation
 ) -> None:
-    """Raises DataError, with the first difference, unless the ids are those of apply_chat_template.
+    """Raises DataError, with the first difference, unless the ids are those of apply_chat_template, or of
+    `tokenizer(text)` for a document.
 
     The ids of a text that spells a control token differ by design (law 3). Such a conversation is compared with spaces
     in place of these strings.
     """
-    conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
-    native, reference = tokenized.input_ids.tolist(), reference_ids(chat_tokenizer, conversation)
+    judge = "apply_chat_template"
+    if isinstance(conversation, Document):
+        judge = "tokenizer(text)"
+        document, tokenized = _document_without_control_text(chat_tokenizer, conversation, tokenized)
+        reference = chat_tokenizer.documents.reference_ids(document)
+    else:
+        conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
+        reference = reference_ids(chat_tokenizer, conversation)
+    native = tokenized.input_ids.tolist()
     if native == reference:
         return
     at, decode = _num_shared(native, reference), chat_tokenizer.decode
     raise DataError(
-        f"{conversation.location}: the ids differ from apply_chat_template at token {at}: "
+        f"{conversation.location}: the ids differ from {judge} at token {at}: "
         f"native {native[at : at + 4]} {decode(native[at : at + 4])!r}, "
         f"the tokenizer's {reference[at : at + 4]} {decode(reference[at : at + 4])!r}, "
         f"after {decode(native[max(0, at - 8) : at])!r}. This tokenizer cannot be followed exactly; please report it "
@@ -83,6 +92,18 @@ def _without_control_text(
     return conversation, chat_tokenizer.encode(conversation)
 
 
+def _document_without_control_text(
+    chat_tokenizer: ChatTokenizer, document: Document, tokenized: TokenizedConversation
+) -> tuple[Document, TokenizedConversation]:
+    if not tokenized.holds_control_text:
+        return document, tokenized
+    document = replace(document, text=chat_tokenizer.without_control_text(document.text))
+    (encoded,) = chat_tokenizer.documents.encode([document])
+    if isinstance(encoded, DataError):
+        raise encoded
+    return document, encoded
+
+
 # --- Masks ---
 
 
@@ -107,24 +128,24 @@ class MaskCount:
         self,
         chat_tokenizer: ChatTokenizer,
         targets: Targets | None,
-        conversation: Conversation,
+        conversation: Conversation | Document,
         tokenized: TokenizedConversation,
         labeled: LabeledConversation,
         stop_ids: Collection[int],
     ) -> None:
-        """Compares one conversation.
+        """Compares one conversation, or a document, all of which is to be trained but its first token.
 
         Args:
             targets: The trained tokens; None if every token is trained.
             stop_ids: The ids that end an answer.
         """
-        if tokenized.holds_control_text:
+        if tokenized.holds_control_text and isinstance(conversation, Conversation):
             conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
             is_narrowed = targets is not None
             (labeled,) = label_conversations([tokenized], targets or Targets(), train_on_completions_only=is_narrowed)
         trained = np.append(False, labeled.labels[:-1] != IGNORE_INDEX)
         try:
-            if targets is None:
+            if targets is None or isinstance(conversation, Document):
                 expected = _has_weight(tokenized)
                 expected[0] = False
             elif targets.roles == DEFAULT_TRAINED_ROLES:

@@ -145,6 +145,7 @@ class ControlTokens:
             raise TemplateError(f"the tokenizer has {len(self.ids)} added tokens; at most {most} can be followed")
         self._first_characters = tuple({content[0] for content in self.ids})
         self._names = {content: chr(first_name + number) for number, content in enumerate(self.ids)}
+        self._contents = {ord(name): content for content, name in self._names.items()}
         self._refused = re.compile(f"[\ud800-\udfff{chr(first_name)}-{chr(_LAST_PRIVATE)}]")
         self._find_in_short = functools.lru_cache(_MOST_REMEMBERED_TEXTS)(self._find)
 
@@ -192,6 +193,10 @@ class ControlTokens:
             texts += [text[start:position], self._names[content]]
             start = position + len(content)
         return "".join([*texts, text[start:]])
+
+    def restored(self, text: str) -> str:
+        """Returns the text that `rename` was given."""
+        return text.translate(self._contents)
 
     @functools.cached_property
     def renamed_tokenizer(self) -> RenamedTokenizer:

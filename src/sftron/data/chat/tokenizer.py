@@ -19,6 +19,7 @@ import tokenizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from sftron.data.chat.control_tokens import ControlTokens, Tokens, allowed_by_role
+from sftron.data.chat.documents import DocumentTokenizer
 from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Layout, StopStrings, assign_roles, frame_of
 from sftron.data.chat.left_out import find_left_out, has_second_thought
@@ -43,6 +44,7 @@ class ChatTokenizer:
         allow_control_tokens: The control tokens that the texts of a role may contain, by role ("assistant",
             "reasoning", ...).
         added_tokens: The tokens that were added to the tokenizer after the model was trained.
+        document_end: The control token that ends each document of plain text; None stands for what the tokenizer adds.
         template_file: The name or the path of `template`, for error messages.
 
     Raises:
@@ -57,6 +59,7 @@ class ChatTokenizer:
         allow_control_tokens: Mapping[str, Collection[str]] | None = None,
         added_tokens: Collection[str] = (),
         template_file: str | None = None,
+        document_end: str | None = None,
     ) -> None:
         # The loader workers provide the parallelism; the tokenizer's own threads would not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -75,6 +78,8 @@ class ChatTokenizer:
         }
         self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
         self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
+        in_text = self._allowed.get(Role.TEXT, frozenset[str]())
+        self.documents = DocumentTokenizer(tokenizer, self._control, self._tokenize, in_text, document_end)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         """The layouts of plain conversations, by the roles of the messages and the frame around them."""
         self._prompts = {each: GenerationPrompts(each, self._control) for each in self._templates.values()}
@@ -88,6 +93,7 @@ class ChatTokenizer:
         add_tokens: Collection[str] = (),
         date: datetime.date | None = None,
         allow_control_tokens: Mapping[str, Collection[str]] | None = None,
+        document_end: str | None = None,
     ) -> ChatTokenizer:
         """Loads the tokenizer of a folder or a Hub id; the other arguments are the configuration's keys of these names.
 
@@ -95,7 +101,7 @@ class ChatTokenizer:
         """
         tokenizer, added = load_tokenizer(path, add_tokens)
         template = None if chat_template is None else template_source(chat_template, tokenizer)
-        return cls(tokenizer, template, date, allow_control_tokens, added, chat_template)
+        return cls(tokenizer, template, date, allow_control_tokens, added, chat_template, document_end)
 
     @property
     def template(self) -> ChatTemplate:
@@ -116,6 +122,7 @@ class ChatTokenizer:
             "chat_template": _digest("".join(each.source for each in self._templates.values()) + constants),
             "tokenizer.date": str(self.template.date or "none"),
             "data.allow_control_tokens": str(allowed),
+            **({} if self.documents.end is None else {"tokenizer.document_end": self.documents.end}),
         }
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import inf
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import yaml
 from sftron.data.formats.messages import ROLE_NAMES
 from sftron.data.formats.table import FORMATS, Format, FormatSpec, RowFormat, are_turns, columns_problem
 from sftron.data.formats.values import describe, empty_row, is_none, names_of, refusal
-from sftron.data.json_text import excerpt
+from sftron.data.json_text import excerpt, parse_json
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Row
 
@@ -22,6 +23,7 @@ ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "
 """Common names of the columns with the user's and the assistant's text; an error suggests the first that a row has."""
 _TURN_TEXT = {"role": {"content", "tool_calls"}, "from": {"value"}}
 _PAIR = {"prompt", "completion"}
+_CHATS: tuple[Format, ...] = ("messages", "sharegpt")
 _TEXT_FORMATS: Mapping[Format, FormatSpec] = {
     name: spec for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS
 }
@@ -49,6 +51,8 @@ def resolve_format(
         row_format = RowFormat(detected, columns, prompt_template)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from error
+    if detected == "text":
+        _refuse_chats(source, columns)
     rows = [row for _, row in _sample(source) if isinstance(row, Mapping)] if columns else []
     for column in columns.values():
         if rows and not any(column in row for row in rows):
@@ -68,7 +72,8 @@ def detect_format(
         DataError: Rows have different formats, a row fits no format or several, or no row is left.
     """
     columns = columns or {}
-    problems: dict[Format, str | None] = {name: columns_problem(name, columns) for name in FORMATS}
+    known = [name for name, spec in FORMATS.items() if spec.is_detected]
+    problems: dict[Format, str | None] = {name: columns_problem(name, columns) for name in known}
     candidates = [RowFormat(name, columns) for name, problem in problems.items() if problem is None]
     if not candidates:
         raise DataError(f"{source.name}: columns: no format has them all: {'; '.join(filter(None, problems.values()))}")
@@ -95,6 +100,30 @@ def detect_format(
     if found is None:
         raise ignored or DataError(f"{source.name}: no rows to detect a format from; set `format`")
     return found
+
+
+def _refuse_chats(source: RowSource, columns: Mapping[str, str]) -> None:
+    """Raises DataError if rows that are declared to be plain text hold chats, whose prompts would be trained.
+
+    A document that is one JSON object is looked into as well. A column that `columns` names is taken at its word.
+    """
+    for location, row in _sample(source):
+        if isinstance(row, DataError) or "text" in columns:
+            continue
+        text = row.get("text")
+        candidates = [row]
+        if isinstance(text, str) and text.lstrip().startswith("{"):
+            with suppress(DataError):
+                candidates.append(parse_json(text.lstrip().partition("\n")[0], location))
+        for each in candidates:
+            for name in _CHATS if isinstance(each, Mapping) else ():
+                if each.get(column := FORMATS[name].required[0]) and RowFormat(name).fits(each):
+                    problem = f"is a chat, as it has `{column}`, and format text would train its prompts"
+                    remedy = f"set `format: {name}`"
+                    remedy += ", and name the file .jsonl" if each is not row else ""
+                    if each is row and isinstance(text, str):
+                        remedy += "; if its column `text` is meant, write `columns: {text: text}`"
+                    raise refusal(location, "chat_as_text", f"{problem}; {remedy}")
 
 
 def unread_columns(source: RowSource, row_format: RowFormat) -> list[str]:
@@ -188,6 +217,8 @@ def _remedy(row: Row) -> str:
         other = next(name for name in sorted(_PAIR) if isinstance(row[name], str))
         role = "assistant" if other == "completion" else "user"
         remedies = [f"write `{other}` as a list, too: [{{role: {role}, content: text}}]"]
+    if not remedies and isinstance(row.get("text"), str):
+        remedies = ["set `format: text` if `text` holds plain text without a chat: all of it is trained"]
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
 
 

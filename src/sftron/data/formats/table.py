@@ -19,14 +19,17 @@ from sftron.data.formats.messages import (
 )
 from sftron.data.formats.pretokenized import parse_pretokenized
 from sftron.data.formats.single_turn import parse_alpaca, parse_prompt_completion, parse_question, prompt_template_text
+from sftron.data.formats.text import parse_text
 from sftron.data.formats.tools import check_null_arguments, parse_tools
 from sftron.data.formats.values import NamedRow, describe, empty_row, refusal
 from sftron.data.json_text import excerpt
-from sftron.data.types import Conversation, ConversationKey, DataError, Row, TokenizedConversation
+from sftron.data.types import Conversation, ConversationKey, DataError, Document, Documents, Row, TokenizedConversation
 
 Format = Literal[
-    "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
+    "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids", "text"
 ]
+Parsed = Conversation | TokenizedConversation | Document
+"""What a row holds, by its format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class RowFormat:
     prompt_template: str | None = None
     """The template of the user's text: a name of PROMPT_TEMPLATES, or a text with one {query}. With None, the query is
     the user's text."""
+    documents: Documents | None = None
+    """What is a document, if the rows are those of .txt files."""
 
     def __post_init__(self) -> None:
         if problem := columns_problem(self.name, self.columns):
@@ -56,7 +61,8 @@ class RowFormat:
         """Returns one line, which is different for any two different formats."""
         columns = (f"{name} from column {json.dumps(data_name)}" for name, data_name in sorted(self.columns.items()))
         template = [] if self.prompt_template is None else [f"prompt template {json.dumps(self.prompt_template)}"]
-        return ", ".join([self.name, *columns, *template])
+        documents = [f"each {self.documents} a document"] if self.documents else []
+        return ", ".join([self.name, *columns, *template, *documents])
 
     def column(self, name: str) -> str:
         return self.columns.get(name, name)
@@ -82,11 +88,15 @@ class FormatSpec:
     """A description of these columns, for error messages."""
     fits: Callable[[Sequence[Any]], bool]
     """Returns whether each value of the required columns is of the right type or None."""
-    parse: Callable[[NamedRow, str], list[Numbered]] | None
-    """Parses a row's messages, given the text of the prompt template; None for rows of ids."""
+    parse: Callable[[NamedRow, str], list[Numbered]] | None = None
+    """Parses a row's messages, given the text of the prompt template; None for rows without messages."""
+    parse_whole: Callable[[NamedRow, ConversationKey], TokenizedConversation | Document] | None = None
+    """Parses a row without messages."""
     optional: tuple[str, ...] = ("tools", "system")
     """The other columns that are read."""
     reads_prompt_template: bool = False
+    is_detected: bool = True
+    """Whether rows may be read in this format unless it is declared."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -148,8 +158,16 @@ FORMATS: Mapping[Format, FormatSpec] = {
         required=("input_ids",),
         wanted="column `input_ids`, a list of ids, with `labels` or `role_ids`",
         fits=lambda values: isinstance(values[0], list),
-        parse=None,
+        parse_whole=parse_pretokenized,
         optional=("labels", "role_ids", "roles", "attention_mask", "position_ids", "token_type_ids"),
+    ),
+    "text": FormatSpec(
+        required=("text",),
+        wanted="column `text`, a document of plain text",
+        fits=_are_texts,
+        parse_whole=parse_text,
+        optional=(),
+        is_detected=False,  # a column `text` may hold a chat as a template wrote it, of which no part would be a prompt
     ),
 }
 
@@ -166,10 +184,8 @@ def columns_problem(format: Format, columns: Mapping[str, str]) -> str | None:
     return None
 
 
-def parse_conversation(
-    row: Row, row_format: RowFormat, key: ConversationKey, location: str
-) -> Conversation | TokenizedConversation:
-    """Parses and checks the row's messages, or its ids in the format `input_ids`.
+def parse_conversation(row: Row, row_format: RowFormat, key: ConversationKey, location: str) -> Parsed:
+    """Parses and checks the row's messages, its ids in the format `input_ids`, or its document in the format `text`.
 
     A conversation may end in a user turn, or have no assistant turn at all. Raises DataError with the location, the
     problem and the remedy.
@@ -179,13 +195,14 @@ def parse_conversation(
     if not row:
         raise empty_row(location)
     named = NamedRow(row, row_format.name, row_format.columns, location)
-    parse_row = FORMATS[row_format.name].parse
-    if parse_row is None:
-        return parse_pretokenized(named, key)
+    spec = FORMATS[row_format.name]
+    if spec.parse is None:
+        assert spec.parse_whole is not None
+        return spec.parse_whole(named, key)
     is_empty = str(row.get("functions") or "").strip() in ("", "[]", "{}", "null", '""')
     if not is_empty and "functions" not in row_format.columns.values():
         raise refusal(location, "unsupported_column", "`functions` is not read; rename it to tools")
-    numbered = with_system(parse_row(named, prompt_template_text(row_format.prompt_template)), named)
+    numbered = with_system(spec.parse(named, prompt_template_text(row_format.prompt_template)), named)
     check_order(numbered, location)
     tools = parse_tools(named.get("tools"), named.column("tools"), location)
     checked = tuple(message for _, message in numbered)

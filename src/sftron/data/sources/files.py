@@ -19,13 +19,15 @@ from sftron.data.sources.hub import HubSplit
 from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, kind_of
 from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
+from sftron.data.sources.text import TextFiles, TextLines
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
-from sftron.data.types import DataError
+from sftron.data.types import DataError, Documents
 from sftron.regular_file import open_regular, where_missing
 
 _TEXT_ENDINGS = (".jsonl", ".json", *CSV_SUFFIXES)
 _ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
 _WANTED = "wanted .jsonl, .json, .csv, .tsv, .parquet or .arrow, the first four also as .gz or .zst"
+_DOCUMENTS = (".txt", *(".txt" + codec for codec in CODECS))
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 # Names of a split's files, as the datasets library writes them, and common names of splits.
 _SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
@@ -45,6 +47,7 @@ def open_source(
     max_samples: int | None = None,
     config: str | None = None,
     revision: str | None = None,
+    documents: Documents | None = None,
 ) -> RowSource:
     """Opens a file, a folder of files or of the datasets library, a pattern with wildcards, or a Hub id.
 
@@ -55,15 +58,21 @@ def open_source(
         max_samples: The number of first rows of the split to use; None uses all of them.
         config: The configuration of a data set of the Hub, also of a downloaded one; None is its default one.
         revision: The branch, tag or commit of a Hub id; None is the branch main.
+        documents: What is a row of .txt files: each file or each line. With None, .txt files hold no rows.
 
     Raises:
         DataError: The data cannot be opened. Broken rows raise only when they are read.
     """
     part = parse_split(split)
     with _readable(path):
-        files = _files_or_hub(path, split, config, revision)
+        files = _files_or_hub(path, split, config, revision, has_documents=documents is not None)
         if isinstance(files, HubSplit):
             sources: list[RowSource] = [files.open(max_row_bytes)]
+        elif is_text_file(files[0]):
+            is_lines = documents == "line"
+            sources = (
+                [TextLines(f, max_row_bytes) for f in files] if is_lines else [TextFiles(path, files, max_row_bytes)]
+            )
         else:
             openers = {".parquet": arrow.open_arrow, ".arrow": arrow.open_arrow}
             sources = [openers.get(file.suffix, JsonlSource)(file, max_row_bytes) for file in files]
@@ -85,8 +94,9 @@ def open_stream(
     max_samples: int | None = None,
     config: str | None = None,
     revision: str | None = None,
+    documents: Documents | None = None,
 ) -> StreamedSource:
-    """Opens the same data as `open_source`, to be read forward.
+    """Opens the same data as `open_source`, but for .txt files, to be read forward.
 
     The bounds of a part of a split must be row numbers from the beginning, as in `train[1000:2000]`.
 
@@ -101,9 +111,11 @@ def open_stream(
     ends = [int(part.stop)] if part.stop is not None else []
     ends += [first + max_samples] if max_samples is not None else []
     with _readable(path):
-        files = _files_or_hub(path, split, config, revision)
+        files = _files_or_hub(path, split, config, revision, has_documents=documents is not None)
         if isinstance(files, HubSplit):
             stream = files.stream(max_row_bytes)
+        elif is_text_file(files[0]):
+            raise DataError(f"{path}: .txt files are not streamed; remove streaming, or convert them to .jsonl")
         else:
             stream = streaming.open_file_streams(path, files, max_row_bytes)
         source = StreamedSource(stream, first=first, stop=min(ends, default=None))
@@ -121,8 +133,10 @@ def _readable(path: str) -> Iterator[None]:
         raise DataError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
 
 
-def _files_or_hub(path: str, split: str, config: str | None, revision: str | None) -> list[Path] | HubSplit:
-    files = find_files(path, split, config)
+def _files_or_hub(
+    path: str, split: str, config: str | None, revision: str | None, *, has_documents: bool = False
+) -> list[Path] | HubSplit:
+    files = find_files(path, split, config, has_documents=has_documents)
     if files is None:
         return HubSplit(path, parse_split(split).name, config, revision)
     if revision is not None:
@@ -130,15 +144,20 @@ def _files_or_hub(path: str, split: str, config: str | None, revision: str | Non
     return files
 
 
-def find_files(path: str, split: str = "train", config: str | None = None) -> list[Path] | None:
+def find_files(
+    path: str, split: str = "train", config: str | None = None, *, has_documents: bool = False
+) -> list[Path] | None:
     """Returns the files that hold a split or a part of one, sorted, or None if the path can only be a Hub id.
+
+    With `has_documents`, .txt files hold rows as well.
 
     Raises:
         DataError: There is no such file, split or configuration; the message lists what there is instead.
     """
     here, split = Path(path), parse_split(split).name
+    endings = (*_ENDINGS, *_DOCUMENTS) if has_documents else _ENDINGS
     if here.is_dir():
-        files = _files_of_folder(here, split, config)
+        files = _files_of_folder(here, split, config, endings)
     elif config is not None and (here.is_file() or glob.has_magic(path)):
         raise DataError(
             f"{path}: is no data set of the Hub, and has no config {excerpt(config)}; remove the key config"
@@ -149,15 +168,18 @@ def find_files(path: str, split: str = "train", config: str | None = None) -> li
         if not files:
             raise DataError(f"{path}: no file matches this pattern{where_missing(here)}; {_near(here)}")
         _choose(path, split, ["train"])
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and _ending_of(here) not in _ENDINGS and path[0] not in ".~":
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and _ending_of(here) not in endings and path[0] not in ".~":
         return None
     else:
         problem = f"no such file or folder{where_missing(here)}, nor a Hub id (owner/name)"
         raise DataError(f"{path}: {problem}; {_near(here)}")
     for file in files:
-        if _ending_of(file) not in _ENDINGS:
-            found = f"the ending {_ending_of(file)}" if file.suffix else "no ending"
-            raise DataError(f"{file}: a file with {found}; {_WANTED}: convert, decompress or rename it")
+        if (ending := _ending_of(file)) not in endings:
+            found = f"the ending {ending}" if file.suffix else "no ending"
+            remedy = "; or set `format: text`, if it holds plain text" if ending in _DOCUMENTS else ""
+            raise DataError(f"{file}: a file with {found}; {_WANTED}: convert, decompress or rename it{remedy}")
+    if len(set(map(is_text_file, files))) > 1:
+        raise DataError(f"{path}: has .txt files and others; make each kind a data set of its own")
     return files
 
 
@@ -166,6 +188,11 @@ def _is_file(path: Path) -> bool:
     if path.is_symlink() and not path.exists():
         raise DataError(f"{path}: no such file{where_missing(path)}; restore the file, or remove the link")
     return path.is_file()
+
+
+def is_text_file(path: Path) -> bool:
+    """Returns whether a file is a .txt file, which may be compressed."""
+    return _ending_of(path) in _DOCUMENTS
 
 
 def _ending_of(path: Path) -> str:
@@ -192,7 +219,7 @@ def _near(path: Path) -> str:
 # --- Folders ---
 
 
-def _files_of_folder(folder: Path, split: str, config: str | None) -> list[Path]:
+def _files_of_folder(folder: Path, split: str, config: str | None, endings: Sequence[str]) -> list[Path]:
     declared = _readme_names_files(folder)
     if config is not None and not declared:
         raise DataError(f"{folder}: README.md declares no configs, so there is no {excerpt(config)}; remove config")
@@ -200,11 +227,13 @@ def _files_of_folder(folder: Path, split: str, config: str | None) -> list[Path]
         return _saved_files(folder, split)
     # Hidden files are skipped: copies of editors, unfinished downloads.
     seen = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "_")))
-    files = [file for file in seen if _ending_of(file) in _ENDINGS and _is_file(file)]
+    files = [file for file in seen if _ending_of(file) in endings and _is_file(file)]
     if (declared or not files) and (by_split := _files_of_hub_folder(folder, config, declared=declared)):
         files = by_split[_choose(folder, split, list(by_split))]
     elif not files:
         raise DataError(f"{folder}: no file of rows in this folder ({_WANTED}); {_near(folder / '*')}")
+    elif any(map(is_text_file, files)):
+        _choose(folder, split, ["train"])  # the names of documents name no splits
     else:
         files = _files_of_split(folder, files, split)
     _require_all_shards(folder, files)

@@ -145,7 +145,10 @@ class JsonlSource:
         end = int(self._starts[index + 1]) - 1 if self._ends is None else int(self._ends[index])
         if (size := end - start) > self._max_row_bytes:
             refuse_size(location, size, self._max_row_bytes, self._read(start, min(end, start + 60)))
-        return parse_row(self._read(start, end).strip(WHITESPACE), location)
+        return self._parse(self._read(start, end), location)
+
+    def _parse(self, line: bytes, location: str) -> Row:
+        return parse_row(line.strip(WHITESPACE), location)
 
     def locate(self, index: int) -> str:
         line = self._line(index)
@@ -196,11 +199,12 @@ def kind_of(path: Path) -> str:
 def has_json_lines(path: Path) -> bool:
     """Returns whether a file holds one JSON object per line.
 
-    Every .jsonl file does, no .csv or .tsv file does, and a .json file does unless it begins with a list.
+    Every .jsonl file does, no .csv or .tsv file does, and a .json file does unless it begins with a list. A .txt file
+    has lines as well, of which each is a document.
     """
     if kind_of(path) != ".json":
-        return kind_of(path) == ".jsonl"
-    with _decompressed(path) as content:
+        return kind_of(path) in (".jsonl", ".txt")
+    with decompressed(path) as content:
         return not content.read(4096).removeprefix(BOM).lstrip(WHITESPACE).startswith(b"[")
 
 
@@ -219,7 +223,7 @@ def open_json_lines(
         csv_lines: For a CSV file, the number of the line at which a row begins is appended to it before the row.
         chunk_bytes: The size of a chunk, if the file has lines; otherwise a chunk is a line.
     """
-    with _decompressed(path) as content:
+    with decompressed(path) as content:
         if has_lines:
             yield iter(lambda: content.read(chunk_bytes), b"")
         else:
@@ -233,7 +237,7 @@ def open_json_lines(
 
 
 @contextmanager
-def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+def decompressed(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for reading, with decompression if its extension is .gz or .zst.
 
     Raises:

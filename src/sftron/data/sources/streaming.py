@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,11 @@ class StreamedSource:
             num_rows = end.num_rows
         return SourceView(self, self.name, "head", num_rows, int)  # pyright: ignore[reportArgumentType]  it has no length
 
+    def split_rows(self, split: Callable[[RawRow], Iterable[RawRow]]) -> StreamedSource:
+        """Returns the source with the rows that `split` makes of each row; how many there are is not declared."""
+        read = partial(_read_split, self._stream, self._first, self._stop, split)
+        return StreamedSource(RowStream(self.name, self.fingerprint, None, read))
+
     def raw(self, index: int) -> RawRow:
         """Returns a row without parsing it. Raises DataError and EndOfStream."""
         if (row := self._at_hand(index)) is not None:
@@ -161,6 +166,13 @@ class StreamedSource:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamedSource, (self._stream, self._first, self._stop)
+
+
+def _read_split(
+    stream: RowStream, first: int, stop: int | None, split: Callable[[RawRow], Iterable[RawRow]], start: int
+) -> Iterator[RawRow]:
+    rows = islice(stream.read(first), None if stop is None else max(0, stop - first))
+    return islice(chain.from_iterable(map(split, rows)), start, None)
 
 
 # --- Streams of files, and of tables of the datasets library ---

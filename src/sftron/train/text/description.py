@@ -94,6 +94,8 @@ def _data_lines(config: Config, dataset: PackedDataset) -> _Lines:
         names = "; not read: " + ", ".join(unread) if unread else ""
         held_out = f"; {counted(len(each.held_out), 'rows')} held out of training" if each.held_out else ""
         yield "data", f"{each.name}, read as {each.row_format}{share}{names}{held_out}"
+        if pieces := each.pieces_in_words:
+            yield "", pieces
     rows = "rows, read forward," if preparation.num_rows is None else counted(preparation.num_rows, "rows")
     workers = num_workers(config, dataset)
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
@@ -103,7 +105,7 @@ def _data_lines(config: Config, dataset: PackedDataset) -> _Lines:
 
 def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
     chat_tokenizer, audit = dataset.preparation.chat_tokenizer, sample.audit
-    num_chats, turns, masks = audit.num_kept - sample.num_pretokenized, audit.turns, sample.masks
+    num_chats, turns, masks = audit.num_kept - sample.num_pretokenized - sample.num_documents, audit.turns, sample.masks
     stops = ", ".join(chat_tokenizer.tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
     if num_chats:
         others = num_chats - sample.num_equal
@@ -121,6 +123,14 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
             f"{sample.num_pretokenized:,} sampled rows are pretokenized, taken as they are: their template and stop "
             f"tokens cannot be checked; control tokens that end a trained span: {stops}",
         )
+    if sample.num_documents:
+        equal = (
+            f"{counted(sample.num_documents, 'sampled documents')} or pieces have exactly the ids of tokenizer(text)"
+        )
+        yield "text", f"{equal}, but for spelled control tokens, which are plain text; all but the first are trained"
+        yield "", chat_tokenizer.documents.frame_in_words
+        if not num_chats and not sample.num_pretokenized:
+            yield "", "all sampled rows are plain text: no chat is trained, and no answer's stop token"
     if date := chat_tokenizer.template.date:
         yield "", f"the template writes the date, taken as {date} for the whole run (tokenizer.date)"
     if sample.other_prompt:
