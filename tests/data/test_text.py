@@ -152,6 +152,8 @@ def test_options_that_select_answers_neither_narrow_documents_nor_are_widened_by
     for key in mixed.all_keys():
         row = mixed.read(key)
         if key.source == 0:
+            if completions_only and not isinstance(row, Dropped):
+                assert {*row.role_ids[1:][row.labels[:-1] != IGNORE_INDEX].tolist()} <= targets.roles
             before = alone.read(key)
             if not isinstance(before, Dropped):
                 assert row.labels.tolist() == before.labels.tolist()
