@@ -74,8 +74,8 @@ split_thinking field_thinking = write data.reasoning: keep, last or strip
 roles_to_train = write data.train_on_roles; for the last answer only, data.train_on_turns: last
 roles = the roles of each format are known, the page on data lists them; data.train_on_roles are the trained ones
 prompt_template = write prompt_template below the path of a data set in data.datasets, or tokenizer.chat_template
-formatting_func pretraining_dataset = \
-rows of plain text are not read: convert them to messages, or prompt and completion
+formatting_func = write the rows as messages, or prompt and completion; plain text has format: text
+pretraining_dataset = write format: text below the path of a data set in data.datasets
 message_field_training message_field_training_detail train_detail = a message has the key weight, 0 or 1
 min_sample_len drop_system_message default_system_message dataset_exact_deduplication = \
 rows are trained as they are: change them before, and remove the key
