@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     # Imported here, so that --help takes no time.
     from sftron.checks.inspect_run import inspect, open_data
+    from sftron.data.chat.layout import kwarg_in_words
     from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
     from sftron.report.terminal import wants_color
 
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
     inspection = inspect(
         config, num_shown=options.n, num_packs=options.packs, num_rows=num_rows, preparation=preparation
     )
+    if kwargs := preparation.chat_tokenizer.template.kwargs:
+        show(f"the chat template gets {', '.join(map(kwarg_in_words, kwargs.items()))} (tokenizer.template_kwargs)\n")
     for each in preparation.datasets:
         if unread := unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format):
             show(f"{each.name}: columns that are not read: {', '.join(unread)}\n")

@@ -100,6 +100,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False), Wanted("a list of two numbers, each at least 0 and below 1")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False), Wanted("a list of text")]
 Names = Annotated[dict[Text, Text], Wanted("a mapping of names to names")]
+TemplateKwargs = Annotated[dict[Text, Any], Wanted("a mapping of names to values")]
 TextsByRole = Annotated[dict[Text, Texts], Wanted("a mapping of roles to lists of text")]
 TrainedRole = Literal["assistant", "answer", "reasoning", "tool_call", "user", "system", "tool"]
 TrainedRoles = Annotated[

@@ -103,6 +103,8 @@ class Conversation:
     """The row's location for error messages (file:line)."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the assistant may call, in the form that the chat template receives."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The row's values of variables of the chat template, such as `enable_thinking`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class TokenizedConversation:
     """float32 [n], the weight of the message that each token belongs to; None if all weights are 1."""
     left_out: tuple[str, ...] = ()
     """Fields whose texts the template does not write, as role and field ("assistant reasoning_content")."""
+    template_kwargs: tuple[str, ...] = ()
+    """The row's values of variables of the chat template, in words ("enable_thinking: false")."""
     has_second_thought: bool = False
     """Whether the template adds a thought of its own to an answer whose content has one; both are trained."""
 

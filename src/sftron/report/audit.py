@@ -78,6 +78,7 @@ class Audit:
         self.row_roles, self.pack_roles = RoleCount(), RoleCount()
         self.turns, self.lengths = TurnCount(), LengthCount()
         self.left_out: Counter[str] = Counter()
+        self.template_kwargs: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}  # the first location of each counted item
         self._seen: dict[bytes, str] = {}  # by a hash of the ids and labels of a row: where it was first
@@ -111,6 +112,9 @@ class Audit:
         self._count("num_with_second_thought", tokenized.has_second_thought, where)
         self._count("num_truncated", tokenized.num_truncated_turns > 0, where)
         self._count("num_untrained", not trained.any(), where)
+        for text in tokenized.template_kwargs:
+            self.template_kwargs[text] += 1
+            self._count(f"kwargs {text}", 1, where)
         for text in tokenized.left_out:
             self.left_out[text] += 1
             self._count(f"left out {text}", 1, where)
@@ -212,6 +216,7 @@ class Audit:
                     text: {"count": count, "first": self._first[f"left out {text}"]}
                     for text, count in self.left_out.items()
                 },
+                **({"chat_template_kwargs": dict(self.template_kwargs)} if self.template_kwargs else {}),
                 "tokens": self.row_roles.as_dict(),
                 "assistant_turns": self.turns.as_dict(),
                 "lengths": {"quantiles": self.lengths.quantiles(), "buckets": self.lengths.buckets()},
@@ -257,6 +262,8 @@ class Audit:
         yield "rows holding control text", f"{self._counts['num_holding_control_text']:,}"
         if self.num_with_second_thought:
             yield "rows with a second thought of the template's", f"{self.num_with_second_thought:,}"
+        for text, count in self.template_kwargs.most_common():
+            yield f"rows with {text}", f"{count:,}, the first is {self._first[f'kwargs {text}']}"
         for text, count in self.left_out.most_common():
             yield f"{text} the template leaves out", f"{count:,}, the first in {self._first[f'left out {text}']}"
         for name, numbers in self.documents.items():

@@ -97,6 +97,7 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
         date=datetime.date.fromisoformat(options.date) if options.date else None,
         allow_control_tokens=config.data.allow_control_tokens,
         document_end=options.document_end,
+        template_kwargs=options.template_kwargs,
     )
 
 

@@ -121,8 +121,8 @@ def export_source(config: Config, places: Places, chat_tokenizer: ChatTokenizer)
             source = ExportSource.read(places.model, Path(saved), **known)
     else:
         source = ExportSource.read(places.model, places.tokenizer, **known)
-    if config.tokenizer.chat_template:
-        source = source.with_chat_template(chat_tokenizer.template.source)
+    if config.tokenizer.chat_template or chat_tokenizer.template.kwargs:
+        source = source.with_chat_template(chat_tokenizer.template.source_with_defaults)
     source.require_tokenizer(chat_tokenizer, has_model=config.lora is None or config.lora.merge)
     return source
 

@@ -13,10 +13,11 @@ order. Nor does a conversation with tools, tool calls or reasoning have a frame.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
 
+_LONGEST_SHOWN = 60
 MODEL_ROLES = frozenset({Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL})
 """The roles of text that the model generates."""
 
@@ -166,7 +168,14 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
         token_weights=_token_weights(layout, conversation.messages, counts),
         left_out=layout.left_out,
         has_second_thought=layout.has_second_thought,
+        template_kwargs=tuple(map(kwarg_in_words, conversation.template_kwargs.items())),
     )
+
+
+def kwarg_in_words(item: tuple[str, Any]) -> str:
+    """Returns the name and the value of a template's variable; the name alone for a long value."""
+    text = f"{item[0]}: {json.dumps(item[1], ensure_ascii=False)}"
+    return text if len(text) <= _LONGEST_SHOWN else item[0]
 
 
 def _turns(layout: Layout, first: Sequence[int], messages: Sequence[Message]) -> tuple[Turn, ...]:

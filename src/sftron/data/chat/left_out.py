@@ -41,7 +41,7 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
             written[origin.message].add(origin.field.partition(".")[0])
             if origin.field == "content":
                 contents[origin.message].append((str.__getitem__(text, slice(start, end)), origin.role))
-    left_out = ["tools"] if conversation.tools and not written[CONVERSATION] else []
+    left_out = ["tools"] if conversation.tools and "tools" not in written[CONVERSATION] else []
     for index, message in enumerate(conversation.messages):
         names = written[index]
         content, role = message.content or "", message.role.name.lower()

@@ -20,5 +20,6 @@ def apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversatio
         tools=[dict(tool) for tool in conversation.tools] or None,
         chat_template=template.source,
         return_dict=True,
+        **template.kwargs,
         **options,
     )

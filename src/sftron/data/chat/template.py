@@ -6,6 +6,7 @@ conversations.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +16,13 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
 from transformers.utils import chat_template_utils
 
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
 from sftron.data.chat.tracked_text import CONVERSATION, Origin, OriginSpan, ProvenanceLostError, TrackedStr, track
 from sftron.data.formats.messages import CALL_FIELDS, CLOSES_REASONING, REASONING_FIELDS, reasoning_spans
+from sftron.data.formats.values import is_none
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
@@ -57,12 +60,18 @@ class ChatTemplate:
         source: The Jinja source. Raises TemplateError if it cannot be compiled.
         constants: The variables that the tokenizer adds to every rendering (bos_token, eos_token, ...).
         file: The path of the source, for error messages.
+        kwargs: Values of variables that the template reads, such as `enable_thinking`.
         date: The date for a template that writes today's date, as Llama 3.2's does in every system turn; by default,
             today. A run has one date throughout; otherwise a row would have other tokens on another day (law 5).
     """
 
     def __init__(
-        self, source: str, constants: Mapping[str, str], date: datetime.date | None = None, file: str | None = None
+        self,
+        source: str,
+        constants: Mapping[str, str],
+        date: datetime.date | None = None,
+        file: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.source, self._name = source, f"the chat template{f' {file}' if file else ''}"
         self.date = (date or datetime.date.today()) if _DATE_FUNCTION in source else None
@@ -83,6 +92,42 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
         # `a ~ b` compiles to a call of the function with this name in the template's module.
         self._template.root_render_func.__globals__["str_join"] = tracked_str_join
+        self.kwargs: Mapping[str, Any] = {}
+        """The values of the template's variables, as apply_chat_template gets them."""
+        if kwargs:
+            self._set_kwargs(kwargs, "tokenizer.template_kwargs: ")
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """Returns the template with these values of its variables instead of those that it has.
+
+        Raises TemplateError for a name that the template does not read, unless its value spells that there is none.
+        """
+        variant = copy.copy(self)
+        for name in [name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)]:
+            if name not in ("_syntax", "variables"):  # what probing has found may depend on the values
+                del variant.__dict__[name]
+        kwargs = {name: value for name, value in kwargs.items() if name in self.variables or not is_none(value)}
+        variant._set_kwargs({**self.kwargs, **kwargs})
+        return variant
+
+    def _set_kwargs(self, kwargs: Mapping[str, Any], key: str = "") -> None:
+        self.kwargs = dict(kwargs)
+        if unknown := [name for name in self.kwargs if name not in self.variables]:
+            known = ", ".join(sorted(self.variables)) or "none but messages and tools"
+            problem = f"{key}{self._name} does not read {', '.join(unknown)}"
+            raise TemplateError(f"{problem}; the variables that it reads: {known}")
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that the template reads, but for those that every rendering gets."""
+        given = {"messages", "tools", "documents", _FLAG, *self._constants}
+        return frozenset(find_undeclared_variables(self._syntax) - given - self._environment.globals.keys())
+
+    @property
+    def source_with_defaults(self) -> str:
+        """The source in which the variables have these values unless a rendering gives others."""
+        sets = [f"{{%- set {n} = {n} | default({_literal(value)}) -%}}\n" for n, value in sorted(self.kwargs.items())]
+        return "".join(sets) + self.source
 
     def render_conversation(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> TrackedStr:
         messages = self.tracked_messages(conversation.messages)
@@ -100,7 +145,9 @@ class ChatTemplate:
 
         Raises TemplateError, with the line of the template, if it rejects them or loses the origin of a text.
         """
-        text = self._run(self._template, messages, tools, add_generation_prompt)
+        origin = Origin(CONVERSATION, "chat_template_kwargs", Role.SYSTEM)
+        kwargs = {name: track(value, origin) for name, value in self.kwargs.items()}
+        text = self._run(self._template, messages, tools, add_generation_prompt, kwargs)
         assert isinstance(text, TrackedStr)
         return text
 
@@ -110,7 +157,7 @@ class ChatTemplate:
         It renders in transformers' own environment, in a third of the time, and raises TemplateError.
         """
         messages, tools = _alias_reasoning(self.plain_messages(conversation.messages)), list(conversation.tools) or None
-        return lambda number: self._run(self._reference, messages[:number], tools, add_generation_prompt=True)
+        return lambda number: self._run(self._reference, messages[:number], tools, True, self.kwargs)
 
     def _run(
         self,
@@ -118,6 +165,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
     ) -> str:
         try:
             return template.render(
@@ -125,7 +173,7 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._constants,
+                **{**self._constants, **kwargs},
             )
         except (
             *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
@@ -276,6 +324,15 @@ class ChatTemplate:
             except TemplateError:
                 continue
         return None
+
+
+def _literal(value: Any) -> str:
+    """Returns a JSON value as an expression of Jinja, which has JSON's literals but null."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:

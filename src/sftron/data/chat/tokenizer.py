@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -31,7 +32,7 @@ from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 _QUESTION_AND_ANSWER = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-_MOST_LAYOUTS = 1024
+_MOST_LAYOUTS, _MOST_VARIANTS = 1024, 256
 
 
 class ChatTokenizer:
@@ -45,6 +46,7 @@ class ChatTokenizer:
             "reasoning", ...).
         added_tokens: The tokens that were added to the tokenizer after the model was trained.
         document_end: The control token that ends each document of plain text; None stands for what the tokenizer adds.
+        template_kwargs: Values of variables that the template reads, such as `enable_thinking`.
         template_file: The name or the path of `template`, for error messages.
 
     Raises:
@@ -60,6 +62,7 @@ class ChatTokenizer:
         added_tokens: Collection[str] = (),
         template_file: str | None = None,
         document_end: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # The loader workers provide the parallelism; the tokenizer's own threads would not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -73,7 +76,7 @@ class ChatTokenizer:
         self.added_tokens = tuple(added_tokens)
         self._backend = backend
         self._templates = {
-            name: ChatTemplate(source, tokenizer.special_tokens_map, date, template_file)
+            name: ChatTemplate(source, tokenizer.special_tokens_map, date, template_file, template_kwargs)
             for name, source in template_sources(tokenizer.chat_template if template is None else template).items()
         }
         self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
@@ -82,7 +85,8 @@ class ChatTokenizer:
         self.documents = DocumentTokenizer(tokenizer, self._control, self._tokenize, in_text, document_end)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         """The layouts of plain conversations, by the roles of the messages and the frame around them."""
-        self._prompts = {each: GenerationPrompts(each, self._control) for each in self._templates.values()}
+        self._prompts = {(name, ""): GenerationPrompts(t, self._control) for name, t in self._templates.items()}
+        """By the template's name, and the row's own values of its variables, as JSON."""
 
     @classmethod
     def from_pretrained(
@@ -94,6 +98,7 @@ class ChatTokenizer:
         date: datetime.date | None = None,
         allow_control_tokens: Mapping[str, Collection[str]] | None = None,
         document_end: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatTokenizer:
         """Loads the tokenizer of a folder or a Hub id; the other arguments are the configuration's keys of these names.
 
@@ -101,7 +106,8 @@ class ChatTokenizer:
         """
         tokenizer, added = load_tokenizer(path, add_tokens)
         template = None if chat_template is None else template_source(chat_template, tokenizer)
-        return cls(tokenizer, template, date, allow_control_tokens, added, chat_template, document_end)
+        control = allow_control_tokens
+        return cls(tokenizer, template, date, control, added, chat_template, document_end, template_kwargs)
 
     @property
     def template(self) -> ChatTemplate:
@@ -109,19 +115,34 @@ class ChatTokenizer:
         return self._templates["default"]
 
     def template_for(self, conversation: Conversation) -> ChatTemplate:
-        """Returns the template that apply_chat_template uses; a tokenizer may have a separate one for tools."""
-        return self._templates["tool_use" if conversation.tools and "tool_use" in self._templates else "default"]
+        """Returns the template that apply_chat_template uses; a tokenizer may have a separate one for tools.
+
+        It has the conversation's own values of its variables. Raises TemplateError if it does not read them.
+        """
+        return self._prompts_for(conversation).template
+
+    def _prompts_for(self, conversation: Conversation) -> GenerationPrompts:
+        name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
+        kwargs = conversation.template_kwargs
+        key = name, json.dumps(kwargs, sort_keys=True) if kwargs else ""
+        if key not in self._prompts:
+            if len(self._prompts) >= _MOST_VARIANTS:
+                self._prompts = {each: prompts for each, prompts in self._prompts.items() if not each[1]}
+            self._prompts[key] = GenerationPrompts(self._templates[name].with_kwargs(kwargs), self._control)
+        return self._prompts[key]
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """Hashes or texts of everything that the ids depend on, by name."""
         constants = repr(sorted(self.tokenizer.special_tokens_map.items()))
+        kwargs = self.template.kwargs
         allowed = {role.name.lower(): sorted(strings) for role, strings in sorted(self._allowed.items())}
         return {
             "tokenizer": _digest(self._backend.to_str()),
             "chat_template": _digest("".join(each.source for each in self._templates.values()) + constants),
             "tokenizer.date": str(self.template.date or "none"),
             "data.allow_control_tokens": str(allowed),
+            **({"tokenizer.template_kwargs": json.dumps(kwargs, sort_keys=True)} if kwargs else {}),
             **({} if self.documents.end is None else {"tokenizer.document_end": self.documents.end}),
         }
 
@@ -233,7 +254,7 @@ class ChatTokenizer:
 
         Sampling may end with any of them, so all are trained.
         """
-        written, last, end = self._prompts[self.template].end_of_rounds(), stop, -1
+        written, last, end = self._prompts["default", ""].end_of_rounds(), stop, -1
         for position, content in self._control.find(written):
             if end < 0 and content != stop:
                 continue
@@ -247,7 +268,7 @@ class ChatTokenizer:
         conversation = probe(messages)
         try:
             text = self.template.render_conversation(conversation)
-            reader = TurnReader(text, conversation, self._prompts[self.template], StopStrings(frozenset(known)))
+            reader = TurnReader(text, conversation, self._prompts["default", ""], StopStrings(frozenset(known)))
             turn = reader.read()[1][1]
         except TemplateError:
             return None
@@ -265,12 +286,13 @@ class ChatTokenizer:
         if framed is None:
             return self._read_layout(rendered, conversation)
         gaps, texts = framed
-        frame = (*(message.role_name or message.role.name for message in conversation.messages), *gaps)
+        own = json.dumps(conversation.template_kwargs, sort_keys=True) if conversation.template_kwargs else ""
+        frame = (own, *(message.role_name or message.role.name for message in conversation.messages), *gaps)
         if frame in self._layouts:
             return self._layouts[frame].with_texts(texts)
         layout = self._read_layout(rendered, conversation)
         # The gaps decide the roles if every text is one span, and the gap before each answer has its header once.
-        header = self._prompts[template].header(False)
+        header = self._prompts_for(conversation).header(False)
         answers = [n for n, message in enumerate(conversation.messages) if message.role is Role.ASSISTANT]
         if [layout.texts[span] for span in layout.text_spans] == texts and all(
             header.strip() and gaps[number].count(header) == 1 for number in answers
@@ -296,7 +318,7 @@ class ChatTokenizer:
         self._control.require_usable(text)
         template = self.template_for(conversation)
         left_out = find_left_out(text, conversation, template)
-        spans, turns = TurnReader(text, conversation, self._prompts[template], self._stops).read()
+        spans, turns = TurnReader(text, conversation, self._prompts_for(conversation), self._stops).read()
         texts, num_control, holds_control_text = [], 0, False
         for span in spans:
             content = str.__getitem__(text, slice(span.start, span.end))

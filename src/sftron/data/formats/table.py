@@ -21,13 +21,14 @@ from sftron.data.formats.pretokenized import parse_pretokenized
 from sftron.data.formats.single_turn import parse_alpaca, parse_prompt_completion, parse_question, prompt_template_text
 from sftron.data.formats.text import parse_text
 from sftron.data.formats.tools import check_null_arguments, parse_tools
-from sftron.data.formats.values import NamedRow, describe, empty_row, refusal
+from sftron.data.formats.values import NamedRow, describe, empty_row, parse_template_kwargs, refusal
 from sftron.data.json_text import excerpt
 from sftron.data.types import Conversation, ConversationKey, DataError, Document, Documents, Row, TokenizedConversation
 
 Format = Literal[
     "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids", "text"
 ]
+_TEMPLATE_KWARGS = "chat_template_kwargs"
 Parsed = Conversation | TokenizedConversation | Document
 """What a row holds, by its format."""
 
@@ -92,7 +93,7 @@ class FormatSpec:
     """Parses a row's messages, given the text of the prompt template; None for rows without messages."""
     parse_whole: Callable[[NamedRow, ConversationKey], TokenizedConversation | Document] | None = None
     """Parses a row without messages."""
-    optional: tuple[str, ...] = ("tools", "system")
+    optional: tuple[str, ...] = ("tools", "system", _TEMPLATE_KWARGS)
     """The other columns that are read."""
     reads_prompt_template: bool = False
     is_detected: bool = True
@@ -151,7 +152,7 @@ FORMATS: Mapping[Format, FormatSpec] = {
         wanted="columns `instruction` and `output`, texts",
         fits=_are_texts,
         parse=parse_alpaca,
-        optional=("input", "history", "tools", "system"),
+        optional=("input", "history", "tools", "system", _TEMPLATE_KWARGS),
         reads_prompt_template=True,
     ),
     "input_ids": FormatSpec(
@@ -208,4 +209,6 @@ def parse_conversation(row: Row, row_format: RowFormat, key: ConversationKey, lo
     checked = tuple(message for _, message in numbered)
     if tools:
         check_null_arguments(checked, tools, location)
-    return Conversation(checked, key, location, tools)
+    column = named.column(_TEMPLATE_KWARGS)
+    template_kwargs = parse_template_kwargs(named.get(_TEMPLATE_KWARGS), column, location)
+    return Conversation(checked, key, location, tools, template_kwargs)

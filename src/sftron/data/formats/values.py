@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sftron.data.json_text import excerpt, is_deeper_than
+from sftron.data.json_text import excerpt, is_deeper_than, parse_json
 from sftron.data.types import DataError, Row
 
 _MAX_DEPTH = 64
@@ -103,6 +103,22 @@ def check_json(value: Any, name: str, location: str) -> None:
 def _lone_surrogate(error: UnicodeEncodeError, name: str, location: str) -> DataError:
     found = f"`{name}` holds half a character ({error.object[error.start]!r}), a surrogate without its pair"
     return refusal(location, "lone_surrogate", f"{found}; write the whole character, or remove it")
+
+
+def parse_template_kwargs(value: Any, column: str, location: str) -> dict[str, Any]:
+    """Parses a row's values of the chat template's variables, an object or its JSON text; null is no value.
+
+    Raises DataError.
+    """
+    location = f"{location}: `{column}`"
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, location, "a JSON object")
+    if is_none(value) or (isinstance(value, str) and not value.strip()):
+        return {}
+    if not isinstance(value, Mapping):
+        raise refusal(location, "bad_template_kwargs", f"is {describe(value)}; wanted an object of names and values")
+    check_json(value, column, location)
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def names_of(row: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from sftron import __version__
 from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
+from sftron.data.chat.layout import kwarg_in_words
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.overlap import overlaps
@@ -35,6 +36,7 @@ _WIDEST, _SHOWN_TOKENS, _SHOWN_LINES = 120, 400, 120
 """The columns, tokens and lines of the first pack on a console; its first conversation may have more tokens."""
 _BUSY = 1.5
 """A first step that takes so many times its processor time has waited for cores."""
+_MOST_KWARGS = 8
 _HIGHEST_RATE = 1e-2
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 GROWTH_OF_TENSORS = 1.13
@@ -131,6 +133,10 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
         yield "", chat_tokenizer.documents.frame_in_words
         if not num_chats and not sample.num_pretokenized:
             yield "", "all sampled rows are plain text: no chat is trained, and no answer's stop token"
+    if kwargs := [*map(kwarg_in_words, chat_tokenizer.template.kwargs.items())]:
+        yield "", f"the template gets {', '.join(kwargs)} (tokenizer.template_kwargs)"
+    for text, count in audit.template_kwargs.most_common(_MOST_KWARGS):
+        yield "", f"the template gets {text} from {counted(count, 'sampled rows')} (chat_template_kwargs)"
     if date := chat_tokenizer.template.date:
         yield "", f"the template writes the date, taken as {date} for the whole run (tokenizer.date)"
     if sample.other_prompt:
