@@ -80,6 +80,8 @@ class Message:
     """The loss weight of the message's trained tokens; with 0 they are not trained."""
     parts: tuple[str, ...] = ()
     """The texts of the content's parts, where the data gives a list of parts; `content` joins them with newlines."""
+    thinking_parts: frozenset[int] = frozenset()
+    """The indices of the parts of type `thinking`, in a system message. An assistant's are its `reasoning_content`."""
     role_name: str = ""
     """The role's name in the template where it differs from the usual one ("developer"); else empty."""
 

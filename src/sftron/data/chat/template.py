@@ -35,6 +35,8 @@ _PROBE_ARGUMENTS = {"x": "y"}
 _PROBE_SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "e"}}, "required": ["x"]}
 PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _PROBE_SCHEMA}}
 
+_PROBED_THOUGHT, _PROBED_TEXT = "a thought that no template writes", {"type": "text", "text": "Yo"}
+
 _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getattr(
     chat_template_utils, "_alias_reasoning_fields", lambda messages: messages
 )
@@ -194,35 +196,47 @@ class ChatTemplate:
 
     def plain_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the messages in the form in which apply_chat_template takes them for this template."""
-        return [{**self._role_and_content(each, each.content), **self._fields(each)} for each in messages]
+        return [
+            {**self._role_and_content(each, each.content, _thought(each)), **self._fields(each)} for each in messages
+        ]
 
     def tracked_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the same as `plain_messages`, but with every text as a TrackedStr."""
         given = []
         for index, message in enumerate(messages):
-            given.append(self._role_and_content(message, _tracked_content(message, index)))
+            if thought := _thought(message):
+                thought = TrackedStr.of(thought, Origin(index, "reasoning_content", Role.REASONING))
+            given.append(self._role_and_content(message, _tracked_content(message, index), thought))
             for name, value in self._fields(message).items():
                 role = _FIELD_ROLES.get(name, Role.TEMPLATE) if message.role is Role.ASSISTANT else message.role
                 given[-1][name] = track(value, Origin(index, name, role))
         return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
-    def _role_and_content(self, message: Message, content: str | None) -> dict[str, Any]:
+    def _role_and_content(self, message: Message, content: str | None, thought: str | None) -> dict[str, Any]:
         given: dict[str, Any] = {"role": message.role_name or TEMPLATE_ROLE_NAMES[message.role]}
+        if message.thinking_parts and not self.reads_thinking_parts:
+            role = message.role.name.lower()
+            raise TemplateError(f"{self._name} reads no part of type thinking in a {role} message; write it as text")
+        thoughts = [{"type": "thinking", "thinking": thought}] if thought and self.takes_thoughts_as_parts else []
         if content is None:  # absent, as in apply_chat_template
-            return {**given, "content": ""} if self.needs_content else given
-        if not (message.parts and self.reads_parts):
-            return {**given, "content": content}
+            rest = {"content": ""} if self.needs_content else {}
+            return {**given, "content": thoughts} if thoughts else {**given, **rest}
         parts, start = [], 0
-        for part in message.parts:
-            parts.append({"type": "text", "text": content[start : start + len(part)]})
+        for number, part in enumerate(message.parts if self.reads_parts else ()):
+            kind = "thinking" if number in message.thinking_parts else "text"
+            parts.append({"type": kind, kind: content[start : start + len(part)]})
             start += len(part) + 1  # the newline that joins the parts
-        return {**given, "content": parts}
+        if thoughts:
+            return {**given, "content": [*thoughts, *(parts or [{"type": "text", "text": content}])]}
+        return {**given, "content": parts or content}
 
     def _fields(self, message: Message) -> Mapping[str, Any]:
-        calls = message.fields.get("tool_calls")
+        calls, fields = message.fields.get("tool_calls"), message.fields
+        if _thought(message) is not None and self.takes_thoughts_as_parts:
+            fields = {name: value for name, value in fields.items() if name not in REASONING_FIELDS}
         if not calls or not self.needs_arguments_as_object:
-            return message.fields
-        return {**message.fields, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+            return fields
+        return {**fields, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
 
     # --- Properties of the template, found by probing ---
 
@@ -261,6 +275,24 @@ class ChatTemplate:
         except TemplateError:
             return False
         return any(origin is not None and length == len(probe) for length, origin in text.spans)
+
+    @cached_property
+    def reads_thinking_parts(self) -> bool:
+        """Whether the template writes a part of type thinking, as Mistral's do."""
+        return self._writes_thought({"content": [{"type": "thinking", "thinking": _PROBED_THOUGHT}, _PROBED_TEXT]})
+
+    @cached_property
+    def takes_thoughts_as_parts(self) -> bool:
+        """Whether the template writes an answer's thought from a part of type thinking, and not from a field."""
+        in_field = {"content": _PROBED_TEXT["text"], "reasoning_content": _PROBED_THOUGHT}
+        return self.reads_thinking_parts and not self._writes_thought(in_field)
+
+    def _writes_thought(self, answer: Mapping[str, Any]) -> bool:
+        answer = {"role": "assistant", **track(answer, Origin(1, "", Role.REASONING))}
+        with suppress(TemplateError):
+            text = self.render(_alias_reasoning([{"role": "user", "content": "Hi"}, answer]))
+            return any(origin is not None and length == len(_PROBED_THOUGHT) for length, origin in text.spans)
+        return False
 
     @cached_property
     def needs_content(self) -> bool:
@@ -324,6 +356,13 @@ class ChatTemplate:
             except TemplateError:
                 continue
         return None
+
+
+def _thought(message: Message) -> str | None:
+    """Returns an assistant's reasoning, if it has a field with some."""
+    if message.role is not Role.ASSISTANT or not message.fields:
+        return None
+    return next((message.fields[name] for name in REASONING_FIELDS if message.fields.get(name)), None)
 
 
 def _literal(value: Any) -> str:

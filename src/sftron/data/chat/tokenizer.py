@@ -79,6 +79,9 @@ class ChatTokenizer:
             name: ChatTemplate(source, tokenizer.special_tokens_map, date, template_file, template_kwargs)
             for name, source in template_sources(tokenizer.chat_template if template is None else template).items()
         }
+        if template_kwargs and len(self._templates) > 1:
+            problem = "tokenizer.template_kwargs: the tokenizer has a template of its own for tools"
+            raise TemplateError(f"{problem}, and an export has defaults in one; set tokenizer.chat_template to one")
         self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
         self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
         in_text = self._allowed.get(Role.TEXT, frozenset[str]())

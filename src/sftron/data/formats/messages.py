@@ -259,9 +259,15 @@ def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Messag
     if turn.keys() == {"role", "content"} and isinstance(turn["content"], str) and turn["role"] not in _OWN_NAMES:
         return Message(role, checked_text(turn["content"], "content", location))
     fields = _fields(turn, role, location)
-    content, parts = turn.get("content"), ()
+    content, parts, thinking = turn.get("content"), (), frozenset[int]()
     if isinstance(content, list):
-        parts = tuple(_part(part, f"{location}: part {n} of `content`") for n, part in enumerate(content, start=1))
+        parts = tuple(
+            _part(part, role, f"{location}: part {n} of `content`") for n, part in enumerate(content, start=1)
+        )
+        thinking = frozenset(n for n, part in enumerate(content) if part["type"] == "thinking")
+        if role is Role.ASSISTANT and thinking:
+            fields["reasoning_content"] = _thought_before(parts, thinking, fields, location)
+            parts, thinking = parts[1:], frozenset()
         content = "\n".join(parts) if parts else None
     may_lack_content = any(fields.get(name) for name in (*CALL_FIELDS, *REASONING_FIELDS))
     if content is None and not (role is Role.ASSISTANT and may_lack_content):
@@ -269,7 +275,7 @@ def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Messag
     if content is not None:
         checked_text(content, "content", location)
     role_name = turn["role"] if turn.get("role") in _OWN_NAMES else ""
-    return Message(role, content, fields, _weight(turn.get("weight"), location), parts, role_name)
+    return Message(role, content, fields, _weight(turn.get("weight"), location), parts, thinking, role_name)
 
 
 def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any]:
@@ -299,8 +305,27 @@ def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any
     return fields
 
 
-def _part(part: Any, location: str) -> str:
-    """Returns the text of a part of a content. Raises DataError for a part that is not text alone."""
+def _thought_before(parts: Sequence[str], thinking: frozenset[int], fields: Mapping[str, Any], location: str) -> str:
+    """Returns the text of an assistant's part of type thinking. Raises DataError unless it is one, and the first."""
+    if thinking != {0}:
+        problem = "has a part of type thinking after another part; join thoughts into one, before the text"
+        raise refusal(location, "bad_part", problem)
+    if given := [name for name in REASONING_FIELDS if fields.get(name)]:
+        raise refusal(location, "two_names", f"has `{given[0]}` and a part of type thinking; keep one of the two")
+    return parts[0]
+
+
+def _part(part: Any, role: Role, location: str) -> str:
+    """Returns the text of a part of a content. Raises DataError for a part that is not text or a thought alone."""
+    if isinstance(part, Mapping) and part.get("type") == "thinking" and role in (Role.ASSISTANT, Role.SYSTEM):
+        thought = part.get("thinking")
+        if isinstance(thought, list):  # of parts of type text, as Mistral's API has them
+            thought = "".join(_part(each, Role.USER, f"{location}, `thinking`") for each in thought)
+        if part.get("closed", True) not in (True, None):
+            raise refusal(location, "bad_part", "is a thought that is not closed; close it, or remove the row")
+        part = {"type": "text", "text": thought} | {
+            k: v for k, v in part.items() if k not in ("type", "thinking", "closed")
+        }
     if not isinstance(part, Mapping) or part.get("type") != "text":
         found = f"of type {excerpt(str(part.get('type')))}" if isinstance(part, Mapping) else describe(part)
         problem = f"is {found}; only parts {{type: text, text: ...}} are read: remove the row"
