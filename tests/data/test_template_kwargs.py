@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.table import FORMATS
 from sftron.data.labels import Targets
 from sftron.data.prepare import DataOptions, DataSet, Preparation, RowFormat
-from sftron.data.types import Conversation, DataError, Role
+from sftron.data.types import Conversation, DataError, Dropped, Role
 from tests.data.rows import assistant, parse, user
 from tests.data.streams import Rows
 
@@ -155,3 +156,40 @@ def test_many_values_leave_no_more_templates_than_a_few_hundred(tokenizer: PreTr
     rows = preparation.tokenize_many(list(preparation.all_keys()))
     assert [f'reasoning_effort: "level {n}"' for n in range(300)] == [row.template_kwargs[0] for row in rows]
     assert len(preparation.chat_tokenizer._prompts) <= 256
+
+
+def test_rows_of_equal_ids_have_the_masks_of_their_own_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The prompt has the first words of an answer or has not, as a value says; a history has them always."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ 'Sure:\n' if m.role == 'assistant' else '' }}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{{ 'Sure:\n' if begun else '' }}{% endif %}"
+    )
+    chat_tokenizer = ChatTokenizer(tokenizer, template)
+    for _ in range(2):
+        for begun, trained in (True, "So.<|im_end|>"), (False, "Sure:\nSo.<|im_end|>"):
+            encoded = chat_tokenizer.encode(
+                replace(parse({"messages": MESSAGES[:2]}), template_kwargs={"begun": begun})
+            )
+            is_answer = encoded.role_ids == Role.ASSISTANT
+            assert chat_tokenizer.decode(encoded.input_ids[is_answer]).lstrip() == trained
+
+
+def test_what_a_template_takes_is_found_for_each_value(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
+        "{% elif listed %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{% else %}{{ raise_exception('no list') }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    plain = ChatTemplate(template, {})
+    assert not plain.reads_parts
+    assert plain.with_kwargs({"listed": True}).reads_parts
+    assert not plain.reads_parts
+
+
+def test_tools_that_are_not_written_are_named_beside_values_that_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"messages": MESSAGES, "tools": [{"name": "f"}], "chat_template_kwargs": {"reasoning_effort": "low"}}
+    preparation = prepared(tokenizer, [row])
+    tokenized = preparation.tokenize(next(preparation.all_keys()))
+    assert not isinstance(tokenized, Dropped)
+    assert tokenized.left_out == ("tools",)

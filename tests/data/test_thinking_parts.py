@@ -102,6 +102,7 @@ def test_thoughts_of_fields_are_parts_where_only_those_are_written_and_the_other
             encoded = chat_tokenizer.encode_messages(given)
             assert encoded.input_ids.tolist() == expected
             assert encoded.left_out == ()
+    assert ChatTokenizer(tokenizer).encode_messages(in_parts).left_out == ("assistant reasoning",)
     assert ChatTemplate(MAGISTRAL, {"eos_token": "</s>"}).takes_thoughts_as_parts
     assert not ChatTemplate(IN_FIELD, {"eos_token": "</s>"}).takes_thoughts_as_parts
 

@@ -70,6 +70,7 @@ bf16 fp16 dtype torch_dtype = write model.compute_dtype, bfloat16 or float32; tr
 assistant_only_loss completion_only_loss = write data.train_on_completions_only, with the same value
 train_on_inputs = write data.train_on_completions_only with the opposite value; data.train_on_roles names single roles
 train_on_eos train_on_eot eot_tokens = a turn's stop token is always trained; data.train_on_turns is all or last
+chat_template_kwargs enable_thinking = write tokenizer.template_kwargs, a mapping such as {enable_thinking: false}
 split_thinking field_thinking = write data.reasoning: keep, last or strip
 roles_to_train = write data.train_on_roles; for the last answer only, data.train_on_turns: last
 roles = the roles of each format are known, the page on data lists them; data.train_on_roles are the trained ones
