@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from sftron.checks.inspect_run import inspect
 from sftron.train.trainer import open_trainer
-from sftron.verify.inspect_run import inspect
 from tests.data.test_template_kwargs import TEMPLATE
 from tests.train.runs import make_config, make_model_folder, run
 

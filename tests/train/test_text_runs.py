@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from sftron.checks.inspect_run import inspect
+from sftron.checks.replay import OpenedRun, audit_run
 from sftron.data.loader import collate
 from sftron.data.types import Role
 from sftron.train.trainer import Trainer, open_trainer
-from sftron.verify.inspect_run import inspect
-from sftron.verify.replay import OpenedRun, audit_run
 from tests.train.ranks import launch, train
 from tests.train.runs import (
     bits,
