@@ -19,7 +19,7 @@ from sftron.data.sources.hub import HubSplit
 from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, kind_of
 from sftron.data.sources.spreadsheet import CSV_SUFFIXES
 from sftron.data.sources.streaming import StreamedSource
-from sftron.data.sources.text import TextFiles, TextLines
+from sftron.data.sources.text_files import TextFiles, TextLines
 from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
 from sftron.data.types import DataError, Documents
 from sftron.regular_file import open_regular, where_missing
