@@ -126,10 +126,11 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
             f"tokens cannot be checked; control tokens that end a trained span: {stops}",
         )
     if sample.num_documents:
-        equal = (
-            f"{counted(sample.num_documents, 'sampled documents')} or pieces have exactly the ids of tokenizer(text)"
+        num = counted(sample.num_documents, "sampled documents")
+        yield (
+            "text",
+            f"{num} or pieces have the ids of tokenizer(text), control tokens as text; all but the first train",
         )
-        yield "text", f"{equal}, but for spelled control tokens, which are plain text; all but the first are trained"
         yield "", chat_tokenizer.documents.frame_in_words
         if not num_chats and not sample.num_pretokenized:
             yield "", "all sampled rows are plain text: no chat is trained, and no answer's stop token"
