@@ -172,7 +172,9 @@ class Subject:
         num_rows, device = self.preparation.num_rows, self.ranks.device
         rows = "rows read forward" if num_rows is None else f"{num_rows:,} rows"
         dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
-        trained = "what the model has to write" + ", and plain text" * bool(self.texts)
+        trained = ["what the model has to write"] * bool(self.chats or not self.texts) + ["plain text"] * bool(
+            self.texts
+        )
         adapters = ""
         if (lora := self.config.lora) is not None:
             adapters = lora.adapter or "new; random values, so that a mistake shows"
@@ -184,7 +186,7 @@ class Subject:
             "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
             "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
             "adapters": adapters,
-            "trained": trained if self.config.data.train_on_completions_only else "every token",
+            "trained": " and ".join(trained) if self.config.data.train_on_completions_only else "every token",
             "device": on,
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"Python {platform.python_version()}",
