@@ -6,6 +6,9 @@
 Exit status: 0 printed; 2 the shell is not known.
 """
 
+from pkgutil import iter_modules
+
+from sftron import commands as package
 from sftron.commands.arguments import make_parser
 from sftron.errors import show
 
@@ -28,11 +31,12 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("completion", __doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(arguments).shell
-    # Imported here, so that --help takes no time.
-    from sftron.__main__ import COMMANDS
-    from sftron.config.help import dotted_keys
+    from sftron.config.help import dotted_keys  # here, so that --help takes no time
 
+    commands = sorted(
+        each.name.replace("_", "-") for each in iter_modules(package.__path__) if each.name != "arguments"
+    )
     options = " ".join(["--config", "--dry-run", "--help", *(f"--{key}=" for key in dotted_keys())])
-    script = _BASH.format(commands=" ".join(COMMANDS), options=options)
+    script = _BASH.format(commands=" ".join(commands), options=options)
     show(("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + script, end="")
     return 0
