@@ -408,6 +408,12 @@ class Fault(Enum):
         "Give every rank the whole data set and the same seed: accelerate's dataloader shards it, ranks that share "
         "rows get the same ones, and a sampler or a shard of your own does it a second time.",
     )
+    BATCHES_UNEQUAL = Entry(
+        ("rows",),
+        "The ranks have unequal numbers of batches. The first rank to finish leaves the others waiting in a collective.",
+        "Give every rank the same number of batches: let accelerate shard the data set, or set dataloader_drop_last=True "
+        "in a sampler or a shard of your own.",
+    )
     OTHER_DENOMINATOR = Entry(
         ("denominators",),
         "The weight of a token depends on the number of ranks, or on its neighbors.",

@@ -36,7 +36,7 @@ def run(set_up: RankSetUp, prove: bool) -> dict[str, Any]:
     """Verifies or proves one set-up, on every rank. Its result has no `problem` if it is as expected."""
     from accelerate.state import AcceleratorState
 
-    started, rows = time.monotonic(), {}
+    started, rows, faults = time.monotonic(), {}, {}
     AcceleratorState._reset_state()
     try:
         trainer = set_up.make()
@@ -47,12 +47,14 @@ def run(set_up: RankSetUp, prove: bool) -> dict[str, Any]:
 
             report = verify_trainer(trainer, time_limit=_TIME_LIMIT_S)
             rows = {row.name: (row.status, row.measured) for row in report.checks}
+            faults = {row.name: row.faults for row in report.failed}
             problem = set_up.problem(report)
     except Exception as error:
         if "--trace" in sys.argv:
             traceback.print_exc()
         problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return {"name": set_up.name, "problem": problem, "rows": rows, "seconds": time.monotonic() - started}
+    seconds = time.monotonic() - started
+    return {"name": set_up.name, "problem": problem, "rows": rows, "faults": faults, "seconds": seconds}
 
 
 def _rank(rank: int, num_ranks: int, port: int, names: list[str], prove: bool, folder: str) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sftcheck.faults import Fault
 from tests.sftcheck.rank_zoo import RANK_ZOO, results
 
 FAST = {
@@ -14,7 +15,7 @@ FAST = {
     "different_adapters": ("replicas", "tensors differ between the ranks before the first step"),
     "same_rows_on_every_rank": ("rows", "24 rows are computed more than once"),
     "sharded_twice": ("rows", "12 of 24 rows are computed by no rank"),
-    "uneven_batches": ("rows", "the ranks have 6, 4 batches"),
+    "uneven_batches": ("rows", "the ranks have 6 and 4 batches; training would hang"),
     "labels_shifted_after_the_cut": ("borders", "labels are not trained"),
     "longrope_by_the_part": ("rotations", "rank 0: rotations"),
     "borders_of_the_part": ("across ranks", "rank 1: conversations on 2 ranks: others change by"),
@@ -57,6 +58,15 @@ def test_verify_trainer_fails_the_rows_that_are_wrong_on_all_ranks(
     assert not fast[name][0]["problem"]
     assert same_on_all_ranks(fast[name], RANK_ZOO[name].ranks)
     assert words in fast[name][0]["rows"][row][1]
+    for own, faults in fast[name][0]["faults"].items():
+        assert faults
+        assert all(own in Fault[fault].entry.rows for fault in faults), (own, faults)
+
+
+def test_unequal_numbers_of_batches_are_a_fault_of_their_own(fast: dict[str, list[dict[str, Any]]]) -> None:
+    # The longer rank's last rows are computed by nobody, which is the second fault.
+    assert fast["uneven_batches"][0]["faults"]["rows"] == ["BATCHES_UNEQUAL", "ROWS_REPEATED"]
+    assert fast["same_rows_on_every_rank"][0]["faults"]["rows"] == ["ROWS_REPEATED"]
 
 
 @pytest.mark.nightly

@@ -15,21 +15,22 @@ from sftron.checks.report import Finding
 
 
 def rows(subject: RankSubject) -> Finding:
-    world_size, wrong, notes = subject.exchange.world_size, list[str](), list[str]()
+    world_size, unequal, wrong = subject.exchange.world_size, list[str](), _unlike_declared(subject)
     if len(set(subject.seen_batches)) > 1:
-        counts = ", ".join(map(str, subject.seen_batches))
-        wrong.append(f"the ranks have {counts} batches, so the longer ones wait for ever")
-    wrong += _unlike_declared(subject)
+        counts = " and ".join(map(str, subject.seen_batches))
+        unequal.append(f"the ranks have {counts} batches; training would hang")
     lost = sum(micro.num_lost for micro in _first_of_groups(subject))
     num_rows = sum(len(micro.whole.ids) for micro in _first_of_groups(subject))
     lost = sum(subject.exchange.gather("lost tokens", lost))
     num_rows = sum(subject.exchange.gather("the rows", num_rows))
     if lost > num_rows:  # one of each row may be the last, which predicts nothing
         wrong.append(f"{lost:,} tokens of the rows are computed by no rank")
-    counted, counted_notes = _counted_rows(subject)
-    wrong, notes = wrong + counted, notes + counted_notes
-    measured = ", ".join(wrong) or f"{world_size} ranks: {', '.join(notes)}"
-    return Finding(not wrong, measured, "each row once", (), (Fault.ROWS_REPEATED,))
+    counted, notes = _counted_rows(subject)
+    wrong += counted
+    faults = {Fault.BATCHES_UNEQUAL: unequal, Fault.ROWS_REPEATED: wrong}
+    measured = ", ".join([*unequal, *wrong]) or f"{world_size} ranks: {', '.join(notes)}"
+    found = tuple(fault for fault, each in faults.items() if each)
+    return Finding(not found, measured, "each row once", (), found)
 
 
 def _first_of_groups(subject: RankSubject) -> list[MicroBatch]:
