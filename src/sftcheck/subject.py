@@ -73,6 +73,15 @@ class MovedTensors:
     moved: Set[str]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredIsolation:
+    """Whether the conversations of one batch, `kind` "in one row" or "in different rows", see each other."""
+
+    kind: str
+    batch: SeenBatch
+    measured: Isolation
+
+
 class Subject(ABC):
     """A trainer, or a loop.
 
@@ -129,9 +138,9 @@ class Subject(ABC):
         return ", ".join(sorted(self.step.batches[0].seen))
 
     @cached_property
-    def isolations(self) -> tuple[list[tuple[str, Isolation]], str]:
+    def isolations(self) -> tuple[list[MeasuredIsolation], str]:
         """The measurements between conversations "in one row" and "in different rows", or why there are none."""
-        found, problem, model = list[tuple[str, Isolation]](), "", self.model
+        found, problem, model = list[MeasuredIsolation](), "", self.model
         for batch, documents in self.computed:
             rows: dict[int, list[Document]] = {}
             for each in documents:
@@ -148,10 +157,10 @@ class Subject(ABC):
                         indices,
                         model.rounding,
                     )
-                    found.append((kind, measured))
+                    found.append(MeasuredIsolation(kind, batch, measured))
                 except NotMeasuredError as error:
                     problem = str(error)
-            if len(dict(found)) == 2:
+            if len({each.kind for each in found}) == 2:
                 break
         return found, problem
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from sftcheck import verify_trainer as verify_trainer_module
 from sftcheck.trainer.trainer_subject import TrainerSubject
@@ -157,6 +157,30 @@ def test_what_breaks_one_law_fails_in_its_row(
     assert measured in row_of(report, row).measured
     assert remedy in row_of(report, row).remedy
     assert not report.passed
+
+
+def test_the_padding_token_that_is_the_stop_token_is_among_the_faults(own: Any, tmp_path: Path) -> None:
+    assert row_of(verify_trainer(masked_pad(own, tmp_path)), "stop tokens").faults == ("STOP_MASKED", "PAD_IS_STOP")
+
+
+class FlattensTheSecondBatch(DataCollatorForSeq2Seq):
+    """Pads the first batch; packs the others into one row, with a mask of ones, which hides the borders."""
+
+    num_calls = 0
+
+    def __call__(self, features: Any, return_tensors: Any = None) -> Any:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            return super().__call__(features)
+        batch = DataCollatorWithFlattening()(features)
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def test_the_fault_of_isolation_is_that_of_the_batch_that_leaks(own: Any, tmp_path: Path) -> None:
+    row = row_of(verify_trainer(plain(own, tmp_path, collator=FlattensTheSecondBatch(own))), "isolation")
+    assert "conversations in one row: others change by" in row.measured
+    assert row.faults == ("MASK_OF_ONES",)
+    assert "arguments: attention_mask, input_ids, labels, num_items_in_batch, position_ids" in row.detail
 
 
 def test_a_report_without_one_of_the_required_rows_has_not_passed(own: Any, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def positions(subject: Subject) -> Finding:
     num_packed = sum(len(documents) > 1 for *_, documents in rows)
     measured = f"{len(rows):,} rows, {num_packed:,} of them packed: positions restart"
     apart, allowed = subject.apart_from_alone, _ROUNDED_APART if subject.model.is_rounded else _APART
-    if apart is not None and all(each.isolated for _, each in subject.isolations[0]):
+    if apart is not None and all(each.measured.isolated for each in subject.isolations[0]):
         if wrong and apart <= allowed:
             measured, wrong = f"{len(wrong):,} positions run on; as they are relative, the model computes the same", []
         elif not wrong and not crossing and apart > allowed:

@@ -225,6 +225,7 @@ def stop_tokens(view: View) -> Finding:
     if view.tokenizer.pad_token in names:
         padding = Fault.PAD_IS_STOP.remedy(library_of(view.trainer), {"pad": view.tokenizer.pad_token})
         values |= {"padding": f" {padding}"}
+        faults += (Fault.PAD_IS_STOP,) if {Fault.STOP_MASKED, Fault.EVERY_TOKEN} & {*faults} else ()
     return Finding(False, measured, "all", detail, faults, values)
 
 

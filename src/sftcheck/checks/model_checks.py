@@ -17,35 +17,35 @@ import torch
 from sftcheck.batches import SeenBatch
 from sftcheck.documents.document import Document
 from sftcheck.faults import Fault
-from sftcheck.subject import IN_DIFFERENT_ROWS, IN_ONE_ROW, Subject, with_finding_of
+from sftcheck.subject import IN_DIFFERENT_ROWS, IN_ONE_ROW, MeasuredIsolation, Subject, with_finding_of
 from sftcheck.trainer.trainer_subject import TrainerSubject
+from sftron.checks.isolation import Isolation
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX, Role
 
 
 def isolation(subject: Subject) -> Finding:
     found, problem = subject.isolations
-    leaking = [(kind, each) for kind, each in found if not each.isolated]
-    if IN_ONE_ROW not in dict(leaking):
+    leaking = [each for each in found if not each.measured.isolated]
+    if all(each.kind != IN_ONE_ROW for each in leaking):
         _require_bounds(subject)
     if not found and not problem and _are_alone(subject):
         measured = f"each of {len(subject.training.batches):,} batches holds one conversation"
         return Finding(True, measured, "no other one")
     if not found:
         raise NotMeasuredError(problem or "no batch holds two conversations with known bounds")
-    kind, worst = max(
-        leaking or found, key=lambda each: (each[1].difference, each[1].past_difference, each[1].num_conversations)
-    )
-    measured = f"{worst.num_conversations} conversations {kind}: others change by {worst.difference:.2g}"
+    chosen = max(leaking or found, key=lambda each: _size_of(each.measured))
+    worst = chosen.measured
+    measured = f"{worst.num_conversations} conversations {chosen.kind}: others change by {worst.difference:.2g}"
     if worst.shows_future:
         measured += f", and tokens before a changed one by {worst.past_difference:.2g}"
-    counts = Counter(kind for kind, _ in found)
+    counts = Counter(each.kind for each in found)
     detail = (
         f"measured {', '.join(f'{number} times {kind}' for kind, number in counts.items())}",
         f"a changed conversation itself changes by {worst.own_difference:.2g}",
-        f"arguments: {subject.arguments}",
+        f"arguments: {', '.join(sorted(chosen.batch.seen))}",
     )
-    faults = (_fault_of_isolation(subject, kind, shows_future=worst.shows_future),) if leaking else ()
+    faults = (_fault_of_isolation(subject, chosen),) if leaking else ()
     config = subject.model.config
     values = {
         "name": getattr(config, "model_type", "this model"),
@@ -54,11 +54,15 @@ def isolation(subject: Subject) -> Finding:
     return Finding(not leaking, measured, f"<= {worst.rounding:.1g}", detail, faults, values)
 
 
-def _fault_of_isolation(subject: Subject, kind: str, *, shows_future: bool) -> Fault:
-    batch, config = subject.step.batches[0], subject.model.config
-    if shows_future:
+def _size_of(each: Isolation) -> tuple[float, float, int]:
+    return each.difference, each.past_difference, each.num_conversations
+
+
+def _fault_of_isolation(subject: Subject, leak: MeasuredIsolation) -> Fault:
+    batch, config = leak.batch, subject.model.config
+    if leak.measured.shows_future:
         return Fault.FUTURE
-    if kind == IN_DIFFERENT_ROWS:
+    if leak.kind == IN_DIFFERENT_ROWS:
         return Fault.ROWS_MIXED
     if getattr(batch.seen.get("attention_mask"), "ndim", 2) > 2:
         return Fault.OWN_MASK
