@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sftcheck.tolerances import UNLIKE
 from sftron.data.types import IGNORE_INDEX
-
-_LEAST_UNLIKE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +79,15 @@ class SeenBatch:
         if self.attended is not None and self.attended[row].max(initial=0) > 1:
             yield from (np.flatnonzero(np.diff(self.attended[row])) + 1).tolist()
 
+    @property
+    def without_labels(self) -> dict[str, Any]:
+        """The arguments of the model's call without labels, for the logits of all tokens.
+
+        With logits_to_keep, as ms-swift passes it, there would be logits for a part of the labels alone.
+        """
+        left_out = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep")
+        return {name: value for name, value in self.seen.items() if name not in left_out}
+
     def _of_tokens(self, name: str) -> np.ndarray | None:
         value = self.seen.get(name)
         return _array(value) if isinstance(value, Tensor) and value.ndim == 2 else None
@@ -110,7 +118,7 @@ class Step:
 
 
 def are_unlike(counts: Sequence[int]) -> bool:
-    return max(counts) - min(counts) > _LEAST_UNLIKE * max(counts)
+    return max(counts) - min(counts) > UNLIKE * max(counts)
 
 
 def spans_of_rows(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:

@@ -410,9 +410,9 @@ class Fault(Enum):
     )
     BATCHES_UNEQUAL = Entry(
         ("rows",),
-        "The ranks have unequal numbers of batches. The first rank to finish leaves the others waiting in a collective.",
-        "Give every rank the same number of batches: let accelerate shard the data set, or set dataloader_drop_last=True "
-        "in a sampler or a shard of your own.",
+        "The ranks have unequal numbers of batches, so the others wait for ever for the rank that finishes first.",
+        "Give every rank the same number of batches: let accelerate shard the data set, or cut every rank's shard to "
+        "the shortest.",
     )
     OTHER_DENOMINATOR = Entry(
         ("denominators",),

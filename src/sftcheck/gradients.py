@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sftcheck.tolerances import SMALL_TENSOR
 from sftron.checks.report import NotMeasuredError
 
 
@@ -31,7 +32,7 @@ class GradientDifference:
 
 
 def difference_of(
-    gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], *, least: float = 1e-4
+    gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], *, least: float = SMALL_TENSOR.in_float32
 ) -> GradientDifference:
     """Compares gradients, tensor by tensor.
 

@@ -16,12 +16,11 @@ from sftcheck.documents.document import Document
 from sftcheck.documents.view import View
 from sftcheck.faults import Fault
 from sftcheck.subject import Subject, with_evaluation
+from sftcheck.tolerances import ALONE
 from sftron.checks.report import EVALUATION, Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 
 _MOST_SHOWN = 5
-_APART, _ROUNDED_APART = 5e-4, 2**-4
-"""Relative differences of last hidden states that are rounding, in float32 and in other types."""
 
 
 def _counted(counts: Mapping[str, Sequence[Any]]) -> str:
@@ -84,7 +83,7 @@ def positions(subject: Subject) -> Finding:
                 crossing.append(f"{each.where} is trained from the document before it")
     num_packed = sum(len(documents) > 1 for *_, documents in rows)
     measured = f"{len(rows):,} rows, {num_packed:,} of them packed: positions restart"
-    apart, allowed = subject.apart_from_alone, _ROUNDED_APART if subject.model.is_rounded else _APART
+    apart, allowed = subject.apart_from_alone, ALONE.of(subject.model)
     if apart is not None and all(each.measured.isolated for each in subject.isolations[0]):
         if wrong and apart <= allowed:
             measured, wrong = f"{len(wrong):,} positions run on; as they are relative, the model computes the same", []

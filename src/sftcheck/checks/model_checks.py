@@ -18,6 +18,16 @@ from sftcheck.batches import SeenBatch
 from sftcheck.documents.document import Document
 from sftcheck.faults import Fault
 from sftcheck.subject import IN_DIFFERENT_ROWS, IN_ONE_ROW, MeasuredIsolation, Subject, with_finding_of
+from sftcheck.tolerances import (
+    EVALUATED_GAP,
+    GRADIENT,
+    LOSS,
+    MICRO_BATCH_WEIGHT,
+    OTHER_LOSS,
+    PADDING_ROUNDINGS,
+    SHARE_OF_GAP,
+    WITHOUT_GRADIENT,
+)
 from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftron.checks.isolation import Isolation
 from sftron.checks.report import Finding, NotMeasuredError
@@ -95,11 +105,6 @@ def _are_alone(subject: Subject) -> bool:
 
 # -- loss ------------------------------------------------------------------------------------------------------------
 
-_TOLERANCE, _ROUNDED_TOLERANCE, _WEIGHT_TOLERANCE, _OTHER_TOLERANCE = 1e-4, 2**-6, 0.01, 1e-3
-"""Relative: of the sum in float32, of the sum in other types, of the weight of one micro-batch, and of another loss."""
-_MOST_WITHOUT_GRADIENT = 0.1
-"""The largest share of labels without a gradient; a token that is predicted with certainty has none."""
-
 
 def loss(subject: TrainerSubject) -> Finding:
     try:
@@ -109,10 +114,6 @@ def loss(subject: TrainerSubject) -> Finding:
     for name, data in subject.evaluated_in_batches.items():
         found = with_finding_of(name, found, _of_evaluation(subject, data))
     return found
-
-
-_LEAST_GAP, _MOST_OF_GAP = 1e-5, 0.25
-"""Relative: the least difference of a mean of means from the ratio, and how much of it is rounding."""
 
 
 def _of_evaluation(subject: TrainerSubject, data: Any) -> Finding:
@@ -125,9 +126,9 @@ def _of_evaluation(subject: TrainerSubject, data: Any) -> Finding:
         return Finding(None, Finding.of_exception(error).measured)
     if not math.isfinite(pair.together + pair.ratio):
         return Finding(None, f"not measured, eval_loss is {pair.together}")
-    if pair.gap <= _LEAST_GAP * abs(pair.ratio):
+    if pair.gap <= EVALUATED_GAP * abs(pair.ratio):
         return Finding(None, "not measured, two rows of other lengths have the same eval_loss")
-    if abs(pair.together - pair.ratio) <= _MOST_OF_GAP * pair.gap:
+    if abs(pair.together - pair.ratio) <= SHARE_OF_GAP * pair.gap:
         return Finding(True, "eval_loss is one ratio")
     counts = " and ".join(map(str, pair.num_labels))
     measured = f"eval_loss of batches with {counts} labels is {pair.together:.6g}, their ratio {pair.ratio:.6g}"
@@ -146,7 +147,7 @@ def _of_training(subject: TrainerSubject) -> Finding:
     pairs = zip(losses.returned, losses.sums, counts, strict=True)
     weights = [returned / (each / num_trained) for returned, each, count in pairs if count]
     apart, worst = abs(total - ratio) / ratio, max(abs(weight - 1) for weight in weights)
-    tolerance = _ROUNDED_TOLERANCE if subject.model.is_rounded else _TOLERANCE
+    tolerance = LOSS.of(subject.model)
     detail = (
         f"labels of the micro-batches: {', '.join(map(str, counts))}; num_items_in_batch: {num_items}",
         f"the step returns {total:.6g}, the ratio is {ratio:.6g}",
@@ -159,7 +160,7 @@ def _of_training(subject: TrainerSubject) -> Finding:
     if num_items not in (None, num_trained):
         measured = f"num_items_in_batch is {num_items}, and {num_trained} labels are trained"
         return Finding(False, measured, "equal", detail, (Fault.OTHER_COUNT,))
-    if apart <= tolerance and worst <= max(tolerance, _WEIGHT_TOLERANCE):
+    if apart <= tolerance and worst <= max(tolerance, MICRO_BATCH_WEIGHT):
         measured = f"{apart:.1e} from the ratio of {num_trained:,} labels"
         found = Finding(True, measured, f"<= {tolerance:.0e}, relative", detail)
         # An untrained model's loss is near the logarithm of its vocabulary, whatever the labels are.
@@ -171,7 +172,7 @@ def _of_training(subject: TrainerSubject) -> Finding:
     measured = f"{_shown(apart)} from the ratio; the weight of a micro-batch is off by {_shown(worst)}"
     passes_no_count = trainer.model_accepts_loss_kwargs is False and trainer.compute_loss_func is None
     fault = Fault.NO_LOSS_KWARGS if passes_no_count else Fault.MEAN_OF_MEANS
-    allowed = f"<= {tolerance:.0e}" if apart > tolerance else f"<= {_WEIGHT_TOLERANCE:.0%} a micro-batch"
+    allowed = f"<= {tolerance:.0e}" if apart > tolerance else f"<= {MICRO_BATCH_WEIGHT:.0%} a micro-batch"
     found = Finding(False, measured, allowed, detail, (fault,))
     return _of_another_loss(subject, found, tolerance)
 
@@ -182,7 +183,7 @@ def _shown(share: float) -> str:
 
 
 def _are_equal(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= _WEIGHT_TOLERANCE * max(map(abs, values))
+    return max(values) - min(values) <= MICRO_BATCH_WEIGHT * max(map(abs, values))
 
 
 def _spread(losses: Sequence[float]) -> float:
@@ -231,7 +232,7 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
         return found
     with torch.no_grad():
         spread = _spread([float(subject.model.loss_of(each.inputs, num_items, training=False)) for each in batches])
-    if spread > max(tolerance, _OTHER_TOLERANCE):
+    if spread > max(tolerance, OTHER_LOSS):
         return replace(found, detail=(*found.detail, f"the same rows one by one: {_shown(spread)} apart"))
     if wrong := _at_other_places(subject, batches[0], found):
         return wrong
@@ -243,7 +244,7 @@ def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) 
 def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) -> Finding | None:
     """Returns the finding, failed, if the loss of a batch is over other tokens than its labels; else None."""
     num_missing, num_other = subject.model.gradient_positions(batch, subject.step.num_items)
-    if not num_other and num_missing <= _MOST_WITHOUT_GRADIENT * batch.num_trained:
+    if not num_other and num_missing <= WITHOUT_GRADIENT * batch.num_trained:
         return None
     measured = f"the loss ignores {num_missing:,} of {batch.num_trained:,} labels, and is over {num_other:,} others"
     return Finding(False, measured, "the labels", found.detail, (Fault.OTHER_LABELS,))
@@ -251,16 +252,14 @@ def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
 
-_GRADIENT_TOLERANCE, _ROUNDED_GRADIENT_TOLERANCE = 1e-3, 2**-4
-
 
 def gradients(subject: TrainerSubject) -> Finding:
-    step, is_rounded = subject.step, subject.model.is_rounded
+    step = subject.step
     if not any(each.requires_grad for each in subject.model.trained.parameters()):
         raise NotMeasuredError("no tensor is trainable; see adapters")
     if not any(batch.num_trained for batch in step.batches):
         raise NotMeasuredError("no token of the computed batches is trained")
-    tolerance = _ROUNDED_GRADIENT_TOLERANCE if is_rounded else _GRADIENT_TOLERANCE
+    tolerance = GRADIENT.of(subject.model)
     found = subject.gradients_apart(of_entropies=False)
     if found.is_right(tolerance) and _is_ratio(subject):
         # A loss of the right size can have a gradient of another one. One of another direction is another loss.
@@ -289,7 +288,7 @@ def _is_ratio(subject: TrainerSubject) -> bool:
     losses, num_trained = subject.losses, sum(batch.num_trained for batch in subject.step.batches)
     pairs = zip(losses.returned, losses.sums, strict=True)
     return not subject.model.is_rounded and all(
-        abs(returned - each / num_trained) <= _TOLERANCE * each / num_trained for returned, each in pairs
+        abs(returned - each / num_trained) <= LOSS.in_float32 * each / num_trained for returned, each in pairs
     )
 
 
@@ -344,7 +343,7 @@ def _change_by_padding(subject: Subject, batch: SeenBatch, documents: Sequence[D
     if not difference:
         return 0.0, 0.0
     longest = ids[max(documents, key=len).index][None]
-    return difference, 4 * subject.model.rounding(longest)
+    return difference, PADDING_ROUNDINGS * subject.model.rounding(longest)
 
 
 def _padding_of(batch: SeenBatch, documents: Sequence[Document]) -> np.ndarray:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sftcheck.faults import Fault
 from sftcheck.restore import restore_after
 from sftcheck.subject import Subject
+from sftcheck.tolerances import UNTRAINED_ROW
 from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.chat.reference import reference_ids
@@ -23,7 +24,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.chat.tokenizer_file import difference_from_file
 from sftron.data.types import Conversation
 
-_MOST_NAMED, _LEAST_DISTANCE, _MOST_BYTES = 4, 0.1, 2 * 2**30
+_MOST_NAMED, _MOST_BYTES = 4, 2 * 2**30
 
 
 def adapters(subject: Subject) -> Finding:
@@ -109,9 +110,9 @@ def _untrained_tokens(subject: Subject) -> dict[str, str]:
         # torch never trains the row of padding_idx.
         for row in sorted(n for n in present - {getattr(layer, "padding_idx", None)} if n < len(weight)):
             size, median = float(norms[row]), float(norms.median())
-            if size < _LEAST_DISTANCE * median:
+            if size < UNTRAINED_ROW * median:
                 why = f"norm {size:.2g} in the {name}, where others have {median:.2g}"
-            elif distances[row] < _LEAST_DISTANCE * distances.median():
+            elif distances[row] < UNTRAINED_ROW * distances.median():
                 why = f"its row of the {name} is the mean of all rows, as that of a new token"
             else:
                 continue

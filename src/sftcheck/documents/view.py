@@ -19,11 +19,10 @@ from sftcheck.batches import SeenBatch, find, ids_of, spans_of_rows
 from sftcheck.documents.document import Document, fragment, locate
 from sftcheck.documents.truth import Encoder, PlainText, Truth, read_row
 from sftcheck.documents.turn_text import Parsed, TurnText
+from sftcheck.tolerances import KNOWN_DOCUMENTS
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 
-_LEAST_KNOWN = 0.95
-"""The smallest share of documents that must be recovered."""
 _LEAST_OF_CLAIM = 3
 """The fewest tokens, on average, of documents whose borders positions claim; a conversation has more."""
 _MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
@@ -98,7 +97,7 @@ class View:
     def known(self) -> list[Document]:
         """Returns the documents that were recovered. Raises NotMeasuredError if more than a few were not."""
         documents = [each for each in self.documents if each.source]
-        if not documents or len(documents) < _LEAST_KNOWN * len(self.documents):
+        if not documents or len(documents) < KNOWN_DOCUMENTS * len(self.documents):
             raise NotMeasuredError(f"give the rows as conversations=; of {self.truth}")
         return documents
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from sftcheck.interception import end_forward, intercepted
 from sftcheck.loop.call import Arguments, Call
 from sftcheck.loop.loop_batches import LoopBatch
 from sftcheck.loop.reading import Reading, read
 from sftcheck.restore import restored
+from sftcheck.tolerances import UNKNOWN_ROUNDING
 from sftron.checks.isolation import rounding_of
 from sftron.checks.report import NotMeasuredError
 from sftron.errors import place_of
 
 Step = Callable[[list[Any]], Any]
-
-
-class _Ended(BaseException):
-    """The step, ended where nothing after it is wanted."""
 
 
 @dataclass(slots=True)
@@ -103,12 +101,14 @@ class LoopModel:
             self._is_autocast = torch.is_autocast_enabled(calls[-1].ids.device.type)
             return on_call(calls[-1])
 
-        def embed(module: nn.Embedding, inputs: tuple[Any, ...]) -> None:
+        def embed(module: Any, inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             if calls and not self._width:
                 self._see_embedding(module, inputs, calls[-1].ids)
 
-        def after(name: str, output: Any) -> Any:
-            logits = self._logits(output)
+        names = {module: name for name, module in self.module.named_modules()}
+
+        def after(module: nn.Module, output: Any) -> Any:
+            logits, name = self._logits(output), names[module]
             if logits is None or any(each != name and each.startswith(f"{name}." if name else "") for each in heads):
                 return None
             heads.append(name)
@@ -119,17 +119,12 @@ class LoopModel:
         with ExitStack() as stack:
             # A compiled model would run without hooks.
             stack.enter_context(torch.compiler.set_stance("force_eager") if _HAS_STANCE else nullcontext())
-            stack.callback(self.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            for name, module in self.module.named_modules():
-                if isinstance(module, nn.Embedding):
-                    stack.callback(module.register_forward_pre_hook(embed).remove)
-                hook = module.register_forward_hook(lambda _module, _inputs, output, name=name: after(name, output))
-                stack.callback(hook.remove)
-            hook = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
-            stack.callback(hook.remove)
+            stack.enter_context(intercepted([self.module], on_call=before))
+            stack.enter_context(intercepted([each for each in names if isinstance(each, nn.Embedding)], on_call=embed))
+            stack.enter_context(intercepted(names, on_output=after))
+            stack.enter_context(_seen_by(on_optimizer))
             torch.manual_seed(0)  # the same dropout in every pass
-            with suppress(_Ended):
-                return self.step(copy.deepcopy(list(batches)))
+            return self.step(copy.deepcopy(list(batches)))
         return None
 
     def _see_embedding(self, module: nn.Embedding, inputs: tuple[Any, ...], ids: Tensor) -> None:
@@ -153,9 +148,6 @@ class LoopModel:
                 if width == self._width or (not self._width and width >= self._num_tokens):
                     return each
         return None
-
-    def _end(self, *_: Any) -> None:
-        raise _Ended
 
     # -- what is trained ---------------------------------------------------------------------------------------------
 
@@ -183,8 +175,8 @@ class LoopModel:
         try:
             with torch.enable_grad(), restored(GradScaler, "unscale_", "step"):
                 for name in ("unscale_", "step"):  # they refuse a model without gradients
-                    setattr(GradScaler, name, self._end)
-                result = self._run(batches, on_call, on_logits, self._end)
+                    setattr(GradScaler, name, end_forward)
+                result = self._run(batches, on_call, on_logits, end_forward)
                 if not any(leaf.grad is not None for each in leaves for leaf in each):
                     _backward(result)
         except ValueError:
@@ -237,7 +229,7 @@ class LoopModel:
         try:
             return rounding_of(self.module, self.hidden_alone, ids)
         except NotMeasuredError:  # such a model has no neighbors to which a copy could be added
-            return 2**-8 if self.is_rounded else 1e-5
+            return UNKNOWN_ROUNDING.of(self)
 
     @torch.no_grad()
     def _computed(
@@ -259,9 +251,9 @@ class LoopModel:
         def on_logits(logits: Tensor) -> None:
             found.append(logits.detach())
             if sum(each.numel() for each in found) >= ids.numel() * logits.shape[-1]:
-                raise _Ended
+                end_forward()
 
-        self._run([batch], on_call, on_logits, self._end)
+        self._run([batch], on_call, on_logits, end_forward)
         return torch.cat([each.reshape(len(ids), -1, each.shape[-1]) for each in found], dim=1)
 
     def update(self, batches: Sequence[Any], optimizer: Optimizer | None) -> Update:

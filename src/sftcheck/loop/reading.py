@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sftcheck.loop.call import Call
+from sftcheck.tolerances import LIKE_CROSS_ENTROPY
 from sftron.data.types import IGNORE_INDEX
 
 
@@ -91,8 +92,4 @@ def is_cross_entropy(logits: Sequence[Tensor], is_trained: np.ndarray) -> bool:
         is_other[own.argmin()] = False
         ratios.append((own / share)[is_other])
     every = torch.cat(ratios)
-    return float(every.std()) <= _LIKE * abs(float(every.mean()))
-
-
-_LIKE = 0.1
-"""The largest relative deviation; a tanh that bounds logits has less."""
+    return float(every.std()) <= LIKE_CROSS_ENTROPY * abs(float(every.mean()))

@@ -16,11 +16,9 @@ from sftcheck.loop.loop_batches import LoopBatch
 from sftcheck.loop.loop_model import Update
 from sftcheck.loop.loop_subject import StepSubject
 from sftcheck.loop.reading import is_cross_entropy
+from sftcheck.tolerances import LOST_GRADIENT, TOKEN_WEIGHT
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
-
-_TOLERANCE, _LOST = 0.01, 0.05
-"""Relative: of a token's weight, which is rounded in the type of the logits, and of the gradient that is kept."""
 
 
 def loss(subject: StepSubject) -> Finding:
@@ -46,12 +44,12 @@ def _of_step(subject: StepSubject, step: Sequence[LoopBatch]) -> Finding:
     total, mean = float(every.sum()), float(every.mean())
     sums = ", ".join(f"{len(each):,} targets with {each.sum():.3f}" for each in weights)
     detail = (f"the weights of a step's tokens sum to {total:.4g}, by micro-batch: {sums}",)
-    allowed = f"<= {_TOLERANCE:.0%}"
-    if _spread(every) <= _TOLERANCE:
-        if abs(total - 1) <= _TOLERANCE:
+    allowed = f"<= {TOKEN_WEIGHT:.0%}"
+    if _spread(every) <= TOKEN_WEIGHT:
+        if abs(total - 1) <= TOKEN_WEIGHT:
             measured = f"{len(every):,} targets of {len(step)} micro-batches have the same weight"
             return Finding(True, measured, allowed, detail)
-        if abs(mean - 1) <= _TOLERANCE:
+        if abs(mean - 1) <= TOKEN_WEIGHT:
             measured = f"{total:,.0f} times the ratio: a sum that is not divided by its {len(every):,} targets"
             return Finding(False, measured, allowed, detail, (Fault.UNDIVIDED,))
         measured = f"{total:.3g} times the ratio of {len(every):,} targets"
@@ -59,7 +57,7 @@ def _of_step(subject: StepSubject, step: Sequence[LoopBatch]) -> Finding:
     if _is_given(step, weights):
         measured = f"{len(every):,} targets have the weights that the batches give, by their sum"
         return Finding(True, measured, allowed, detail)
-    if all(_spread(each) <= _TOLERANCE for each in weights if len(each)):
+    if all(_spread(each) <= TOKEN_WEIGHT for each in weights if len(each)):
         off = max(abs(float(each.mean()) / mean - 1) for each in weights if len(each))
         measured = f"the weight of a micro-batch's tokens is off by {off:.0%}"
         return Finding(False, measured, allowed, detail, (Fault.MEAN_OF_MEANS,))
@@ -84,7 +82,7 @@ def _is_given(step: Sequence[LoopBatch], weights: Sequence[np.ndarray]) -> bool:
     for candidates in zip(*by_batch, strict=False):
         total = sum(float(each.sum()) for each in candidates)
         pairs = zip(candidates, weights, strict=True)
-        if total and all(len(a) == len(b) and np.allclose(a / total, b, rtol=_TOLERANCE) for a, b in pairs):
+        if total and all(len(a) == len(b) and np.allclose(a / total, b, rtol=TOKEN_WEIGHT) for a, b in pairs):
             return True
     return False
 
@@ -112,10 +110,10 @@ def _is_by_document(subject: StepSubject, step: Sequence[LoopBatch]) -> bool:
         for each in subject.training.documents_of([batch]):
             row = np.pad(batch.reading.weights[each.row], (1, 0))[each.index[1]]
             own = row[row > 0]
-            if _spread(own) > _TOLERANCE:
+            if _spread(own) > TOKEN_WEIGHT:
                 return False
             sums += [float(own.sum())] if len(own) else []
-        if _spread(np.array(sums)) > _TOLERANCE:
+        if _spread(np.array(sums)) > TOKEN_WEIGHT:
             return False
     return True
 
@@ -125,10 +123,10 @@ def _unless_intended(subject: StepSubject, steps: Sequence[Sequence[LoopBatch]],
     the loop divides the gradients of a sum afterwards, or its loss is another one.
     """
     weights = [np.concatenate([_weights(subject, batch) for batch in step]) for step in steps]
-    if not all(_spread(each) <= _TOLERANCE for each in weights):
+    if not all(_spread(each) <= TOKEN_WEIGHT for each in weights):
         return found
     own = sum(float(_weights(subject, batch).sum()) for batch in _step_of(subject))
-    if abs(own * _kept(subject.update)[0] * subject.scale - 1) <= _TOLERANCE:
+    if abs(own * _kept(subject.update)[0] * subject.scale - 1) <= TOKEN_WEIGHT:
         measured = "all targets have the same weight; the gradient of their sum is divided afterwards"
     elif not _is_cross_entropy(subject):
         measured = "another loss than the cross-entropy: all targets have the same weight; its size is not measured"
@@ -179,10 +177,10 @@ def _of_gradient(subject: StepSubject, update: Update) -> Finding | None:
     if not all(bool(torch.isfinite(each).all()) for each in update.summed.values()):
         return Finding(False, "the gradient is not finite", "finite", (), (Fault.NOT_FINITE,))
     _, off = _kept(update)
-    if off <= _LOST:
+    if off <= LOST_GRADIENT:
         return None
     measured = f"the gradient of the step is {off:.0%} off from the sum of its micro-batches' gradients"
-    return Finding(False, measured, f"<= {_LOST:.0%}", (), (Fault.GRADIENT_LOST,))
+    return Finding(False, measured, f"<= {LOST_GRADIENT:.0%}", (), (Fault.GRADIENT_LOST,))
 
 
 def _with_unlike_steps(subject: StepSubject, found: Finding) -> Finding:

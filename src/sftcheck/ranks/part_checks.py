@@ -14,6 +14,7 @@ import numpy as np
 from sftcheck.faults import Fault
 from sftcheck.ranks.rank_batches import MicroBatch
 from sftcheck.ranks.rank_subject import RankSubject
+from sftcheck.tolerances import CHANGE_ACROSS_RANKS, ROTATION
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 
@@ -28,7 +29,7 @@ def _require_parts(subject: RankSubject) -> None:
 def rotations(subject: RankSubject) -> Finding:
     _require_parts(subject)
     chosen = subject.exchange.gather("the lengths of rows", _of_all_lengths(subject))[0]
-    wrong, largest, num_compared = Counter[str](), 0.0, 0
+    wrong, largest, num_compared, allowed = Counter[str](), 0.0, 0, ROTATION.of(subject.model)
     for micro in [subject.seen[number] for number in chosen]:
         own, expected = subject.rotations(micro)
         if not own or not expected:
@@ -36,10 +37,10 @@ def rotations(subject: RankSubject) -> Finding:
         worst, compared = _apart(own, expected, micro.index)
         num_compared += compared
         largest = max(largest, worst)
-        if worst > _allowed_rotation(subject):
+        if worst > allowed:
             wrong[f"row of {micro.whole.ids.shape[1]:,} tokens"] += 1
     found = subject.exchange.gather("the rotations", (largest, num_compared, dict(wrong)))
-    apart, allowed = [each for each, *_ in found], _allowed_rotation(subject)
+    apart = [each for each, *_ in found]
     if not any(compared for _, compared, _ in found):
         raise NotMeasuredError("the model shows neither rotations nor positions")
     detail = tuple(f"rank {rank}: {largest:.2g} apart {names or ''}" for rank, (largest, _, names) in enumerate(found))
@@ -57,10 +58,6 @@ def _of_all_lengths(subject: RankSubject) -> list[int]:
     order = np.argsort([micro.whole.ids.shape[1] for micro in subject.seen], kind="stable")
     chosen = np.unique(np.linspace(0, len(order) - 1, _MOST_LENGTHS).round().astype(int))
     return [int(order[n]) for n in chosen]
-
-
-def _allowed_rotation(subject: RankSubject) -> float:
-    return 2**-6 if subject.model.is_rounded else 1e-3
 
 
 def _positions(micro: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -137,7 +134,7 @@ def across_ranks(subject: RankSubject) -> Finding:
     worst, own, size = (max(each[n] for each in found) for n in range(3))
     if not own or sum(sum(each) for each in numbers) < 2:
         raise NotMeasuredError("there are no two conversations in a step, or the outputs do not depend on the tokens")
-    allowed = size * (2**-7 if subject.model.is_rounded else 1e-5)
+    allowed = size * CHANGE_ACROSS_RANKS.of(subject.model)
     detail = (f"a changed conversation itself changes by {own:.2g}",)
     wrong = [rank for rank, each in enumerate(found) if each[0] > allowed]
     measured = f"conversations on {world_size} ranks: others change by {worst:.2g}"

@@ -276,8 +276,7 @@ def arguments_of_one_process(micro: MicroBatch, *, is_split: bool) -> dict[str, 
     Positions of a split row are those of its dataloader or of its features, or the model's own: those of the parts
     are what is checked.
     """
-    not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep")
-    arguments = {name: each for name, each in micro.whole.seen.items() if name not in not_passed}
+    arguments = micro.whole.without_labels
     if not is_split:
         return arguments
     given = micro.inputs.get("position_ids")

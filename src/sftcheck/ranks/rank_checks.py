@@ -16,37 +16,31 @@ from sftcheck.faults import Fault
 from sftcheck.ranks.rank_batches import digest
 from sftcheck.ranks.rank_model import whole
 from sftcheck.ranks.rank_subject import RankSubject
+from sftcheck.tolerances import FACTOR, GRADIENT_OF_RANKS, LOSS
 from sftron.checks.report import Finding, NotMeasuredError
 
-_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 2**-5
-"""Relative differences of gradients that are rounding, in float32 and in other types."""
-_LOSS_TOLERANCE, _ROUNDED_LOSS_TOLERANCE = 1e-4, 2**-6
 _MOST_NAMED = 3
 
 
 # -- denominators, loss and gradients --------------------------------------------------------------------------------
 
 
-def _tolerance(subject: RankSubject) -> float:
-    return _ROUNDED_TOLERANCE if subject.model.is_rounded else _TOLERANCE
-
-
 def _are_right(subject: RankSubject) -> bool:
-    return all(each.is_right(_tolerance(subject)) for each in subject.differences)
+    return all(each.is_right(GRADIENT_OF_RANKS.of(subject.model)) for each in subject.differences)
 
 
 def _named_factor(factor: float, world_size: int, declared: int) -> str:
     names = {world_size: "the number of ranks", declared: "the number of ranks that share a row"}
     for size, name in names.items():
-        if size > 1 and abs(factor / size - 1) < 0.01:
+        if size > 1 and abs(factor / size - 1) < FACTOR:
             return f"{factor:.4g} times the reference: {name}"
-        if size > 1 and abs(factor * size - 1) < 0.01:
+        if size > 1 and abs(factor * size - 1) < FACTOR:
             return f"{factor:.4g} of the reference: 1 by {name}"
     return f"{factor:.4g} times the reference"
 
 
 def gradients(subject: RankSubject) -> Finding:
-    tolerance, world_size = _tolerance(subject), subject.exchange.world_size
+    tolerance, world_size = GRADIENT_OF_RANKS.of(subject.model), subject.exchange.world_size
     found = subject.differences
     worst_rank = max(range(world_size), key=lambda rank: found[rank].worst_apart)
     worst = found[worst_rank]
@@ -87,7 +81,7 @@ def loss(subject: RankSubject) -> Finding:
     returned, reference = subject.run.returned, subject.reference
     totals = [sum(each) for each in returned]
     total, ratio = sum(totals) / len(totals), reference.loss
-    tolerance = _ROUNDED_LOSS_TOLERANCE if subject.model.is_rounded else _LOSS_TOLERANCE
+    tolerance = LOSS.of(subject.model)
     allowed = f"<= {tolerance:.0e}, relative"
     detail = (
         f"the ranks return {', '.join(f'{each:.6g}' for each in totals)}; the ratio is {ratio:.6g}",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from sftcheck.batches import SeenBatch, Step, ids_of, with_fewer_labels
+from sftcheck.batches import SeenBatch, Step, are_unlike, ids_of, with_fewer_labels
 from sftcheck.documents.view import View
 from sftcheck.ranks.exchange import Exchange
 from sftcheck.ranks.rank_batches import (
@@ -41,7 +41,6 @@ from sftron.errors import place_of
 
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES, _MOST_TOKENS, _MOST_ROUNDS = 256, 4096, 8, 400_000, 6
 """Of one rank."""
-_LEAST_UNLIKE = 0.1
 
 
 class RankData(TrainerSubject):
@@ -196,9 +195,8 @@ class RankData(TrainerSubject):
         micro_batches, rank = self.micro_batches, self.rank
         counts = self.exchange.gather("the labels", [batch.num_trained for batch in step.batches])
         units = {(n, each): counts[each][n] for n, micro in enumerate(micro_batches) for each in micro.first_of_groups}
-        is_unlike = max(units.values()) - min(units.values()) > _LEAST_UNLIKE * max(units.values())
         total, most = sum(units.values()), max(units, key=lambda unit: units[unit])
-        num_kept = units[most] if is_unlike else units[most] // 2
+        num_kept = units[most] if are_unlike([*units.values()]) else units[most] // 2
         num_kept -= (total - units[most] + num_kept) % world_size == 0
         if num_kept in (0, units[most]):
             return step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sftcheck.batches import SeenBatch
-from sftcheck.trainer.called_model import CalledModel, ForwardIntercepted
+from sftcheck.interception import end_forward, intercepted
+from sftcheck.trainer.called_model import CalledModel, shown_of
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 
@@ -43,26 +44,21 @@ class ModelOfOneProcess(CalledModel):
         """
         found = list[np.ndarray]()
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def keep(_module: nn.Module, output: Any) -> None:
             parts = output if isinstance(output, tuple) else (output,)
             if all(isinstance(each, Tensor) for each in parts):
                 found.append(_joined(parts))
-                raise ForwardIntercepted
+                end_forward()
 
-        with ExitStack() as stack, torch.no_grad():
-            for module in self.module.modules():
-                if "Rotary" in type(module).__name__:
-                    stack.enter_context(module.register_forward_hook(keep))
-            with suppress(ForwardIntercepted):
-                call()
+        rotary = [each for each in self.module.modules() if "Rotary" in type(each).__name__]
+        with intercepted(rotary, on_output=keep), torch.no_grad():
+            call()
         return found
 
     def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
-        not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep")
-        arguments = {name: each for name, each in batch.seen.items() if name not in not_passed}
         self.module.train()
         with self.trainer.compute_loss_context_manager():
-            return self._hidden(lambda: self.module(**{**arguments, "input_ids": ids}))[:, -ids.shape[1] :]
+            return self._hidden(lambda: self.module(**{**batch.without_labels, "input_ids": ids}))[:, -ids.shape[1] :]
 
 
 class WrappedModel:
@@ -177,13 +173,13 @@ def gradient_places(model: Any) -> Iterator[list[np.ndarray]]:
     """
     found = list[np.ndarray]()
 
-    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def keep(_module: nn.Module, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(lambda each: found.append((each.abs().amax(dim=-1) > 0).cpu().numpy()))
 
     decoder = _decoder(model)
-    with decoder.register_forward_hook(keep) if decoder is not None else nullcontext():
+    with intercepted([] if decoder is None else [decoder], on_output=keep):
         yield found
 
 
@@ -192,13 +188,11 @@ def kept_outputs(model: Any) -> Iterator[list[Tensor]]:
     """Yields a list that receives the last hidden states [B, T, H] of each call; without a decoder, the logits."""
     found = list[Tensor]()
 
-    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        value = getattr(output, "last_hidden_state", None)
-        value = getattr(output, "logits", None) if value is None else value
-        if isinstance(value, Tensor) and value.ndim == 3:
+    def keep(_module: nn.Module, output: Any) -> None:
+        if (value := shown_of(output)) is not None:
             found.append(value.detach().float())
 
-    with (_decoder(model) or model).register_forward_hook(keep):
+    with intercepted([_decoder(model) or model], on_output=keep):
         yield found
 
 

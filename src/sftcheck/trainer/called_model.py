@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from sftcheck.batches import SeenBatch, Step
+from sftcheck.interception import end_forward, intercepted
 from sftcheck.restore import restore_after
 from sftcheck.subject import MovedTensors
 from sftron.checks.isolation import rounding_of
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
-
-
-class ForwardIntercepted(BaseException):
-    """The call of a module, caught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +41,7 @@ class StepLosses:
 def _outputs(module: nn.Module | None) -> Iterator[list[Any]]:
     """Yields a list that receives what the module returns in each of its calls; it stays empty without a module."""
     found = list[Any]()
-    with ExitStack() as stack:
-        if module is not None:
-            stack.enter_context(module.register_forward_hook(lambda _module, _inputs, output: found.append(output)))
+    with intercepted([] if module is None else [module], on_output=lambda _, output: found.append(output)):
         yield found
 
 
@@ -106,11 +101,11 @@ class CalledModel:
         """Returns the arguments with which the model is called; the call is caught, and nothing is computed."""
         caught: dict[str, Any] = {}
 
-        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def catch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             caught.update({"input_ids": args[0], **kwargs} if args else kwargs)
-            raise ForwardIntercepted
+            end_forward()
 
-        with self.module.register_forward_pre_hook(catch, with_kwargs=True), suppress(ForwardIntercepted):
+        with intercepted([self.module], on_call=catch):
             call()
         return caught
 
@@ -145,21 +140,15 @@ class CalledModel:
         """Returns the last hidden states of a call of the model, which is ended there if nothing else is wanted."""
         found: list[Tensor] = []
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = getattr(output, "last_hidden_state", None)
-            value = getattr(output, "logits", None) if value is None else value
-            if isinstance(value, Tensor) and value.ndim == 3:
+        def keep(_module: nn.Module, output: Any) -> None:
+            if (value := shown_of(output)) is not None:
                 found.append(value.detach())
                 if is_all:
-                    raise ForwardIntercepted
+                    end_forward()
 
         torch.manual_seed(0)
-        with ExitStack() as stack:
-            for each in (self.decoder, self.module):
-                if each is not None:
-                    stack.enter_context(each.register_forward_hook(keep))
-            with suppress(ForwardIntercepted):
-                call()
+        with intercepted([each for each in (self.decoder, self.module) if each is not None], on_output=keep):
+            call()
         if not found:
             raise NotMeasuredError("the model shows neither hidden states nor logits")
         return found[0]
@@ -183,12 +172,12 @@ class CalledModel:
             raise NotMeasuredError("the model's decoder is not found, so which tokens the loss is over is not known")
         leaves = list[Tensor]()
 
-        def cut(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        def cut(_module: nn.Module, output: Any) -> Any:
             leaves.append(output.last_hidden_state.detach().requires_grad_())
             output.last_hidden_state = leaves[-1]
             return output
 
-        with self.decoder.register_forward_hook(cut), torch.enable_grad():
+        with intercepted([self.decoder], on_output=cut), torch.enable_grad():
             # In float16, the gradient at a token that is predicted well would be 0 without the factor.
             loss = 1024 * self.loss_of(batch.inputs, num_items, training=False)
             (gradient,) = torch.autograd.grad(loss, leaves[-1])
@@ -294,9 +283,6 @@ class CalledModel:
         return float(self._loss_sum(batch, decoded, training=training))
 
     def _loss_sum(self, batch: SeenBatch, decoded: Any = None, *, training: bool = True) -> Tensor:
-        # With logits_to_keep, as ms-swift passes it, there would be logits for a part of the labels alone.
-        not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep")
-        arguments = {name: value for name, value in batch.seen.items() if name not in not_passed}
         torch.manual_seed(0)
         self.module.train(training)
         with ExitStack() as stack:
@@ -306,7 +292,7 @@ class CalledModel:
                 stack.callback(attributes.pop, "forward")
                 attributes["forward"] = lambda *_args, **_options: decoded
             stack.enter_context(self.trainer.compute_loss_context_manager())
-            logits = getattr(self.module(**arguments), "logits", None)
+            logits = getattr(self.module(**batch.without_labels), "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             raise NotMeasuredError("the model gives no logits")
         targets = torch.from_numpy(batch.labels[:, 1:].astype(np.int64)).to(logits.device)
@@ -314,6 +300,13 @@ class CalledModel:
         is_trained = targets != IGNORE_INDEX
         losses = nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
         return losses.double().sum()
+
+
+def shown_of(output: Any) -> Tensor | None:
+    """Returns the last hidden states, or else the logits, [B, T, any] that a module has returned; None without them."""
+    value = getattr(output, "last_hidden_state", None)
+    value = getattr(output, "logits", None) if value is None else value
+    return value if isinstance(value, Tensor) and value.ndim == 3 else None
 
 
 def _new_optimizer(trainer: Any) -> Any:

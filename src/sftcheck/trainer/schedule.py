@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sftcheck.restore import restored
+from sftcheck.tolerances import SAME_RATE
 
 _LEAST_STEPS, _MOST_STEPS = 20_000, 200_000
 """How many steps a schedule is followed: ten times the run, within these."""
@@ -39,7 +40,7 @@ def schedule_note(trainer: Any, num_steps: int) -> str:
             rates = np.array(list(islice(_rates(trainer, num_steps), horizon)))
         except Exception:  # of a schedule that needs more than steps, or of the trainer's own code
             return ""
-    rounding = 1e-9 * rates.max()  # of schedules that compute a rate from the one before
+    rounding = SAME_RATE * rates.max()
     highest = int(np.argmax(rates >= rates.max() - rounding))
     lowest = highest + int(np.argmax(rates[highest:] <= rates[highest:].min() + rounding))
     if highest > num_steps:

@@ -29,6 +29,7 @@ from sftcheck.faults import library_of
 from sftcheck.gradients import GradientDifference, difference_of
 from sftcheck.restore import own_collator, restored
 from sftcheck.subject import FEW_ROWS, MovedTensors, Subject
+from sftcheck.tolerances import SMALL_TENSOR
 from sftcheck.trainer.called_model import CalledModel, StepLosses
 from sftcheck.trainer.evaluation import EvaluatedPair, evaluated_by_rows, num_shared_rows, unlike_pair
 from sftcheck.trainer.recording import chosen_rows, recorded, require_mappings, rows_of, select, small_sizes
@@ -254,7 +255,7 @@ class TrainerSubject(Subject):
         The auxiliary loss of a mixture of experts is part of both.
         """
         expected = self.model.expected_gradients(self.step, self.losses, of_entropies=of_entropies)
-        return difference_of(self.losses.gradients, expected, least=2**-7 if self.model.is_rounded else 1e-4)
+        return difference_of(self.losses.gradients, expected, least=SMALL_TENSOR.of(self.model))
 
     def moves(self, named: Mapping[str, nn.Parameter]) -> MovedTensors:
         return self.model.moves(named, self.step, self.losses.gradients)
