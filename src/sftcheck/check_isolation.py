@@ -29,8 +29,8 @@ class IsolationError(ValueError):
     def script(self) -> str:
         """Returns a program without sftron that shows the leak: documents in one row, before and after others change.
 
-        It builds the smallest model of the class, or loads the model's folder if that is needed, and has the fewest and
-        the shortest documents that were found. It exits with 1 if the leak shows, and with 0 if it does not.
+        It builds the smallest model of the class, or loads the model's folder if that is needed, and has the fewest
+        documents that show the leak. It exits with 1 if the leak shows, and with 0 if it does not.
 
         Raises ValueError if no such program shows it; the message says why.
         """

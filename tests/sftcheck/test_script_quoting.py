@@ -4,7 +4,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sftcheck.program import make, quoting
+from sftcheck.program import quoting
 from sftcheck.program.evidence import EVIDENCE, Evidence
 from sftcheck.program.program import Program, Rows, run_here
 from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
@@ -281,23 +281,16 @@ FOREIGN = {
 
 @pytest.mark.parametrize("line", FOREIGN.values(), ids=FOREIGN)
 def test_code_that_no_program_of_ours_has_is_an_error_of_ours(line: str) -> None:
-    require_own_code(["import sys"], ["tokenizer = 1", "print(tokenizer)", "sys.exit(0)"], ["# x"], (), of_user=False)
+    require_own_code(["import sys"], ["tokenizer = 1", "print(tokenizer)", "sys.exit(0)"], ["# x"], ())
     with pytest.raises(AssertionError, match="a program has"):
-        require_own_code(["import sys"], ["tokenizer = 1", line], ["# x"], (), of_user=False)
+        require_own_code(["import sys"], ["tokenizer = 1", line], ["# x"], ())
 
 
 def test_a_comment_and_an_import_are_nothing_else() -> None:
     with pytest.raises(AssertionError, match="a comment is code"):
-        require_own_code([], [], ["# a\rprint(1)"], (), of_user=False)
+        require_own_code([], [], ["# a\rprint(1)"], ())
     with pytest.raises(AssertionError, match="the imports have"):
-        require_own_code(["import sys; print(1)"], [], [], (), of_user=False)
-
-
-@pytest.mark.parametrize("target", ["train-it.py:make", "a\nprint(1).py:make", "class.py:make", "train.py:make()"])
-def test_a_file_that_cannot_be_imported_by_its_name_is_refused(materials: Materials, target: str) -> None:
-    check: Mapping[str, Any] = {"name": "loss", "faults": ()}
-    with pytest.raises(ValueError, match="give the file and the function names that Python can import"):
-        list(make.of_function(materials, type("Check", (), dict(check)), target, is_evaluation=False))  # pyright: ignore[reportArgumentType]
+        require_own_code(["import sys; print(1)"], [], [], ())
 
 
 def test_the_check_knows_every_attribute_in_the_lines_that_the_package_writes() -> None:

@@ -3,6 +3,7 @@
 By night, for all set-ups of the zoo.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from sftcheck.program.program import run_here
 from sftcheck.program.rebuild import Materials
 from sftron import verify_trainer
 from sftron.checks.report import Report
-from sftron.commands.verify_trainer import main
 from tests.conftest import ROOT
 from tests.sftcheck.small_trainers import plain
 from tests.sftcheck.test_zoo_proofs import NEEDS_SMOLLM2
@@ -76,11 +76,21 @@ def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
     return found
 
 
+_DATA = {"rows", "documents", "conversations", "eval_rows", "eval_documents"}
+
+
+def names_of(node: ast.Assign) -> set[str]:
+    return {each.id for each in node.targets if isinstance(each, ast.Name)}
+
+
 def has_form(text: str, most: int = 38) -> bool:
-    """Returns whether a program has 10 to 38 lines of 120 characters, besides templates and classes of the user's.
+    """Returns whether a program has 10 to 38 lines of 120 characters, besides rows, templates and the user's classes.
 
     A string is not broken, so its line may be longer.
     """
+    rows = [each for each in ast.parse(text).body if isinstance(each, ast.Assign) and _DATA & names_of(each)]
+    of_rows = {number for each in rows for number in range(each.lineno, (each.end_lineno or 0) + 1)}
+    text = "\n".join(line for number, line in enumerate(text.splitlines(), 1) if number not in of_rows)
     blocks = [block for block in text.split("\n\n") if not block.startswith(("class ", "def ", "@"))]
     lines = [line for each in blocks for line in each.splitlines() if not line.startswith("tokenizer.chat_template =")]
     long_text = r"'(?:[^'\\]|\\.){60,}'|\"(?:[^\"\\]|\\.){60,}\""
@@ -176,49 +186,6 @@ def test_the_program_of_the_page_prints_what_the_page_shows(monkeypatch: pytest.
     numbers = [re.findall(r"\d+\.\d+", output) for output in (outcome.output, shown)]
     assert float(numbers[0][0]) == pytest.approx(float(numbers[1][0]), rel=0.01)
     assert re.sub(r"\d+\.\d+", "", outcome.output) == re.sub(r"\d+\.\d+", "", shown)
-
-
-SCRIPT = """
-import torch
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
-from transformers import Trainer, TrainingArguments
-
-class Keyed(DataCollatorForSeq2Seq):
-    def __init__(self, tokenizer, key):
-        super().__init__(tokenizer)
-    def __call__(self, features, return_tensors=None):
-        batch = super().__call__(features)
-        batch["labels"] = batch["input_ids"].clone()
-        return batch
-
-def made():
-    tokenizer = AutoTokenizer.from_pretrained({folder!r})
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48,
-                                         num_hidden_layers=2, num_attention_heads=4))
-    rows = []
-    for n in range(12):
-        question, answer = f"What is {{n}}?", f"{{n}} is " * (1 + n % 3)
-        messages = [dict(role="user", content=question), dict(role="assistant", content=answer)]
-        ids = tokenizer.apply_chat_template(messages, return_dict=False)
-        start = len(tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False))
-        rows.append(dict(input_ids=ids, labels=[-100] * start + ids[start:]))
-    arguments = TrainingArguments({out!r}, use_cpu=True, report_to="none", disable_tqdm=True)
-    return Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer, data_collator=Keyed(tokenizer, 1))
-"""
-
-
-@pytest.mark.nightly
-def test_the_command_writes_a_program_that_takes_the_function_of_the_user_where_there_is_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, folder = tmp_path / "their_script.py", tmp_path / "programs"
-    script.write_text(SCRIPT.format(folder=str(ROOT / "tests/assets/tokenizer"), out=str(tmp_path)), encoding="utf-8")
-    assert main([f"{script}:made", "--script", str(folder)]) == 1
-    assert f"written: {folder}/trained-tokens.py" in capsys.readouterr().out
-    text = (folder / "trained-tokens.py").read_text(encoding="utf-8")
-    assert "from their_script import made" in text
-    assert "# The trainer is that of made() in their_script.py.\n" in text
-    assert run_alone(text, tmp_path)[0] == 1
 
 
 # -- by night ----------------------------------------------------------------------------------------------------------

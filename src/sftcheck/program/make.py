@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sftcheck.program.evidence import EVIDENCE, Evidence
 from sftcheck.program.program import Program, comment_of, confirmed
-from sftcheck.program.quoting import is_plain_name, literal
+from sftcheck.program.quoting import literal
 from sftcheck.program.rebuild import Materials, with_sizes
 from sftcheck.program.seen import Suspect, rows_for
 from sftcheck.program.shrink import Search, shrunk
@@ -29,7 +28,7 @@ class Candidate:
     keeps_texts: bool
 
 
-def make_script(materials: Materials, check: Check, target: str | None) -> str:
+def make_script(materials: Materials, check: Check) -> str:
     """Returns the text of the smallest program that was found to show the fault of a row.
 
     Raises:
@@ -38,8 +37,6 @@ def make_script(materials: Materials, check: Check, target: str | None) -> str:
     search, is_evaluation = Search(), check.part == EVALUATION
     parts = _PARTS if check.name in _OF_THE_MODEL else tuple(part for part in _PARTS if part != "tokenizer")
     found = _smallest(search, parts, candidates(materials, check.name, check.faults, is_evaluation=is_evaluation))
-    if found is None and target is not None:
-        found = _smallest(search, (), of_function(materials, check, target, is_evaluation=is_evaluation))
     if found is not None:
         return confirmed(found)
     reasons = [*materials.problems, *dict.fromkeys(search.errors)][:3]
@@ -54,36 +51,6 @@ def _smallest(search: Search, parts: Sequence[str], candidates: Iterable[Candida
             kept = ("use_cpu", "bf16", *candidate.evidence.given)
             return shrunk(candidate.program, search, parts, keeps_texts=candidate.keeps_texts, kept=kept).text
     return None
-
-
-def of_function(materials: Materials, check: Check, target: str, *, is_evaluation: bool) -> Iterator[Candidate]:
-    """Yields the programs whose trainer the user's own function builds; they take a few rows of its data set."""
-    path, _, function = target.rpartition(":")
-    module, folder = Path(path).stem, str(Path(path).resolve().parent)
-    if not (is_plain_name(module) and is_plain_name(function)):
-        raise ValueError(f"{path}: give the file and the function names that Python can import, such as train.py:make")
-    data = "eval_dataset" if is_evaluation else "train_dataset"
-    for evidence in _kinds(check.name, check.faults):
-        for chosen in _choices(materials.suspects.get((check.name, is_evaluation), ()), evidence.num_rows):
-            candidate = _candidate(materials.program, materials, evidence, "ids", chosen, is_evaluation)
-            numbers = [each.index for each in chosen]
-            if candidate is None or None in numbers:
-                continue
-            rows = f"[trainer.{data}[n] for n in {numbers}]"
-            rows = f"trainer.{data}.select({numbers})" if "from_list" in materials.program.dataset else rows
-            prefix = "eval_" if is_evaluation else ""
-            lines = (
-                f"sys.path.insert(0, {literal(folder)})",
-                f"from {module} import {function}",
-                f"trainer = {function}()",
-                f"trainer.{data} = {rows}",
-                "tokenizer, model, arguments = trainer.processing_class, trainer.model, trainer.args",
-                f"{prefix}rows = list(trainer.{data})",
-                f"{prefix}documents = [row['input_ids'] for row in {prefix}rows]",
-            )
-            comment = (*candidate.program.comment, f"# The trainer is that of {function}() in {module}.py.")
-            program = replace(candidate.program, of_user=lines, comment=comment)
-            yield Candidate(program, evidence, keeps_texts=True)
 
 
 def _kinds(name: str, faults: Collection[str]) -> list[Evidence]:
@@ -168,7 +135,7 @@ def _candidate(
     return Candidate(program, evidence, keeps_texts) if evidence.fits(program, facts) else None
 
 
-def script_of(materials: Any, checks: Sequence[Check], name: str | None, target: str | None) -> str:
+def script_of(materials: Any, checks: Sequence[Check], name: str | None) -> str:
     """Returns the program for a failed row, by default the first one. Raises ValueError with the reason if none is."""
     failed = [each for each in checks if each.passed is False]
     chosen = [each for each in failed if name in (None, each.name)]
@@ -177,4 +144,4 @@ def script_of(materials: Any, checks: Sequence[Check], name: str | None, target:
         raise ValueError(f"no row {name!r} has failed; failed: {names}" if name else "no row has failed")
     if not isinstance(materials, Materials):
         raise ValueError(f"{chosen[0].name}: {materials}")
-    return make_script(materials, chosen[0], target)
+    return make_script(materials, chosen[0])

@@ -133,19 +133,12 @@ def _candidates(start: PackedProgram, model: Any, errors: list[str]) -> Iterator
 
 
 def _shrunk(program: PackedProgram, search: Search) -> PackedProgram:
-    """Returns the program with the fewest and the shortest documents, and without settings that it does not need."""
+    """Returns the program with the fewest documents, and without settings that it does not need."""
 
     def having(documents: Sequence[Sequence[int]]) -> PackedProgram:
         return replace(program, documents=tuple(documents))
 
-    documents = fewest(program.documents, lambda left: bool(left) and search.shows(having(left)))
-    for at, document in enumerate(documents):
-
-        def with_ids(ids: Sequence[int], at: int = at) -> list[Sequence[int]]:
-            return [*documents[:at], ids, *documents[at + 1 :]]
-
-        documents[at] = fewest(document, lambda left, f=with_ids: bool(left) and search.shows(having(f(left))))
-    program = having(documents)
+    program = having(fewest(program.documents, lambda left: bool(left) and search.shows(having(left))))
     if program.config is None:
         return program
     return without_parts(program, "config", search, ("use_cache",))

@@ -28,10 +28,6 @@ _MOST_SECONDS = 600
 _MOST_PARAMETERS = 10_000_000
 
 
-FIXED = "fixed"
-"""Not a column, but what a document must keep: 1 for the template's tokens and the first one of a text, else 0."""
-
-
 @dataclass(frozen=True)
 class Rows:
     """The rows of a data set.
@@ -48,7 +44,7 @@ class Rows:
 
     @property
     def columns(self) -> frozenset[str]:
-        return frozenset(self.rows[0][0] if self.is_ids else self.rows[0]) - {FIXED}
+        return frozenset(self.rows[0][0] if self.is_ids else self.rows[0])
 
     def lines(self, tokenizer: Any) -> list[str]:
         """Returns the lines that define `rows`; for rows of ids also `documents`, the ids of each document."""
@@ -56,7 +52,7 @@ class Rows:
             return [f"{self.prefix}rows = {literal(list(self.rows))}"]
         documents, rows = list[list[int]](), list[str]()
         for row in self.rows:
-            columns: dict[str, list[str]] = {name: [] for name in row[0] if name != FIXED}
+            columns: dict[str, list[str]] = {name: [] for name in row[0]}
             for document in row:
                 name = f"{self.prefix}documents[{len(documents)}]"
                 documents.append(list(document["input_ids"]))
@@ -145,8 +141,6 @@ class Program:
     evaluation: Rows | None = None
     extra: tuple[str, ...] = ()
     """Lines before the evidence, such as given conversations."""
-    of_user: tuple[str, ...] = ()
-    """Lines that have the user's own function build the trainer, in place of all others."""
 
     @property
     def measured(self) -> Rows:
@@ -159,9 +153,8 @@ class Program:
 
     @property
     def text(self) -> str:
-        measured, tokenizer = [*self.extra, *self.evidence(self)], () if self.of_user else self.tokenizer
-        setup = self.of_user or self._setup()
-        return text_of(self.names, self.comment, tokenizer, setup, measured, of_user=bool(self.of_user))
+        measured = [*self.extra, *self.evidence(self)]
+        return text_of(self.names, self.comment, self.tokenizer, self._setup(), measured)
 
     def _setup(self) -> list[str]:
         """Returns the lines that build the model, the rows and the trainer."""
@@ -192,22 +185,12 @@ class Program:
 
 
 def text_of(
-    names: Names,
-    comment: Sequence[str],
-    tokenizer: Sequence[str],
-    setup: Sequence[str],
-    measured: Sequence[str],
-    *,
-    of_user: bool = False,
+    names: Names, comment: Sequence[str], tokenizer: Sequence[str], setup: Sequence[str], measured: Sequence[str]
 ) -> str:
-    """Returns the text of a comment, and of the lines of a tokenizer, of a setup and of a measurement.
-
-    Args:
-        of_user: Whether the setup imports the user's own function.
-    """
+    """Returns the text of a comment, and of the lines of a tokenizer, of a setup and of a measurement."""
     tokenizer, setup, measured = (list(map(_fold, each)) for each in (tokenizer, setup, measured))
     imports, definitions = needed(names, [*tokenizer, *setup, *measured])
-    require_own_code(imports, [*tokenizer, *setup, *measured], comment, definitions, of_user=of_user)
+    require_own_code(imports, [*tokenizer, *setup, *measured], comment, definitions)
     blocks = (comment, imports, tokenizer, definitions.values(), setup, measured)
     return "\n\n".join("\n".join(map(_fold, block)) for block in blocks if block) + "\n"
 

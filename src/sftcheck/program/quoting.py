@@ -96,19 +96,19 @@ _BUILTINS = {
 }  # fmt: skip
 _TEXTS = " ".join(each for name, each in vars(measurements).items() if name.isupper())
 _ATTRIBUTES = {*re.findall(r"\.([A-Za-z]\w*)", _TEXTS)} | {
-    "abs", "absmax", "add_tokens", "apply_chat_template", "argmax", "args", "backend_tokenizer", "bos_token",
-    "chat_template", "encode", "eos_token", "eval", "eval_dataset", "flatten", "for_model", "from_config",
-    "from_list", "from_pretrained", "generation_config", "get_eval_dataloader", "get_train_dataloader", "insert",
+    "abs", "absmax", "add_tokens", "apply_chat_template", "argmax", "backend_tokenizer", "bos_token",
+    "chat_template", "encode", "eos_token", "eval", "flatten", "for_model", "from_config",
+    "from_list", "from_pretrained", "generation_config", "get_eval_dataloader", "get_train_dataloader",
     "logits", "manual_seed", "mask_token", "max", "model", "model_accepts_loss_kwargs", "named_parameters",
-    "no_grad", "pad_token", "padding_side", "parameters", "path", "pop", "post_processor", "processing_class",
-    "requires_grad_", "resize_token_embeddings", "rstrip", "select", "split", "strip", "train_dataset", "unk_token",
+    "no_grad", "pad_token", "padding_side", "parameters", "pop", "post_processor",
+    "requires_grad_", "resize_token_embeddings", "rstrip", "split", "strip", "unk_token",
 }  # fmt: skip
 """Those of the measurements, and of the lines before them."""
 _DTYPES = frozenset(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))
 
 
 def require_own_code(
-    imports: Sequence[str], lines: Sequence[str], comments: Sequence[str], defined: Collection[str], *, of_user: bool
+    imports: Sequence[str], lines: Sequence[str], comments: Sequence[str], defined: Collection[str]
 ) -> None:
     """Raises AssertionError if a program has a statement, a name or an attribute that sftron does not write.
 
@@ -117,19 +117,17 @@ def require_own_code(
         lines: All other lines but the definitions, which are the user's own classes and functions.
         comments: The comments at its head.
         defined: The names of the definitions.
-        of_user: Whether the lines import the user's own function.
     """
     _require(not ast.parse("\n".join(comments)).body, f"a comment is code: {comments}")
     tree, imported = ast.parse("\n".join(lines)), ast.parse("\n".join(imports))
     nodes = list(ast.walk(tree))
     bound = {"tokenizer", "model", *defined, *_BUILTINS}  # parts are also tried alone, with both given
-    bound |= {each.asname or each.name for each in [*ast.walk(imported), *nodes] if isinstance(each, ast.alias)}
+    bound |= {each.asname or each.name for each in ast.walk(imported) if isinstance(each, ast.alias)}
     bound |= {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     bound |= {each.arg for each in nodes if isinstance(each, ast.arg)}
     bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
-    allowed = (*_NODES, *_IMPORTS) if of_user else _NODES
     for node in nodes:
-        is_known = isinstance(node, allowed)
+        is_known = isinstance(node, _NODES)
         is_known &= not isinstance(node, ast.Name) or node.id in bound
         is_known &= not isinstance(node, ast.Attribute) or node.attr in _ATTRIBUTES | _DTYPES
         _require(is_known, f"a program has {ast.unparse(node)!r}")

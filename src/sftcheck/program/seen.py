@@ -8,17 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sftcheck.batches import find, ids_of
 from sftcheck.checks.label_checks import untrained_stops, wrong_labels
 from sftcheck.documents.document import Document
 from sftcheck.documents.truth import PlainText
 from sftcheck.documents.view import View
 from sftcheck.program.evidence import Facts
-from sftcheck.program.program import FIXED, Rows
+from sftcheck.program.program import Rows
 from sftcheck.trainer.trainer_subject import TrainerSubject
-from sftron.data.types import IGNORE_INDEX, Conversation, Role
+from sftron.data.types import IGNORE_INDEX, Conversation
 
 MADE_BY_TRL = {"input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths"}
 _MOST_ROWS = 32
@@ -36,8 +34,6 @@ class Suspect:
     contents: Sequence[Mapping[str, Any] | str | None]
     """The conversation of each document as a row of messages, its text, or None."""
     is_given: bool = False
-    index: int | None = None
-    """Its number in the data set."""
 
 
 def facts_of(subject: TrainerSubject) -> Facts:
@@ -156,7 +152,6 @@ def _rows_of(view: View, documents: Sequence[Document]) -> list[Suspect]:
                 _segments(row, own),
                 [_content(view, other) for other in own],
                 any(other.source == "conversations" for other in own),
-                next((n for n, other in enumerate(view.rows) if other is row), None),
             )
         )
     return found
@@ -184,28 +179,13 @@ def _segments(row: Mapping[str, Any], documents: Sequence[Document]) -> list[dic
         return []
     ids, starts = ids_of(row), [0]
     assert ids is not None
-    fixed = np.ones(len(ids), dtype=int)
     for each in documents:
-        at = find(ids, each.ids)
-        if at > starts[-1]:
+        if (at := find(ids, each.ids)) > starts[-1]:
             starts.append(at)
-        if at >= 0:
-            fixed[at : at + len(each)] = _fixed(each)
-    columns[FIXED] = fixed.tolist()
     ends = [*starts[1:], len(ids)]
     return [
         {name: values[begin:end] for name, values in columns.items()} for begin, end in zip(starts, ends, strict=True)
     ]
-
-
-def _fixed(document: Document) -> np.ndarray:
-    """Returns whether each token is the template's, or the first of a text; none is if the roles are not known."""
-    if document.tokens is None:
-        return np.zeros(len(document), dtype=bool)
-    fixed = document.tokens.role_ids == Role.TEMPLATE
-    for turn in document.tokens.turns:
-        fixed[[turn.start] if turn.stop is None else [turn.start, turn.stop]] = True
-    return fixed
 
 
 def _content(view: View, document: Document) -> Mapping[str, Any] | str | None:

@@ -168,5 +168,5 @@ def verify_on_ranks(
     return Report(title, facts, tuple(checks), names, _no_script)
 
 
-def _no_script(_name: str | None, _target: str | None) -> str:
+def _no_script(_name: str | None) -> str:
     raise ValueError("a program is made of a trainer in one process; check it without torchrun")

@@ -164,25 +164,21 @@ class Report:
     checks: tuple[Check, ...]
     required: tuple[str, ...] = ()
     """The names of the checks that must be measured for `passed`."""
-    make_script: Callable[[str | None, str | None], str] | None = field(default=None, repr=False, compare=False)
+    make_script: Callable[[str | None], str] | None = field(default=None, repr=False, compare=False)
     """Makes the program for a failed row; None where the report is not of a trainer."""
 
-    def script(self, name: str | None = None, target: str | None = None) -> str:
+    def script(self, name: str | None = None) -> str:
         """Returns a program without sftron that shows the fault of a failed row, by default of the first one.
 
         It is made as small as it can be, by running it again and again, and confirmed in a process of its own. It exits
         with 1 if the fault shows, and with 0 if it does not.
-
-        Args:
-            target: SCRIPT.py:FUNCTION, which returns the trainer. A program imports it if the trainer cannot be built
-                from its parts.
 
         Raises:
             ValueError: The row has not failed, or no program shows its fault; the message says why.
         """
         if self.make_script is None:
             raise ValueError("only a report of verify_trainer has programs")
-        return self.make_script(name, target)
+        return self.make_script(name)
 
     @property
     def card_line(self) -> str:

@@ -98,15 +98,15 @@ def main(arguments: list[str]) -> int:
             show(f"\nwritten: {path}")
     leave_together(options.time_limit)
     if is_main and options.script is not None:
-        write_scripts(options.script, report, options.target)
+        write_scripts(options.script, report)
     return 0 if report.passed else 1
 
 
-def write_scripts(folder: Path, report: Any, target: str) -> None:
+def write_scripts(folder: Path, report: Any) -> None:
     """Writes a program for each failed row, and prints its path, or why there is none."""
     for check in report.failed:
         try:
-            text = report.script(check.name, target)
+            text = report.script(check.name)
         except ValueError as error:
             show(f"\nno program: {error}", is_visible=True)
             continue
