@@ -1,11 +1,12 @@
 """verify_trainer on several ranks ends on all of them, whatever happens on one, and leaves the trainer as it was."""
 
+import ast
 import json
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,28 @@ def _trained_twice(exchange: Exchange) -> bool:
 @pytest.mark.filterwarnings("ignore::")
 def test_a_run_on_two_ranks_after_it_has_the_bits_of_a_run_without_it(tmp_path: Path) -> None:
     assert on_two_ranks(tmp_path, _trained_twice, time_limit=60) == [True, True]
+
+
+_COLLECTIVES = {"gather", "of_first", "broadcast", "on_all", "row", "measure", "reference"}
+
+
+def _hidden_collectives(source: str) -> Iterator[str]:
+    """Yields the properties that are collectives, and the statements that read one for its effect alone."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_" and "self." in ast.unparse(node.value):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(each) for each in node.decorator_list):
+            calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+            names = {each.attr for each in calls if isinstance(each, ast.Attribute)}
+            yield from [node.name] if names & _COLLECTIVES else []
+
+
+def test_no_property_is_a_collective() -> None:
+    example = "class A:\n    @cached_property\n    def b(self):\n        _ = self.c\n        return self.d.gather('d', 1)"
+    assert list(_hidden_collectives(example)) == ["b", "_ = self.c"]
+    paths = sorted((ROOT / "src/sftcheck/ranks").glob("*.py"))
+    assert len(paths) > 5
+    assert [each for path in paths for each in _hidden_collectives(path.read_text(encoding="utf-8"))] == []
 
 
 SCRIPT = """

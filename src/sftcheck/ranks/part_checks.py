@@ -14,6 +14,7 @@ import numpy as np
 from sftcheck.faults import Fault
 from sftcheck.ranks.rank_batches import MicroBatch
 from sftcheck.ranks.rank_subject import RankSubject
+from sftcheck.ranks.row_map import RowMap
 from sftcheck.tolerances import CHANGE_ACROSS_RANKS, ROTATION
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
@@ -22,7 +23,7 @@ _MOST_LENGTHS = 16
 
 
 def _require_parts(subject: RankSubject) -> None:
-    if not any(subject.exchange.gather("the parts of rows", subject.is_split)):
+    if not subject.is_split:
         raise NotMeasuredError("each rank computes whole rows")
 
 
@@ -31,10 +32,10 @@ def rotations(subject: RankSubject) -> Finding:
     chosen = subject.exchange.gather("the lengths of rows", _of_all_lengths(subject))[0]
     wrong, largest, num_compared, allowed = Counter[str](), 0.0, 0, ROTATION.of(subject.model)
     for micro in [subject.seen[number] for number in chosen]:
-        own, expected = subject.rotations(micro)
+        own, expected = subject.on_ranks.rotations(micro)
         if not own or not expected:
             own, expected = _positions(micro)
-        worst, compared = _apart(own, expected, micro.index)
+        worst, compared = _apart(own, expected, micro)
         num_compared += compared
         largest = max(largest, worst)
         if worst > allowed:
@@ -62,26 +63,22 @@ def _of_all_lengths(subject: RankSubject) -> list[int]:
 
 def _positions(micro: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the positions of a part and of the whole rows, each [1, T, 1], for a model without rotations."""
-    shape = micro.index.shape[:2]
-    passed = micro.whole.positions
-    at = np.maximum(micro.index, 0)
-    own = passed[at[..., 0], at[..., 1]] if passed is not None else np.broadcast_to(np.arange(shape[1]), shape)
+    shape, passed = micro.computed.shape, micro.whole.positions
+    own = micro.computed.read(passed) if passed is not None else np.broadcast_to(np.arange(shape[1]), shape)
     expected = np.broadcast_to(np.arange(micro.whole.ids.shape[1]), micro.whole.ids.shape)
     return [own[..., None].astype(float)], [(expected if passed is None else passed)[..., None].astype(float)]
 
 
-def _apart(own: Sequence[np.ndarray], expected: Sequence[np.ndarray], index: np.ndarray) -> tuple[float, int]:
+def _apart(own: Sequence[np.ndarray], expected: Sequence[np.ndarray], micro: MicroBatch) -> tuple[float, int]:
     """Returns the largest difference of a part's rotations from those of the whole rows, and how many there are."""
     worst, compared = 0.0, 0
     for part, rows in zip(own, expected, strict=False):
         if part.shape[1] == rows.shape[1]:  # of the whole row, on each rank
             worst, compared = max(worst, float(np.abs(part - rows).max())), compared + part.shape[1]
-        elif part.shape[1] == index.shape[1]:
-            has_place = index[..., 0] >= 0
-            at = index[has_place]
-            part = np.broadcast_to(part, (len(index), *part.shape[1:]))[has_place]
-            rows = np.broadcast_to(rows, (int(at[:, 0].max(initial=0)) + 1, *rows.shape[1:]))[at[:, 0], at[:, 1]]
-            worst, compared = max(worst, float(np.abs(part - rows).max(initial=0.0))), compared + len(at)
+        elif part.shape[1] == micro.computed.shape[1]:
+            rows = np.broadcast_to(rows, (len(micro.whole.ids), *rows.shape[1:]))
+            different = np.abs(part - micro.computed.read(rows))[micro.computed.has_place]
+            worst, compared = max(worst, float(different.max(initial=0.0))), compared + len(different)
     return worst, compared
 
 
@@ -89,19 +86,18 @@ def borders(subject: RankSubject) -> Finding:
     _require_parts(subject)
     # Every token gets a label, so that a border is seen wherever it falls.
     micro = max(subject.computed_micro_batches, key=lambda each: each.whole.ids.size)
-    labels, places = subject.labelled_everywhere(micro)
-    by_rank = subject.exchange.gather("the trained tokens", (micro.index, places, labels))
+    labels, trained = subject.on_ranks.trained_everywhere(micro)
+    by_rank = subject.exchange.gather("the trained tokens", (micro.computed.places, trained, labels))
     lost = extra = total = 0
     for first in micro.first_of_groups:
         labels = by_rank[first][2]
         is_trained, expected = np.zeros(labels.shape, dtype=bool), np.zeros(labels.shape, dtype=bool)
         expected[:, :-1] = labels[:, 1:] != IGNORE_INDEX
         for rank in micro.group_of(first) if micro.is_split(first) else [first]:
-            index, found, _ = by_rank[rank]
-            if found is None or found.shape != index.shape[:2]:
+            places, found, _ = by_rank[rank]
+            if found is None or found.shape != places.shape[:2]:
                 raise NotMeasuredError("the model's decoder is not found, so which tokens are trained is not known")
-            at = index[(index[..., 0] >= 0) & found]
-            is_trained[at[:, 0], at[:, 1]] = True
+            RowMap(np.where(found[..., None], places, -1)).write(is_trained, found)
         lost, extra = lost + int((expected & ~is_trained).sum()), extra + int((is_trained & ~expected).sum())
         total += int(expected.sum())
     if not lost and not extra:
@@ -114,7 +110,7 @@ def across_ranks(subject: RankSubject) -> Finding:
     micro_batches, world_size = subject.computed_micro_batches, subject.exchange.world_size
     documents = [_documents(subject, micro) for micro in micro_batches]
     numbers = subject.exchange.gather("the documents", [len(each) for each in documents])
-    before = subject.hidden_on_ranks([micro.whole.ids for micro in micro_batches])
+    before = subject.on_ranks.hidden([micro.whole.ids for micro in micro_batches])
     apart, own, size = 0.0, 0.0, max(float(each.abs().max()) for each in before)
     for kind in ("odd", "even", "second halves"):
         changes = list[_Change]()
@@ -122,14 +118,14 @@ def across_ranks(subject: RankSubject) -> Finding:
             first = micro.group_of(subject.rank)[0] if micro.is_split(subject.rank) else subject.rank
             earlier = sum(numbers[rank][n] for rank in micro.first_of_groups if rank < first)
             changes.append(_change_of(micro, documents[n], earlier, kind))
-        after = subject.hidden_on_ranks([each.ids for each in changes])
+        after = subject.on_ranks.hidden([each.ids for each in changes])
         for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
-            if one.shape[1] != micro.index.shape[1]:
+            if one.shape[1] != micro.computed.shape[1]:
                 raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens")
-            difference, at = (one - two).abs().amax(dim=-1).cpu().numpy(), np.maximum(micro.index, 0)
-            has_place, at = micro.index[..., 0] >= 0, (at[..., 0], at[..., 1])
-            apart = max(apart, float(difference[change.is_kept[at] & has_place].max(initial=0.0)))
-            own = max(own, float(difference[change.is_changed[at] & has_place].max(initial=0.0)))
+            difference = (one - two).abs().amax(dim=-1).cpu().numpy()
+            is_kept, is_changed = (micro.computed.read(each, False) for each in (change.is_kept, change.is_changed))
+            apart = max(apart, float(difference[is_kept].max(initial=0.0)))
+            own = max(own, float(difference[is_changed].max(initial=0.0)))
     found = subject.exchange.gather("the changes", (apart, own, size))
     worst, own, size = (max(each[n] for each in found) for n in range(3))
     if not own or sum(sum(each) for each in numbers) < 2:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sftcheck.batches import SeenBatch
+from sftcheck.ranks.row_map import RowMap
 from sftron.data.types import IGNORE_INDEX
 
 FIRST_NUMBER = 1 << 24
@@ -140,10 +141,10 @@ class MicroBatch:
     """The whole rows of which this rank computes all or a part, as one process would compute them."""
     parts: tuple[Part, ...]
     """Those of all ranks."""
-    index: np.ndarray
-    """int64 [B, T, 2]: the row and the column in `whole` of each token that this rank computes; -1 for none."""
-    given_index: np.ndarray
-    """The same for the batch of its dataloader."""
+    computed: RowMap
+    """The tokens that this rank computes, in `whole`."""
+    given: RowMap
+    """Those of the batch of its dataloader."""
     num_lost: int
     """How many tokens of the whole rows no rank computes."""
 
@@ -166,35 +167,28 @@ def whole_rows(batch: SeenPart, parts: Sequence[Part], rank: int) -> MicroBatch:
 
     Where the dataloader gives them whole, they are its rows; where the collator has cut them, those that it was given.
     """
-    own, index = parts[rank], _identity(batch.ids)
+    own = parts[rank]
     group = [each for each, part in enumerate(parts) if part.key == own.key]
     computed = {int(n) for each in group for n in _numbers_of(parts[each])}
     num_lost = own.num_numbered - len(computed) if own.numbers is not None else 0
     if not own.is_of_several or own.numbers is None:
         whole = SeenBatch(batch.features, batch.inputs, batch.seen)
-        return MicroBatch(batch.inputs, whole, tuple(parts), index, index, num_lost)
+        rows = RowMap.of_whole(batch.ids.shape)
+        return MicroBatch(batch.inputs, whole, tuple(parts), rows, rows, num_lost)
     if _is_given_whole(batch, own):
         shape = batch.inputs["input_ids"].shape
-        place = np.stack(np.divmod(np.arange(own.num_numbered), shape[1]), axis=-1)
-        whole, given_index = _of_loader(batch, parts, group, place), _identity(np.empty(shape))
+        layout = np.stack(np.divmod(np.arange(own.num_numbered), shape[1]), axis=-1)
+        whole, given = _of_loader(batch, parts, group, layout), RowMap.of_whole(shape)
+        computed = RowMap.of_numbers(own.numbers, layout)
     else:
-        place = _places(batch.features, own)
-        whole = _of_features(batch, parts, group, place)
-        given_index = _looked_up(own.numbers, place)
-    return MicroBatch(batch.inputs, whole, tuple(parts), _looked_up(own.numbers, place), given_index, num_lost)
-
-
-def _identity(ids: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.indices(ids.shape), 0, -1)
+        layout = _layout_of(batch.features, own)
+        whole = _of_features(batch, parts, group, layout)
+        computed = given = RowMap.of_numbers(own.numbers, layout)
+    return MicroBatch(batch.inputs, whole, tuple(parts), computed, given, num_lost)
 
 
 def _numbers_of(part: Part) -> np.ndarray:
     return np.empty(0) if part.numbers is None else part.numbers[part.numbers >= 0]
-
-
-def _looked_up(numbers: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Returns the places [B, T, 2] of numbers [B, T]; -1 for none."""
-    return np.where((numbers >= 0)[..., None], place[np.maximum(numbers, 0)], -1)
 
 
 def _is_given_whole(batch: SeenBatch, own: Part) -> bool:
@@ -203,7 +197,7 @@ def _is_given_whole(batch: SeenBatch, own: Part) -> bool:
 
 
 def _scattered(
-    parts: Sequence[Part], group: Sequence[int], place: np.ndarray, shape: Sequence[int], of: Callable[[Part], Any]
+    parts: Sequence[Part], group: Sequence[int], layout: np.ndarray, shape: Sequence[int], of: Callable[[Part], Any]
 ) -> np.ndarray | None:
     """Returns [B, T] with what each part has for each of its tokens; None if a part has nothing, or a token no part."""
     found, num_found = np.zeros(tuple(shape), dtype=np.int64), 0
@@ -212,13 +206,11 @@ def _scattered(
         values = of(part)
         if values is None or part.numbers is None:
             return None
-        at = _looked_up(part.numbers, place)[part.numbers >= 0]
-        found[at[:, 0], at[:, 1]] = values[part.numbers >= 0]
-        num_found += len(at)
-    return found if num_found >= len(place) else None
+        num_found += RowMap.of_numbers(part.numbers, layout).write(found, values)
+    return found if num_found >= len(layout) else None
 
 
-def _of_loader(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], place: np.ndarray) -> SeenBatch:
+def _of_loader(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], layout: np.ndarray) -> SeenBatch:
     given = dict(batch.inputs)
     shape = given["input_ids"].shape
     seen = {
@@ -226,13 +218,13 @@ def _of_loader(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], pl
         for name in ("input_ids", "attention_mask", "labels", "shift_labels", "position_ids")
         if isinstance(value := given.get(name), Tensor) and value.shape == shape
     }
-    positions = _scattered(parts, group, place, shape, lambda part: part.positions)
+    positions = _scattered(parts, group, layout, shape, lambda part: part.positions)
     if positions is not None:
         seen["position_ids"] = torch.from_numpy(positions).to(given["input_ids"].device)
     return SeenBatch(batch.features, {**given, **seen}, seen)
 
 
-def _places(features: Sequence[Any], own: Part) -> np.ndarray:
+def _layout_of(features: Sequence[Any], own: Part) -> np.ndarray:
     """Returns the row and the column of each numbered token: a row for each feature, or one row for all of them."""
     sizes = [len(each["input_ids"]) for each in features]
     if len(own.ids) == len(features):
@@ -240,14 +232,14 @@ def _places(features: Sequence[Any], own: Part) -> np.ndarray:
     return np.array([(0, column) for column in range(sum(sizes))])
 
 
-def _of_features(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], place: np.ndarray) -> SeenBatch:
+def _of_features(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], layout: np.ndarray) -> SeenBatch:
     own_ids = batch.seen["input_ids"]
     device = own_ids.device
-    shape = place.max(axis=0) + 1
+    shape = layout.max(axis=0) + 1
 
     def laid_out(values: Any, fill: int) -> Tensor:
         found = np.full(tuple(shape), fill, dtype=np.int64)
-        found[place[:, 0], place[:, 1]] = values
+        found[layout[:, 0], layout[:, 1]] = values
         return torch.from_numpy(found).to(device)
 
     def of_features(name: str) -> list[int] | None:
@@ -261,10 +253,10 @@ def _of_features(batch: SeenBatch, parts: Sequence[Part], group: Sequence[int], 
     labels = of_features("labels")
     if labels is not None:
         seen["labels"] = laid_out(labels, IGNORE_INDEX)
-    elif (scattered := _scattered(parts, group, place, shape, lambda part: part.labels)) is not None:
+    elif (scattered := _scattered(parts, group, layout, shape, lambda part: part.labels)) is not None:
         is_shifted = parts[group[0]].is_shifted
         seen["shift_labels" if is_shifted else "labels"] = torch.from_numpy(scattered).to(device)
-    positions = _scattered(parts, group, place, shape, lambda part: part.positions)
+    positions = _scattered(parts, group, layout, shape, lambda part: part.positions)
     if positions is not None:
         seen["position_ids"] = torch.from_numpy(positions).to(device)
     return SeenBatch(batch.features, seen, seen)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sftcheck.faults import Fault
+from sftcheck.gradients import GradientDifference
 from sftcheck.ranks.rank_batches import digest
 from sftcheck.ranks.rank_model import whole
 from sftcheck.ranks.rank_subject import RankSubject
@@ -26,7 +27,13 @@ _MOST_NAMED = 3
 
 
 def _are_right(subject: RankSubject) -> bool:
-    return all(each.is_right(GRADIENT_OF_RANKS.of(subject.model)) for each in subject.differences)
+    return all(each.is_right(GRADIENT_OF_RANKS.of(subject.model)) for each in _differences(subject))
+
+
+def _differences(subject: RankSubject) -> tuple[GradientDifference, ...]:
+    if not (found := subject.on_ranks.measure().differences):
+        raise NotMeasuredError("the reference has no gradient")
+    return found
 
 
 def _named_factor(factor: float, world_size: int, declared: int) -> str:
@@ -41,7 +48,7 @@ def _named_factor(factor: float, world_size: int, declared: int) -> str:
 
 def gradients(subject: RankSubject) -> Finding:
     tolerance, world_size = GRADIENT_OF_RANKS.of(subject.model), subject.exchange.world_size
-    found = subject.differences
+    found, names = _differences(subject), subject.on_ranks.measure().gradients
     worst_rank = max(range(world_size), key=lambda rank: found[rank].worst_apart)
     worst = found[worst_rank]
     detail = tuple(
@@ -51,7 +58,7 @@ def gradients(subject: RankSubject) -> Finding:
     )
     allowed = f"<= {tolerance:.0e}, relative"
     if worst.is_right(tolerance):
-        measured = f"{worst.worst_apart:.1e} from one process at most, in {len(subject.names):,} tensors"
+        measured = f"{worst.worst_apart:.1e} from one process at most, in {len(names):,} tensors"
         return Finding(True, measured, allowed, detail)
     size = max(len(micro.group_of(subject.rank)) for micro in subject.computed_micro_batches)
     factors = [each.factor for each in found]
@@ -73,12 +80,12 @@ def gradients(subject: RankSubject) -> Finding:
 
 def _digests(subject: RankSubject) -> set[str]:
     """Returns the different gradients of the ranks."""
-    own = [None if each is None else _content(each) for each in subject.run.gradients.values()]
+    own = [None if each is None else _content(each) for each in subject.on_ranks.measure().gradients.values()]
     return set(subject.exchange.gather("the digests of gradients", digest(own)))
 
 
 def loss(subject: RankSubject) -> Finding:
-    returned, reference = subject.run.returned, subject.reference
+    returned, reference = subject.on_ranks.measure().returned, subject.on_ranks.reference()
     totals = [sum(each) for each in returned]
     total, ratio = sum(totals) / len(totals), reference.loss
     tolerance = LOSS.of(subject.model)
@@ -109,7 +116,7 @@ def denominators(subject: RankSubject) -> Finding:
     counts = subject.exchange.gather("the denominators", None if own is None else float(own))
     num_own = sum(batch.num_trained for batch in subject.step.batches)
     labels = subject.exchange.gather("the labels", num_own)
-    expected, world_size = subject.reference.num_labels, subject.exchange.world_size
+    expected, world_size = subject.on_ranks.reference().num_labels, subject.exchange.world_size
     given = [count for count in counts if count is not None]
     if not given:
         raise NotMeasuredError("the trainer counts nothing; see gradients")
@@ -142,7 +149,7 @@ def _content(tensor: Tensor) -> bytes:
 
 def replicas(subject: RankSubject) -> Finding:
     before = _differing(subject, "before", _tensors(subject))
-    _ = subject.run
+    subject.on_ranks.measure()  # leaves its gradients for the optimizer
     optimizer: Any = subject.wrapped.optimizer
     for group in optimizer.param_groups:  # a warm-up begins with a rate of 0
         group["lr"] = group.get("initial_lr", group["lr"])
