@@ -501,7 +501,7 @@ def library_of(trainer: Any) -> str:
     return next((name for name in ("axolotl", "llamafactory", "swift", "trl") if name in packages), "")
 
 
-def values_of_mask(trainer: Any, rows: Sequence[Any]) -> dict[str, str]:
+def values_of_mask(rows: Sequence[Any], *, is_assistant_only: bool, is_completion_only: bool) -> dict[str, str]:
     """Returns the values of a fault of the mask: what mends it in TRL, as far as the columns of the rows allow it."""
     columns = set(rows[0]) if rows and isinstance(rows[0], Mapping) else set()
     of_trl = _PAIRS.format() + "."
@@ -510,11 +510,11 @@ def values_of_mask(trainer: Any, rows: Sequence[Any]) -> dict[str, str]:
             " assistant_only_loss=True does the same only with a chat template that has marks around each answer and "
             "its stop token (chat_template_path='marked.jinja'), and writes the same."
         )
-        if getattr(trainer.args, "assistant_only_loss", False):
+        if is_assistant_only:
             of_trl = (
                 "Move the marks of the chat template: {% generation %} behind the header of an answer, and "
                 "{% endgeneration %} behind its stop token."
             )
-    elif {"prompt", "completion"} <= columns and not getattr(trainer, "completion_only_loss", False):
+    elif {"prompt", "completion"} <= columns and not is_completion_only:
         of_trl = "Set SFTConfig(completion_only_loss=True)."
     return {"of_trl": of_trl}

@@ -86,13 +86,11 @@ class Subject(ABC):
     """A trainer, or a loop.
 
     Attributes:
-        trainer: Declares its options.
         library: The package of the trainer's class, "" for transformers, or "loop" for a loop.
         training: The batches that are looked at, with their documents.
         trained_roles: "assistant", or "all" for a loss over every token.
     """
 
-    trainer: Any
     library: str
     training: View
     trained_roles: str

@@ -249,7 +249,8 @@ def _hidden_collectives(source: str) -> Iterator[str]:
 
 
 def test_no_property_is_a_collective() -> None:
-    example = "class A:\n    @cached_property\n    def b(self):\n        _ = self.c\n        return self.d.gather('d', 1)"
+    body = "    @cached_property\n    def b(self):\n        _ = self.c\n        return self.d.gather('d', 1)"
+    example = f"class A:\n{body}"
     assert list(_hidden_collectives(example)) == ["b", "_ = self.c"]
     paths = sorted((ROOT / "src/sftcheck/ranks").glob("*.py"))
     assert len(paths) > 5

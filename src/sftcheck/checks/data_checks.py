@@ -35,7 +35,7 @@ def ids(view: View) -> Finding:
     if not num_known and encoder.problem and encoder.refused:
         measured = f"the rows are messages, and {encoder.problem}"
         return Finding(False, measured, "the template's ids", (), (Fault.TEMPLATE_UNSET,))
-    if not num_known and view.training is not None and view.training.known() and view.turn_text.is_known:
+    if not num_known and view.training is not None and view.training.known() and view.finder.turn_text.is_known:
         measured = f"none of {len(documents):,} documents has the form of the template"
         detail = (view.tokenizer.decode(documents[0].ids[:40]),)
         return Finding(False, measured, "all", detail, (Fault.OTHER_TURNS,))
@@ -62,7 +62,7 @@ def _fault_of_ids(view: View, wrong: Sequence[Document]) -> Fault:
         return Fault.DOUBLED_BOS
     if are_cut_by_limit(view, wrong):
         return Fault.ROWS_CUT
-    if getattr(view.trainer, "chat_template", None):
+    if view.declared.has_training_template:
         return Fault.TRAINING_TEMPLATE
     return wrong[0].fault or Fault.OTHER_FORMAT
 
@@ -164,9 +164,8 @@ def truncation(view: View) -> Finding:
     found = _counted({**counts, "conversations are in no batch": missing})
     if not found:
         return Finding(True, f"{len(view.known()):,} documents are whole", "none")
-    args = view.trainer.args
-    is_wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") == "wrapped"
-    by_packing = is_wrapped or (begins and cut and any(len(each) > 1 for *_, each in view.documents_of_rows))
+    has_packs = any(len(each) > 1 for *_, each in view.documents_of_rows)
+    by_packing = view.declared.is_wrapped or (begins and cut and has_packs)
     faults = {
         Fault.CUT_BY_PACKING if by_packing else Fault.ROWS_CUT: cut or begins,
         Fault.ROWS_DROPPED: missing,

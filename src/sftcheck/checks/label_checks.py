@@ -14,7 +14,7 @@ import numpy as np
 
 from sftcheck.documents.document import Document
 from sftcheck.documents.view import View
-from sftcheck.faults import Fault, library_of, values_of_mask
+from sftcheck.faults import Fault, values_of_mask
 from sftcheck.subject import with_evaluation
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
@@ -27,6 +27,13 @@ def are_cut_by_limit(view: View, wrong: Sequence[Document]) -> bool:
     lengths = Counter(map(len, view.documents))
     longest = max(lengths, default=0)
     return 1 < lengths[longest] < len(view.documents) and {*map(len, wrong)} == {longest}
+
+
+def _values_of_mask(view: View) -> dict[str, str]:
+    declared = view.declared
+    return values_of_mask(
+        view.rows, is_assistant_only=declared.is_assistant_only, is_completion_only=declared.is_completion_only
+    )
 
 
 def longest_of(view: View) -> dict[str, int]:
@@ -64,7 +71,7 @@ def _expected(view: View, document: Document) -> _Expected:
         after[end : _end_of_template_text(view, tokens, end - 1, is_last=end > last)] = end > 0
     target = Targets().of(tokens)
     headers = np.append(target[1:] & ~target[:-1], False) & (tokens.role_ids == Role.TEMPLATE)
-    is_marked_by_trl = bool(getattr(view.trainer, "chat_template", None))
+    is_marked_by_trl = view.declared.has_training_template
     for at in np.flatnonzero(headers):
         headers[at] = is_marked_by_trl and not view.tokenizer.decode([int(tokens.input_ids[at])]).strip()
     after[: document.num_unclear] = True
@@ -187,7 +194,7 @@ def trained_tokens(view: View) -> Finding:
     if wrong or not count.num_trained:
         measured = wrong if count.num_trained else "nothing is trained"
         faults = (Fault.ROWS_CUT,) if are_cut_by_limit(view, count.documents) else ()
-        values = longest_of(view) | values_of_mask(view.trainer, view.rows)
+        values = longest_of(view) | _values_of_mask(view)
         return Finding(False, measured, "as meant", detail, (*faults, *count.faults), values)
     what = "all of each document" if view.trained_roles == "all" else "all of what the model writes"
     measured = f"{count.num_trained:,} trained tokens, {what}"
@@ -220,10 +227,10 @@ def stop_tokens(view: View) -> Finding:
         return Finding(True, measured, "all")
     problem = next((each.truth.problem for each in documents if each.truth is not None and each.truth.problem), "")
     detail = (f"the first whose stop token is not trained is in {without[0]}", problem)
-    values = values_of_mask(view.trainer, view.rows)
+    values = _values_of_mask(view)
     faults = _faults_of_stops(view, set(names), is_text_trained=is_text_trained)
     if view.tokenizer.pad_token in names:
-        padding = Fault.PAD_IS_STOP.remedy(library_of(view.trainer), {"pad": view.tokenizer.pad_token})
+        padding = Fault.PAD_IS_STOP.remedy(view.declared.library, {"pad": view.tokenizer.pad_token})
         values |= {"padding": f" {padding}"}
         faults += (Fault.PAD_IS_STOP,) if {Fault.STOP_MASKED, Fault.EVERY_TOKEN} & {*faults} else ()
     return Finding(False, measured, "all", detail, faults, values)

@@ -87,10 +87,10 @@ def _require_bounds(subject: Subject) -> None:
     """Raises NotMeasuredError if rows are packed, and a document could be several conversations."""
     view = subject.training
     documents = view.documents
-    is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
+    is_packed = view.declared.is_packed is not False or any(each.num_cut_before for each in documents)
     unclear = [each for each in documents if each.source in ("", "ids") and not view.batches[each.batch].passes_bounds]
     if is_packed and any(map(view.may_be_several, unclear)):
-        are_packed = "may be packed" if is_packed == "unknown" else "are packed"
+        are_packed = "may be packed" if view.declared.is_packed is None else "are packed"
         raise NotMeasuredError(
             f"rows {are_packed}, and the template does not show where a conversation begins; give them as "
             "conversations="

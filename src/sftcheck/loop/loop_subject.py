@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sftcheck.batches import SeenBatch, Step
+from sftcheck.documents.declared import OF_A_LOOP
 from sftcheck.documents.truth import Encoder
 from sftcheck.documents.view import View
 from sftcheck.loop.loop_batches import LoopBatch, seen_batches
@@ -25,13 +25,6 @@ from sftcheck.subject import MovedTensors, Subject
 from sftron.checks.report import Finding, NotMeasuredError
 
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 8192, 400_000, 256
-
-
-class Undeclared:
-    """Stands for the options of a loop, which declares none: rows may be packed, and nothing is evaluated."""
-
-    args = SimpleNamespace(packing="unknown")
-    eval_dataset = None
 
 
 class StepSubject(Subject):
@@ -59,7 +52,7 @@ class StepSubject(Subject):
         optimizer: Optimizer | None,
         num_micro_batches: int,
     ) -> None:
-        self.trainer, self.library = Undeclared(), "loop"
+        self.library = OF_A_LOOP.library
         self.trained_roles, self.num_micro_batches = trained_roles, num_micro_batches
         self._step, self._optimizer = step, optimizer
         self._model = LoopModel(model, step, len(tokenizer))
@@ -69,7 +62,7 @@ class StepSubject(Subject):
         is_whole = self._is_exhausted and hasattr(batches, "__len__") and not isinstance(batches, (list, tuple))
         seen = [batch for each in self.steps for batch in each]
         self.training = View(
-            self.trainer, Encoder(tokenizer), [], seen, trained_roles, conversations=conversations, is_whole=is_whole
+            OF_A_LOOP, Encoder(tokenizer), [], seen, trained_roles, conversations=conversations, is_whole=is_whole
         )
 
     def _read(self, batches: Iterable[Any]) -> Iterator[list[LoopBatch]]:

@@ -106,7 +106,8 @@ def suspects(subject: TrainerSubject, name: str) -> Iterator[tuple[tuple[str, bo
         wrong = {id(each) for each in _wrong(view, name)}
         ordered = sorted(view.documents, key=lambda each: (id(each) not in wrong, len(each)))
         is_about_rows = name == "truncation"  # of others, the rows that are there are the ones to look at
-        missing = [_of_given(view, truth) for truth in view.given if is_about_rows and truth.excerpt in view.missing]
+        given = view.finder.given.truths if is_about_rows else []
+        missing = [_of_given(view, truth) for truth in given if truth.excerpt in view.missing]
         yield (name, is_evaluation), [*missing, *_rows_of(view, ordered)]
 
 
@@ -161,7 +162,7 @@ def _row_with(view: View, document: Document) -> Any:
     """Returns the row of the data set in which the document's ids are; None if it is not found."""
     features = view.batches[document.batch].features
     if len(features) == len(view.batches[document.batch].ids) and (ids := ids_of(features[document.row])) is not None:
-        return view._row_of_ids.get(ids.tobytes(), features[document.row])
+        return view.finder.row_of_ids.get(ids.tobytes(), features[document.row])
     for row in view.rows:
         if (ids := ids_of(row)) is not None and find(ids, document.ids) >= 0:
             return row

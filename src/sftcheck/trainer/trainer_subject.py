@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from sftcheck.batches import SeenBatch, Step, are_unlike, with_fewer_labels
+from sftcheck.documents.declared import Declared
 from sftcheck.documents.truth import Encoder
 from sftcheck.documents.view import View
-from sftcheck.faults import library_of
 from sftcheck.gradients import GradientDifference, difference_of
 from sftcheck.restore import own_collator, restored
 from sftcheck.subject import FEW_ROWS, MovedTensors, Subject
@@ -57,7 +57,8 @@ class TrainerSubject(Subject):
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
-        self.trainer, self.trained_roles, self.library = trainer, trained_roles, library_of(trainer)
+        self.trainer, self.trained_roles, self.declared = trainer, trained_roles, Declared.of(trainer)
+        self.library = self.declared.library
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
         self._is_endless = isinstance(data, SeekablePacks)
@@ -72,8 +73,9 @@ class TrainerSubject(Subject):
         self._require_embeddings(batches)
         is_whole = not self._is_endless and len(data) <= _NUM_ROWS
         is_whole &= sum(each.ids.size for each in batches) <= _MOST_TOKENS
+        declared, encoder = self.declared, self.encoder
         self.training = View(
-            trainer, self.encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
+            declared, encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
 
     @cached_property
@@ -153,7 +155,7 @@ class TrainerSubject(Subject):
         except Exception as error:  # of the trainer's own code
             return Finding.of_exception(error)
         rows = rows_of(sample)
-        return View(self.trainer, self.encoder, rows, [batch], self.trained_roles, training=self.training)
+        return View(self.declared, self.encoder, rows, [batch], self.trained_roles, training=self.training)
 
     def _first_evaluated(self, sample: Any) -> SeenBatch:
         """Returns the first batch of an evaluation, with the arguments of the model's call in `prediction_step`."""
