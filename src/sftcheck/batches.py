@@ -45,8 +45,9 @@ class SeenBatch:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """int64 [B, T]: the label of the token at the same index, which the model predicts from the tokens before it;
-        or IGNORE_INDEX. They are those that the model is given, or those of the batch.
+        """int64 [B, T]: the label of the token at the same index, or IGNORE_INDEX.
+
+        The model predicts it from the tokens before. The model's arguments come first, then the batch.
         """
         if isinstance(shifted := self.seen.get("shift_labels"), Tensor):
             first = np.full((len(self.ids), 1), IGNORE_INDEX, dtype=np.int64)
@@ -122,7 +123,7 @@ def are_unlike(counts: Sequence[int]) -> bool:
 
 
 def spans_of_rows(batch: SeenBatch) -> Iterator[tuple[int, int, int, Any]]:
-    """Yields (row, start, end, feature): the tokens of a row that are no padding, or those of each of its features."""
+    """Yields (row, start, end, feature): the tokens of a row without padding, or the tokens of each of its features."""
     num_rows, features, ids = len(batch.ids), list(batch.features), batch.ids.astype(np.int32)
     lists = [ids_of(feature) for feature in features]
     if len(features) == num_rows:

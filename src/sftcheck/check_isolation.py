@@ -1,4 +1,4 @@
-"""check_isolation: whether another trainer's model keeps the conversations of a pack apart, and what makes it so."""
+"""check_isolation: whether another trainer's model isolates the conversations of a pack, and the remedy if not."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _script(model: nn.Module, batch: Mapping[str, Any], collator: FlattenPacks, 
 
 
 def _remedies(model: Any, packs: Sequence[Pack], collator: FlattenPacks) -> Iterator[str]:
-    """Yields what keeps conversations apart: the smallest change that does so in a measurement, then what always does.
+    """Yields remedies: first the smallest change that a measurement confirms, then what always works.
 
     All changes are measured without a cache.
     """

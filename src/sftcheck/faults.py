@@ -43,19 +43,20 @@ _PAIRS = (
 _MASK = Entry(
     ("trained tokens",),
     "",
-    "Give labels of -100 to all but what the model writes: the tokens behind apply_chat_template(..., "
-    "add_generation_prompt=True) up to each answer's stop token, which has its label too.",
+    "Give labels of -100 to all but the answers. An answer begins behind apply_chat_template(..., "
+    "add_generation_prompt=True) and ends with its stop token, which has its label too.",
     trl="{of_trl}",
     axolotl="Set train_on_inputs: false with roles_to_train: [assistant] and train_on_eos: turn.",
     llamafactory="Set train_on_prompt: false and mask_history: false.",
-    swift="Set --loss_scale default, and --template_backend swift: the other one masks nothing.",
-    loop="Give the loss a target where the model writes, and nowhere else: the tokens behind apply_chat_template(..., "
-    "add_generation_prompt=True) up to each answer's stop token, which is trained too.",
+    swift="Set --loss_scale default, and --template_backend swift: the other backend masks nothing.",
+    loop="Give the loss a target in the answers, and nowhere else. An answer begins behind "
+    "apply_chat_template(..., add_generation_prompt=True) and ends with its stop token, which is "
+    "trained too.",
 )
-_LIMIT = "raise {} above the longest conversation; else keep every message where the rows are made."
+_LIMIT = "raise {} above the longest conversation; else keep every message when you make the rows."
 _OF_STEP = (
-    "Do not override training_step; or call accelerator.backward(loss) once for each micro-batch with the loss that it "
-    "returns, and do not divide, clip or zero gradients in it: max_grad_norm clips once a step."
+    "Do not override training_step. If you do, call accelerator.backward(loss) once for each micro-batch, with the "
+    "loss that it returns, and do not divide, clip or zero gradients there: max_grad_norm clips once a step."
 )
 
 
@@ -66,84 +67,91 @@ class Fault(Enum):
     # -- masks ---------------------------------------------------------------------------------------------------------
     EVERY_TOKEN = Entry(
         ("trained tokens", "stop tokens"),
-        "Tokens are left out of the loss.",
-        "Give each token but padding its own id as label.",
+        "The loss leaves out tokens.",
+        "Label each token with its own id, except padding.",
         note="{padding}",
     )
     PROMPTS_TRAINED = replace(
         _MASK,
-        meaning="The prompts are trained.",
-        note=" If a loss over everything is meant, pass trained_roles='all'.",
+        meaning="The loss trains the prompts.",
+        note=" If you mean a loss over everything, pass trained_roles='all'.",
     )
-    HEADERS_TRAINED = replace(_MASK, meaning="The mask begins before what the model writes.")
+    HEADERS_TRAINED = replace(_MASK, meaning="The labels begin before the answer does.")
     WEIGHTS_IGNORED = Entry(
         ("trained tokens",),
-        "The rows give answers the weight 0, and they are trained.",
-        "Set the labels of those answers to -100, their stop tokens included.",
+        "The rows give some answers the weight 0, but the loss trains them.",
+        "Set the labels of those answers and of their stop tokens to -100.",
         trl=f"TRL does not read `weight`. {_PAIRS}.",
-        loop="Give the tokens of those answers, their stop tokens included, no target or the weight 0.",
+        loop="Give the tokens of those answers and their stop tokens no target, or the weight 0.",
     )
-    ANSWERS_LEFT_OUT = replace(_MASK, meaning="Answers, or parts of them, are left out of the loss.")
-    NOTHING_TRAINED = replace(_MASK, meaning="No answer is trained.")
-    STOP_MASKED = replace(_MASK, rows=("stop tokens",), meaning="The stop token is masked away.", note="{padding}")
+    ANSWERS_LEFT_OUT = replace(_MASK, meaning="The loss leaves out answers, or parts of them.")
+    NOTHING_TRAINED = replace(_MASK, meaning="The loss trains no answer.")
+    STOP_MASKED = replace(
+        _MASK,
+        rows=("stop tokens",),
+        meaning="The labels mask the stop token, so the model does not learn to stop.",
+        note="{padding}",
+    )
     SHIFTED_LABELS = Entry(
         ("trained tokens", "stop tokens"),
-        "The labels are shifted before the model shifts them again.",
-        "Give labels that equal input_ids at the same index; shift_labels, if passed, hold the token after each.",
+        "The batch shifts the labels, and the model shifts them again.",
+        "Give labels that equal input_ids at the same index. If you pass shift_labels, give the token after each.",
         loop="targets[:, t] is input_ids[:, t + 1]: shift once, in the batch or in the loss.",
     )
     UNSHIFTED_LABELS = Entry(
         ("trained tokens", "stop tokens"),
-        "Each token is trained to be itself, which it already is in the input.",
-        "A token's logits predict the next one: compare logits[:, :-1] with labels[:, 1:].",
+        "The loss trains each token to predict itself, which the input already shows.",
+        "Compare logits[:, :-1] with labels[:, 1:]: a token's logits predict the next token.",
     )
     MASKED_IDS = Entry(
         ("trained tokens", "stop tokens"),
-        "The ids are changed, and the labels are those that were there.",
-        "Set DataCollatorForLanguageModeling(mlm=False).",
-        loop="Or the targets are those of other rows: targets[:, t] is input_ids[:, t + 1] wherever it is trained.",
+        "The labels are other tokens: the collator replaces ids (masked language modeling), or the "
+        "labels belong to other rows.",
+        "Set DataCollatorForLanguageModeling(mlm=False), or give each row its own labels.",
+        loop="Make targets[:, t] equal to input_ids[:, t + 1] at each trained token.",
     )
     ANSWERS_UNTRAINED = Entry(("stop tokens",), "The answers themselves have no label; see trained tokens.")
     PAD_IS_STOP = Entry(
         ("stop tokens",),
-        "The padding token is the stop token, {pad}: if the collator masks every padding token,",
-        "set tokenizer.pad_token to another token, or take DataCollatorForSeq2Seq, which pads labels by position.",
-        trl="leave data_collator out: TRL's pads labels by position.",
+        "The padding token is the stop token, {pad}, so a collator that masks padding by its id masks both.",
+        "Set tokenizer.pad_token to another token, or use DataCollatorForSeq2Seq: it pads labels by position.",
+        trl="Leave data_collator out: TRL's own pads labels by position.",
     )
     NO_STOP = Entry(
         ("stop tokens",),
         "No stop token follows the answers.",
-        "Give a chat template that writes one, such as the eos_token, behind each answer.",
-        trl="Give a chat template (chat_template_path=) that writes one, such as the eos_token, behind each answer.",
+        "Give a chat template that writes one, such as the eos_token, after each answer.",
+        trl="Give a chat template (chat_template_path=) that writes one, such as the eos_token, after each answer.",
     )
     # -- ids and bounds ------------------------------------------------------------------------------------------------
     OTHER_FORMAT = Entry(
         ("ids",),
-        "The model is trained on another format than its tokenizer's template writes, and than it is used with.",
-        "Tokenize the messages with apply_chat_template(tokenize=True); or set tokenizer.chat_template to the template "
-        "in which the rows are, so that it is saved.",
+        "The rows have another format than the tokenizer's template, with which the model is served.",
+        "Tokenize the messages with apply_chat_template(tokenize=True); or set tokenizer.chat_template "
+        "to the template of the rows, so that the model is saved with it.",
         trl="Give rows of messages, or of prompt and completion, which TRL renders with the tokenizer's template.",
-        llamafactory="Leave `template:` out, and LLaMA-Factory takes the tokenizer's own.",
-        swift="Take the --template of ms-swift that writes the same as the tokenizer's own.",
+        llamafactory="Remove `template:`; LLaMA-Factory then uses the tokenizer's own.",
+        swift="Use the --template of ms-swift that writes the same text as the tokenizer's own.",
     )
     OTHER_TURNS = replace(
-        OTHER_FORMAT, meaning="The rows have no turn of the template, so the model is trained on another format."
+        OTHER_FORMAT, meaning="The rows hold no turn of the template, so the model learns another format."
     )
-    NO_BEGINNING = replace(OTHER_FORMAT, meaning="The template writes a beginning that the batch lacks.")
+    NO_BEGINNING = replace(OTHER_FORMAT, meaning="The batch lacks the beginning that the template writes.")
     TRAINING_TEMPLATE = Entry(
         ("ids",),
-        "For assistant_only_loss TRL renders a copy of the template, which writes these rows otherwise than the "
-        f"tokenizer's own, with which the model is saved. {_PAIRS}; leave assistant_only_loss out.",
+        "For assistant_only_loss, TRL renders its own copy of the template. The copy writes these rows "
+        f"differently, and the model is saved with the tokenizer's template. {_PAIRS}; leave "
+        "assistant_only_loss out.",
     )
     APPLIED_TWICE = Entry(
         ("ids",),
-        "The chat template is applied twice: the text of a message begins as a rendered conversation does.",
-        "Render the messages once: give either rendered text or messages to what tokenizes them.",
+        "The chat template is applied twice: a message's text is itself a rendered conversation.",
+        "Render the messages once: give the tokenizing code either rendered text or messages.",
         trl="Give TRL the messages as they are, not rendered.",
     )
     TOOLS_LEFT_OUT = Entry(
         ("ids",),
-        "The rows have tools that the model is not shown: it is trained to call what no prompt declares.",
+        "The rows have tools, but the prompts do not show them: the model learns to call undeclared tools.",
         "Pass the tools of each row to the template: apply_chat_template(messages, tools=row['tools']).",
         trl="Give each row its column `tools`, as JSON schemas, with its messages.",
         axolotl="Set field_tools to the column of the tools.",
@@ -151,14 +159,14 @@ class Fault(Enum):
     )
     DOUBLED_BOS = Entry(
         ("ids",),
-        "The text of the template has its beginning-of-text token already, and the tokenizer adds another.",
+        "The template writes a beginning-of-text token, and the tokenizer adds another.",
         "Tokenize rendered text with add_special_tokens=False.",
         trl="Give rows of messages: TRL renders and tokenizes them in one step.",
     )
     TEMPLATE_UNSET = Entry(
         ("ids",),
         "A server would have no template for its prompts.",
-        "Set tokenizer.chat_template to the template with which the rows were rendered, so that it is saved.",
+        "Set tokenizer.chat_template to the template that rendered the rows, so that the model is saved with it.",
     )
     ROWS_CUT = Entry(
         ("ids", "trained tokens", "truncation"),
@@ -169,74 +177,78 @@ class Fault(Enum):
         axolotl=_LIMIT.format("sequence_len"),
         llamafactory=_LIMIT.format("cutoff_len"),
         swift=_LIMIT.format("--max_length"),
-        loop="raise it above the longest conversation; else keep every message where the rows are made.",
+        loop=_LIMIT.format("it"),
     )
     ROWS_DROPPED = Entry(
         ("truncation",),
-        "Rows are dropped while the data is prepared.",
+        "The preparation of the data drops rows.",
         "Remove the filter that drops them.",
         trl="Raise SFTConfig(max_length=...) above the longest conversation, or remove the filter that drops them.",
     )
     ROWS_SKIPPED = Entry(
         ("truncation",),
-        "training_step returns for some micro-batches without a call of the model, so nothing is learned from their "
-        "rows, although num_items_in_batch counts their labels.",
-        "Do not override training_step; leave out such rows where the data set is made.",
+        "training_step does not call the model for some micro-batches: their rows teach nothing, but "
+        "num_items_in_batch counts their labels.",
+        "Do not override training_step; remove such rows from the data set.",
     )
     ROWS_EMPTY = Entry(("truncation",), "These rows train nothing: their answers are masked; see trained tokens.")
     # -- packing -------------------------------------------------------------------------------------------------------
     CUT_BY_PACKING = Entry(
         ("truncation",),
         "Packing cuts conversations where a pack is full.",
-        "Take one conversation as a row, and DataCollatorWithFlattening(), which passes position_ids.",
+        "Make each conversation a row, and use DataCollatorWithFlattening(), which passes position_ids.",
         trl="Set packing_strategy='bfd' and a max_length above the longest conversation.",
         axolotl="Set sample_packing: true with flash attention.",
         llamafactory="Set neat_packing: true.",
-        loop="Fill packs with whole conversations; pass positions that begin at 0 with each, and their bounds "
-        "(cu_seqlens, document ids, or a mask of blocks) to attention.",
+        loop="Fill packs with whole conversations. Restart positions at 0 with each, and pass the bounds "
+        "(cu_seqlens, document ids, or a block mask) to attention.",
     )
     POSITIONS_RUN_ON = replace(
-        CUT_BY_PACKING, rows=("positions",), meaning="Positions run on, where the model is used from position 0 on."
+        CUT_BY_PACKING,
+        rows=("positions",),
+        meaning="Positions continue from one conversation to the next, but a server starts each conversation "
+        "at position 0.",
     )
     POSITIONS_OUT_OF_ORDER = Entry(
         ("positions",),
-        "The model gets the tokens in another order than the one in which it will be used.",
-        "Leave position_ids out of batches with one conversation in each row, or count 0, 1, 2 and so on from the "
-        "first token of each conversation.",
+        "The positions of a conversation are not consecutive, so the model sees its tokens in another "
+        "order than a server gives.",
+        "Leave position_ids out if each row is one conversation; else count 0, 1, 2, ... from each "
+        "conversation's first token.",
     )
     NO_POSITIONS = replace(
         CUT_BY_PACKING,
         rows=("isolation",),
-        meaning="The packed row has no position_ids: the model attends to all before.",
+        meaning="The packed row has no position_ids, so each conversation attends to all earlier ones.",
     )
     LABELS_CROSS = replace(
         CUT_BY_PACKING,
         rows=("positions",),
-        meaning="Labels cross the borders of packed documents.",
+        meaning="The last token of a packed document predicts the first token of the next.",
         option="Set the label of each document's first token to -100, as DataCollatorWithFlattening() does.",
-        loop="Ignore the target of each document's last token, which is the beginning of the next one.",
+        loop="Ignore the target of each document's last token: it is the first token of the next document.",
     )
     MASK_OF_ONES = Entry(
         ("isolation",),
-        "transformers reads the borders of conversations from position_ids only without an attention_mask.",
+        "transformers reads the borders of conversations from position_ids only if no attention_mask is passed.",
         "Leave the mask out of the batch, as DataCollatorWithFlattening() does, for a model type that supports packed "
         "rows; docs/isolation.md lists the types.",
         llamafactory="Set neat_packing: true.",
     )
     OWN_MASK = Entry(
         ("isolation",),
-        "The batch carries an attention_mask of its own shape, which lets conversations through.",
-        "Fix it, or pass position_ids alone, from which transformers makes the mask.",
+        "The batch's own attention_mask lets conversations see each other.",
+        "Fix the mask, or pass position_ids alone: transformers builds the mask from them.",
     )
     FUTURE = Entry(
         ("isolation",),
-        "The attention mask lets a token see those that come after it, which it is to predict.",
+        "The attention mask lets a token see the later tokens that it should predict.",
         "Make the mask causal within each conversation, or pass none and let the model make it.",
     )
     CACHE = Entry(
         ("isolation",),
         "The cache joins the documents of a row.",
-        "Set TrainingArguments(use_cache=False), also where a compute_loss of your own calls the model.",
+        "Set TrainingArguments(use_cache=False); if your own compute_loss calls the model, pass it there too.",
         trl="Set SFTConfig(use_cache=False).",
         loop="Pass use_cache=False to the model, or set model.config.use_cache = False.",
     )
@@ -244,13 +256,13 @@ class Fault(Enum):
         ("isolation",),
         "{name} with attention {attention!r} does not keep packed conversations apart; docs/isolation.md lists the "
         "types that do.",
-        "Give the batches one conversation in each row, such as DataCollatorForSeq2Seq pads.",
+        "Put one conversation in each row, as DataCollatorForSeq2Seq does.",
         trl="Set packing=False and padding_free=False.",
         axolotl="Set sample_packing: false.",
         llamafactory="Set packing: false.",
         swift="Set --packing false and --padding_free false.",
-        loop="Pass the bounds of the conversations (cu_seqlens, document ids, or a mask of blocks) to attention, or "
-        "give one conversation in each row.",
+        loop="Pass the bounds of the conversations (cu_seqlens, document ids, or a block mask) to "
+        "attention, or put one conversation in each row.",
     )
     ROWS_MIXED = Entry(
         ("isolation",),
@@ -259,9 +271,10 @@ class Fault(Enum):
     )
     NOT_AS_ALONE = Entry(
         ("positions",),
-        "With the batch's arguments the model computes something else for the same ids than it will when it is served.",
-        "Pass position_ids that begin at 0 with each conversation, or pad on the right (tokenizer.padding_side = "
-        "'right'); and no token_type_ids or masks that a server does not pass.",
+        "The model computes a conversation differently in this batch than when it is served alone.",
+        "Pass position_ids that begin at 0 with each conversation, or pad on the right "
+        "(tokenizer.padding_side = 'right'). Pass no token_type_ids or masks that a server does not "
+        "pass.",
     )
     # -- loss and padding ----------------------------------------------------------------------------------------------
     NOT_FINITE = Entry(
@@ -295,44 +308,44 @@ class Fault(Enum):
     )
     EVALUATED_BY_BATCHES = Entry(
         ("loss",),
-        "eval_loss depends on per_device_eval_batch_size: the mean of a batch with few labels counts as much as any "
-        "other. The training's own loss is not concerned.",
+        "eval_loss depends on per_device_eval_batch_size: the mean of a batch with few labels counts "
+        "as much as any other. The training loss is not affected.",
         "Weight the loss of each batch by its number of labels in an evaluate() of your own; or raise "
         "per_device_eval_batch_size to the number of rows, so that there is one batch.",
     )
     MEAN_BY_SEQUENCE = Entry(
         ("loss",),
-        "The tokens of a short answer count for more than those of a long one.",
-        "Divide the sum of the token losses of all rows by the number of their targets, not each row by its own.",
+        "A token of a short answer counts more than a token of a long one.",
+        "Divide the sum of the token losses of all rows by the number of their targets; do not divide "
+        "each row by its own number.",
     )
     GRADIENT_LOST = Entry(
         ("loss",),
-        "Some micro-batches of a step are computed, and their gradients are not used.",
-        "Call backward for each micro-batch, and zero_grad once a step, not between its micro-batches.",
+        "The step computes some micro-batches and discards their gradients.",
+        "Call backward for each micro-batch, and zero_grad once a step, not between micro-batches.",
     )
     GRADIENT_SCALED = Entry(
         ("gradients",),
-        "The gradients have another size than the loss, as a learning rate or a clipping of the norm that is wrong by "
-        "it has.",
+        "Every gradient is the gradient of the loss times one factor, which acts like a wrong learning "
+        "rate or clipping norm.",
         _OF_STEP,
     )
     GRADIENT_CHANGED = Entry(("gradients",), "The optimizer does not get the gradients of the step's loss.", _OF_STEP)
     OTHER_COUNT = Entry(
         ("loss",),
-        "The loss is divided by another number than that of its labels.",
+        "The step divides the loss by a number that differs from the number of its labels.",
         "Mask padding and the first token of each row with -100, and do not override get_batch_samples or "
         "_get_num_items_in_batch.",
-        loop="Divide by the number of targets that are not ignored, of all micro-batches of the step.",
+        loop="Divide by the number of targets that are not ignored, over all micro-batches of the step.",
     )
     BATCH_DEPENDENT = Entry(
         ("loss",), "What is learned from a row depends on its neighbors: see isolation, positions and padding."
     )
     PADDING_TRAINED = Entry(
         ("padding",),
-        "Padding is trained, and counted as labels.",
+        "The loss trains padding and counts it as labels.",
         "Pad labels with -100, as DataCollatorForSeq2Seq does, or set labels[attention_mask == 0] = -100.",
-        loop="Give padding the target that the loss ignores (ignore_index, which is -100 if it is not passed), or the "
-        "weight 0.",
+        loop="Give padding the target that the loss ignores (ignore_index, by default -100), or the weight 0.",
     )
     TEXT_MASKED = Entry(
         ("padding",),
@@ -342,7 +355,7 @@ class Fault(Enum):
     )
     PADDING_ATTENDED = Entry(
         ("padding",),
-        "Padding is attended to.",
+        "The conversations attend to padding.",
         "Pass the attention_mask of the tokenizer on to the model, or pad on the right (tokenizer.padding_side = "
         "'right').",
     )
@@ -355,8 +368,8 @@ class Fault(Enum):
     FROZEN_MOVED = Entry(
         ("adapters",),
         "Steps change tensors that are frozen.",
-        "Give the optimizer only tensors whose requires_grad is True, and let no frozen tensor share memory with a "
-        "trained one.",
+        "Give the optimizer only tensors whose requires_grad is True, and let no frozen tensor share "
+        "memory with a trained one.",
     )
     NOT_OPTIMIZED = replace(NOT_LEARNING, meaning="Parts that should learn are not in the optimizer.")
     NOT_SAVED = Entry(
@@ -368,8 +381,8 @@ class Fault(Enum):
     TOKENS_FROZEN = Entry(
         ("adapters",),
         "The adapter cannot teach tokens whose embeddings are frozen.",
-        "Set LoraConfig(modules_to_save=['embed_tokens', 'lm_head']), or take a chat template whose tokens the model "
-        "knows.",
+        "Set LoraConfig(modules_to_save=['embed_tokens', 'lm_head']), or use a chat template whose "
+        "tokens the model knows.",
         axolotl="Set lora_modules_to_save: [embed_tokens, lm_head].",
         llamafactory="Set additional_target: embed_tokens,lm_head.",
         swift="Set --modules_to_save embed_tokens lm_head.",
@@ -383,9 +396,9 @@ class Fault(Enum):
     )
     OTHER_TOKENIZER = Entry(
         ("generation",),
-        "The folder's tokenizer gives other ids than those that are trained.",
-        "Pass the tokenizer that made the data as processing_class; if it is that one, the folder is loaded as another "
-        "class, by its config.json.",
+        "The saved tokenizer gives other ids than the batches hold.",
+        "Pass the tokenizer that made the data as processing_class. If it is that one already, the folder's "
+        "config.json makes transformers load another class.",
     )
     OTHER_CLASS = Entry(
         ("generation",),
@@ -404,45 +417,48 @@ class Fault(Enum):
     )
     ROWS_REPEATED = Entry(
         ("rows",),
-        "Rows are trained several times, or never.",
-        "Give every rank the whole data set and the same seed: accelerate's dataloader shards it, ranks that share "
-        "rows get the same ones, and a sampler or a shard of your own does it a second time.",
+        "The ranks train some rows several times, or never.",
+        "Give every rank the whole data set and the same seed. accelerate's dataloader shards it, and "
+        "gives the same rows to ranks that share them; your own sampler or shard would divide it a "
+        "second time.",
     )
     BATCHES_UNEQUAL = Entry(
         ("rows",),
-        "The ranks have unequal numbers of batches, so the others wait for ever for the rank that finishes first.",
+        "The ranks have unequal numbers of batches, so one finishes early and the others wait for it forever.",
         "Give every rank the same number of batches: let accelerate shard the data set, or cut every rank's shard to "
         "the shortest.",
     )
     OTHER_DENOMINATOR = Entry(
         ("denominators",),
         "The weight of a token depends on the number of ranks, or on its neighbors.",
-        "Keep average_tokens_across_devices=True, and do not override get_batch_samples or _get_num_items_in_batch; a "
-        "count of your own is summed over all ranks with different rows, once, and is not divided in whole numbers.",
+        "Keep average_tokens_across_devices=True, and do not override get_batch_samples or "
+        "_get_num_items_in_batch. If you count yourself, sum once over all ranks with different rows, "
+        "and do not divide in whole numbers.",
     )
     MEAN_OF_RANKS = Entry(
         ("loss",),
-        "The step is a mean of the ranks' own means, or is divided by another number than that of all labels.",
+        "The step averages the ranks' own means, or divides by another number than the labels of all ranks.",
         "Divide the sum of a rank's token losses by the labels of all ranks, times the number of ranks whose gradients "
         "are averaged, as transformers' compute_loss does.",
     )
     GRADIENT_FACTOR = Entry(
         ("gradients",),
-        "The gradient has a factor, as a learning rate or a clipping of the norm that is wrong by it has.",
+        "The gradient is too large or too small by one factor, which acts like a wrong learning rate or clipping norm.",
         "Multiply the loss by the number of ranks exactly where their gradients are averaged (DDP and FSDP average), "
         "and divide by it once.",
     )
     GRADIENTS_NOT_SUMMED = Entry(
         ("gradients",),
         "The ranks do not add up their gradients, so their weights drift apart.",
-        "Wrap the model in DDP or FSDP over all ranks, those that share rows too, and do not call no_sync in the last "
-        "micro-batch.",
+        "Wrap the model in DDP or FSDP over all ranks, including those that share rows, and do not "
+        "call no_sync in the last micro-batch.",
     )
     GRADIENTS_OF_RANKS = Entry(
         ("gradients",),
-        "The ranks together train on something else than one process does.",
-        "The rows above and below say what differs: rows, denominators, rotations, borders, across ranks. If none "
-        "fails, look for attention or recurrent layers that see only a part of the row.",
+        "The ranks together compute another gradient than one process does.",
+        "Read the rows above and below to see what differs: rows, denominators, rotations, borders, "
+        "across ranks. If none fails, look for attention or recurrent layers that see only a part of "
+        "the row.",
     )
     RANK_NOT_FINITE = Entry(
         ("loss", "gradients"),
@@ -451,31 +467,31 @@ class Fault(Enum):
     )
     OTHER_ROTATIONS = Entry(
         ("rotations",),
-        "Tokens of a part are rotated otherwise than in the whole row.",
-        "Compute positions and rotations of the whole row and cut them afterwards; longrope and dynamic scaling choose "
-        "by the length that they see.",
+        "A rank rotates the tokens of its part differently than one process rotates the whole row.",
+        "Compute positions and rotations of the whole row, and cut them afterwards: longrope and "
+        "dynamic scaling choose by the length that they see.",
     )
     LABELS_AT_BORDERS = Entry(
         ("borders",),
-        "Labels are lost or doubled where a row is cut.",
-        "Shift the labels of the whole row (shift_labels), and cut them afterwards; pad a row whose length the number "
-        "of ranks does not divide.",
+        "The cut of a row loses or doubles labels.",
+        "Shift the labels of the whole row (shift_labels), and cut them afterwards. Pad a row until "
+        "the number of ranks divides its length.",
     )
     LEAK_ACROSS_RANKS = Entry(
         ("across ranks",),
         "Conversations see each other across ranks.",
-        "Pass the borders of the whole row (positions, cu_seqlens) to attention and recurrent layers, not those of a "
-        "part.",
+        "Pass the borders of the whole row (positions, cu_seqlens) to attention and recurrent layers, "
+        "not the borders of a part.",
     )
     REPLICAS_DIFFER = Entry(
         ("replicas",),
-        "The ranks train different models, of which one is saved.",
+        "The ranks train different models, and only one is saved.",
         "Create new tensors (adapters, resized embeddings) with the same seed on all ranks, or broadcast them from "
         "rank 0.",
     )
     REPLICAS_DRIFT = Entry(
         ("replicas",),
-        "The ranks' copies drift apart, and one of them is saved.",
+        "The ranks' copies drift apart, and only one is saved.",
         "Give every rank the sum of all gradients, and the same optimizer; see gradients.",
     )
 

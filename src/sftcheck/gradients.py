@@ -1,4 +1,4 @@
-"""How far the gradients of a trainer's step are from those of a reference."""
+"""How far the gradients of a trainer's step are from a reference."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sftron.checks.report import NotMeasuredError
 
 @dataclass(frozen=True, slots=True)
 class GradientDifference:
-    """The gradients that a trainer's step leaves, against those of the reference."""
+    """The gradients that a trainer's step leaves, against the reference's."""
 
     apart: float
-    """The norm of the difference by that of the reference."""
+    """The norm of the difference, divided by the norm of the reference."""
     factor: float
-    """The factor of the reference that is nearest."""
+    """The factor by which the reference is nearest."""
     apart_from_factor: float
-    """What `apart` is from the reference times the factor."""
+    """`apart`, against the reference times the factor."""
     worst: str
     worst_apart: float
     worst_factor: float

@@ -205,7 +205,7 @@ def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[Subject], F
 
 
 def with_finding_of(name: str, found: Finding, other: Finding) -> Finding:
-    """Returns the finding of the training together with that of an evaluation of this name."""
+    """Joins the finding of the training with the finding of one evaluation."""
     is_first = other.passed is False and found.passed is not False
     raised = found.raised or other.raised
     first, rest = (other, found) if is_first else (found, other)

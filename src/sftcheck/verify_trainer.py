@@ -53,7 +53,7 @@ RULES = (
     Rule(
         "loss",
         model_checks.loss,
-        proves="The loss of a step, or of an evaluation, is one ratio: that of all trained tokens, by their number.",
+        proves="The loss of a step, or of an evaluation, is one ratio: the sum of its token losses by their number.",
     ),
     Rule(
         "gradients",

@@ -17,7 +17,7 @@ FAST = {
     "sharded_twice": ("rows", "12 of 24 rows are computed by no rank"),
     "uneven_batches": ("rows", "the ranks have 6 and 4 batches; training would hang"),
     "labels_shifted_after_the_cut": ("borders", "labels are not trained"),
-    "longrope_by_the_part": ("rotations", "rank 0: rotations"),
+    "longrope_by_the_part": ("rotations", "rank 0: rotations differ by"),
     "borders_of_the_part": ("across ranks", "rank 1: conversations on 2 ranks: others change by"),
     "one_fabricated_document": ("gradients", "from one process; worst"),
     "size_that_is_silently_one": ("rows", "2 ranks are declared to share each row, and each computes it whole"),
@@ -25,7 +25,7 @@ FAST = {
     "rows_that_fill_the_last_batch": ("rows", "3 repeated at the end, where the last batches are filled"),
     "each_rank_logs_its_own_loss": ("loss", "the gradients are right; what is returned, and logged, is"),
     "fsdp2_of_accelerate": ("replicas", "21 tensors are equal on 2 ranks, also after a step"),
-    "rows_in_heads_and_tails": ("rotations", "from those of whole rows"),
+    "rows_in_heads_and_tails": ("rotations", "from whole rows"),
     "rows_cut_by_the_collator": ("borders", "labels are trained by the tokens before them"),
 }
 """The set-ups of make test, with a row and what it has measured."""

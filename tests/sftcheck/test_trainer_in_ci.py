@@ -31,7 +31,7 @@ def test_the_helper_passes_a_sound_trainer_and_shows_the_rows_and_the_program_of
     message = str(caught.value)
     assert message.startswith("Do not train yet: ")
     assert "\ntrained tokens: " in message
-    assert "(allowed: as meant)\nThe prompts are trained." in message
+    assert "(allowed: as meant)\nThe loss trains the prompts." in message
     assert "A program without sftron that shows it:\n\n# torch " in message
     shown = [entry.name for entry in caught.traceback.filter(caught)]
     assert shown == ["test_the_helper_passes_a_sound_trainer_and_shows_the_rows_and_the_program_of_another"]

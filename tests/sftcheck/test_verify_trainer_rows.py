@@ -349,7 +349,7 @@ def test_positions_out_of_order_are_named_by_their_own_row(positions: Any, own: 
     row = row_of(report, "positions")
     assert failed(report) == ["positions"], [(row.name, row.measured) for row in report.checks]
     assert "documents out of order" in row.measured
-    assert row.remedy.startswith("The model gets the tokens in another order")
+    assert row.remedy.startswith("The positions of a conversation are not consecutive")
     assert report.facts["truth"].startswith("24 documents")
 
 
@@ -458,7 +458,7 @@ def test_tools_that_are_not_passed_to_the_template_are_named(
     assert failed(report) == ["ids"], [(each.name, each.measured) for each in report.checks]
     assert row_of(report, "ids").measured == "0 of 24 documents have the template's ids"
     assert row_of(report, "ids").detail[0].endswith("the tools of its row are not in it")
-    assert row_of(report, "ids").remedy.startswith("The rows have tools that the model is not shown")
+    assert row_of(report, "ids").remedy.startswith("The rows have tools, but the prompts do not show them")
 
 
 @pytest.mark.parametrize("template", [TOOLS_IN_FRONT, TOOLS_IN_THE_LAST_QUESTION, ""])
@@ -519,7 +519,7 @@ def test_answers_of_weight_0_that_are_trained_are_named(
     assert row.status == "FAIL"
     assert row.measured.endswith("answer tokens of weight 0 trained")
     assert "prompt" not in row.measured
-    assert row.remedy.startswith("The rows give answers the weight 0, and they are trained.")
+    assert row.remedy.startswith("The rows give some answers the weight 0, but the loss trains them.")
     assert ("TRL does not read `weight`." in row.remedy) is in_trl
 
 
@@ -558,7 +558,7 @@ def test_micro_batches_that_are_skipped_by_their_labels_are_found(
     row = row_of(report, "truncation")
     assert row.status == "FAIL", [(each.name, each.measured) for each in report.checks]
     assert row.measured.endswith("conversations are in micro-batches that training_step skips")
-    assert row.remedy.startswith("training_step returns for some micro-batches without a call of the model")
+    assert row.remedy.startswith("training_step does not call the model for some micro-batches")
 
 
 def test_micro_batches_without_a_label_may_be_skipped(own: Any, tmp_path: Path) -> None:

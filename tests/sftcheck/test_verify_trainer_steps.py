@@ -105,7 +105,7 @@ def test_rows_that_workers_collate_are_seen(own: Any, tmp_path: Path) -> None:
         row["labels"] = [-100 if label == stop else label for label in row["labels"]]
     trainer.train_dataset = Dataset.from_list(rows)
     report = verify_trainer(trainer)
-    assert row_of(report, "stop tokens").remedy.startswith("The stop token is masked away")
+    assert row_of(report, "stop tokens").remedy.startswith("The labels mask the stop token")
     assert "the same rows one by one" in " ".join(row_of(report, "loss").detail)
     assert (trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor) == (1, 2)
 
@@ -182,10 +182,10 @@ class DetachesHalf(OwnStep):
     [
         (OwnStep, ""),
         (ClipsAtTheEnd, ""),
-        (DividesAgain, "times those of the loss in 2 micro-batches"),
-        (Halving, "from those of the loss in 2 micro-batches"),
-        (Clips, "from those of the loss in 2 micro-batches"),
-        (ZeroesFirst, "from those of the loss in 2 micro-batches"),
+        (DividesAgain, "times the gradients of the loss in 2 micro-batches"),
+        (Halving, "from the gradients of the loss in 2 micro-batches"),
+        (Clips, "from the gradients of the loss in 2 micro-batches"),
+        (ZeroesFirst, "from the gradients of the loss in 2 micro-batches"),
         (Freezing, "furthest model.layers.0.mlp.up_proj.weight (1)"),
     ],
 )
@@ -205,4 +205,4 @@ def test_a_step_keeps_the_gradient_of_its_loss(
 
 def test_a_loss_with_the_right_value_has_its_gradient(own: Any, tmp_path: Path) -> None:
     row = row_of(verify_trainer(plain(own, tmp_path, DetachesHalf)), "gradients")
-    assert (row.status, row.measured) == ("FAIL", "0.5 times those of the loss in 2 micro-batches")
+    assert (row.status, row.measured) == ("FAIL", "0.5 times the gradients of the loss in 2 micro-batches")

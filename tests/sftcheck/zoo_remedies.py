@@ -101,7 +101,7 @@ INSTRUCTED = [
 ]
 
 
-_LABELS = "Give labels of -100 to all but what the model writes"
+_LABELS = "Give labels of -100 to all but the answers"
 _PAIRS = "Give rows of prompt and completion, one for each answer"
 _FLAT = "DataCollatorWithFlattening()"
 _BFD = "packing_strategy='bfd'"

@@ -88,7 +88,7 @@ def positions(subject: Subject) -> Finding:
         if wrong and apart <= allowed:
             measured, wrong = f"{len(wrong):,} positions run on; as they are relative, the model computes the same", []
         elif not wrong and not crossing and apart > allowed:
-            measured = f"a conversation alone is computed otherwise: {apart:.1g} apart, relative"
+            measured = f"a conversation is computed differently alone: {apart:.1g} apart, relative"
             detail = (f"arguments: {subject.arguments}",)
             return Finding(False, measured, f"<= {allowed:.0e}", detail, (Fault.NOT_AS_ALONE,))
     if wrong and apart is None and subject.library == "loop":  # the model may make its own positions

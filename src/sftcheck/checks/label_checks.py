@@ -23,7 +23,7 @@ from sftron.report.tokens import RoleCount, role_name
 
 
 def are_cut_by_limit(view: View, wrong: Sequence[Document]) -> bool:
-    """Returns whether only documents that a limit cuts are wrong, as all are of the greatest length."""
+    """Returns whether a limit explains all wrong documents: only those of the greatest length are wrong."""
     lengths = Counter(map(len, view.documents))
     longest = max(lengths, default=0)
     return 1 < lengths[longest] < len(view.documents) and {*map(len, wrong)} == {longest}
@@ -49,7 +49,7 @@ class _Expected(NamedTuple):
     """The template's text that may be trained."""
     stops: np.ndarray
     headers: np.ndarray
-    """White space at the ends of headers, which TRL's own training templates mark (that of Qwen 2.5, for example)."""
+    """White space at the ends of headers, which TRL's own training templates mark (for example for Qwen 2.5)."""
 
 
 def _expected(view: View, document: Document) -> _Expected:
@@ -80,7 +80,7 @@ def _expected(view: View, document: Document) -> _Expected:
 
 
 def _end_of_template_text(view: View, tokens: TokenizedConversation, stop: int, *, is_last: bool) -> int:
-    """Returns the end of the template's white space after a stop token, and of its special tokens at the very end."""
+    """Returns where the template's white space after a stop token ends; at the very end, special tokens count too."""
     at = stop + 1
     while at < len(tokens) and tokens.role_ids[at] == Role.TEMPLATE:
         token = int(tokens.input_ids[at])
@@ -93,7 +93,7 @@ def _end_of_template_text(view: View, tokens: TokenizedConversation, stop: int, 
 
 @dataclass(slots=True)
 class _LabelCount:
-    """Labels that are not as meant, by kind, with the first of each."""
+    """Wrong labels by kind, with the first of each."""
 
     view: View
     wrong: Counter[str] = field(default_factory=Counter)
@@ -148,7 +148,7 @@ class _LabelCount:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What is wrong with the labels; what explains most of it first."""
+        """The faults of the labels; the one that explains most comes first."""
         if self.wrong["labels"]:
             if 2 * self.num_shifted > self.wrong["labels"]:
                 return (Fault.SHIFTED_LABELS,)
@@ -168,7 +168,7 @@ class _LabelCount:
 
 
 def _is_weightless(document: Document) -> np.ndarray:
-    """Returns whether each token is of an answer to which its row gives the weight 0, bool [n]."""
+    """Returns whether each token belongs to an answer of weight 0, bool [n]."""
     content = None if document.truth is None else document.truth.content
     messages = content.messages if isinstance(content, Conversation) else ()
     tokens = document.tokens
@@ -237,7 +237,7 @@ def stop_tokens(view: View) -> Finding:
 
 
 def _ends_of_texts(view: View) -> Finding:
-    """Returns the finding for texts without roles, each of which ends with the token that ends a text."""
+    """Returns the finding for texts without roles: each should end with the end-of-text token."""
     documents, eos = [each for each in view.known() if not each.is_cut_after], view.tokenizer.eos_token_id
     num_ended = sum(bool(each.trained[-1:].any()) and int(each.ids[-1]) == eos for each in documents)
     if not num_ended:

@@ -272,14 +272,15 @@ def gradients(subject: TrainerSubject) -> Finding:
     )
     count = f"{len(step.batches)} micro-batch{'es' * (len(step.batches) > 1)}"
     if found.is_right(tolerance):
-        measured = f"{found.worst_apart:.1e} from those of the loss in {count}"
+        measured = f"{found.worst_apart:.1e} from the gradients of the loss in {count}"
         return Finding(True, measured, allowed, detail)
     if not math.isfinite(found.apart):
         return Finding(False, "the gradients are not finite", "finite", detail, (Fault.NOT_FINITE,))
     if found.apart_from_factor <= tolerance:
-        measured = f"{found.factor:.4g} times those of the loss in {count}"
+        measured = f"{found.factor:.4g} times the gradients of the loss in {count}"
         return Finding(False, measured, allowed, detail, (Fault.GRADIENT_SCALED,))
-    measured = f"{found.apart:.2g} from those of the loss in {count}; furthest {found.worst} ({found.worst_apart:.2g})"
+    measured = f"{found.apart:.2g} from the gradients of the loss in {count}; furthest {found.worst}"
+    measured += f" ({found.worst_apart:.2g})"
     return Finding(False, measured, allowed, detail, (Fault.GRADIENT_CHANGED,))
 
 

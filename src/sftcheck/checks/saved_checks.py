@@ -1,4 +1,4 @@
-"""Checks of what a trainer changes and keeps: the tensors that move in a step, and the folder that it saves.
+"""Checks of what a trainer changes and saves: the tensors that move in a step, and the saved folder.
 
 verify_trainer.py says what a pass of each proves.
 """
@@ -113,7 +113,7 @@ def _untrained_tokens(subject: Subject) -> dict[str, str]:
             if size < UNTRAINED_ROW * median:
                 why = f"norm {size:.2g} in the {name}, where others have {median:.2g}"
             elif distances[row] < UNTRAINED_ROW * distances.median():
-                why = f"its row of the {name} is the mean of all rows, as that of a new token"
+                why = f"its row of the {name} is the mean of all rows, as for a new token"
             else:
                 continue
             found[tokenizer.convert_ids_to_tokens(row)] = why
@@ -153,7 +153,7 @@ def generation(subject: TrainerSubject) -> Finding:
     if num_differing:
         found.append(f"{num_differing:,} of {len(rendered):,} documents differ from the saved template's")
     if difference:
-        found.append("the tokenizer is not that of its tokenizer.json")
+        found.append("the tokenizer differs from its tokenizer.json")
         detail.append(difference)
     detail.append(f"the folder loads as {type(folder).__name__}, the trainer has {type(tokenizer).__name__}")
     detail.append(f"eos_token_id of the folder: {sorted(ends)}; trained stop tokens: {dict(stops)}")
@@ -171,8 +171,9 @@ def generation(subject: TrainerSubject) -> Finding:
 
 
 def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str], str]:
-    """Returns the tokens that end generation with the saved folder, its tokenizer, what was not saved, and how that
-    tokenizer differs from its file."""
+    """Saves the trainer. Returns the tokens that end generation, the saved tokenizer, notes, and its difference from
+    its file.
+    """
     from transformers import AutoTokenizer, GenerationConfig, trainer_utils
 
     trainer, tokenizer, detail, difference = subject.trainer, subject.training.tokenizer, list[str](), ""
@@ -188,12 +189,12 @@ def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str], str]:
             trainer.save_model(name)
         else:
             tokenizer.save_pretrained(name)
-            detail.append("the weights are too large to be saved for a check: only the other files were")
+            detail.append("the weights are too large for a check: only the other files were saved")
         if (Path(name) / "generation_config.json").exists():
             saved = GenerationConfig.from_pretrained(name)
         else:
             saved = getattr(subject.model.unwrapped, "generation_config", None)
-            detail.append("the folder has no generation_config.json; that of the model in memory is compared")
+            detail.append("the folder has no generation_config.json, so the model's own is compared")
         if (Path(name) / "tokenizer_config.json").exists():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             difference = difference_from_file(tokenizer, name).replace(name, "the saved folder")

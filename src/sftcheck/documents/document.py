@@ -79,7 +79,7 @@ class Document:
 
     @property
     def answers(self) -> list[Turn]:
-        """The answers that it holds whole, without those that the template leaves out."""
+        """The whole answers that the template writes."""
         turns = self.tokens.turns if self.tokens is not None else ()
         return [
             turn for turn in turns if turn.role is Role.ASSISTANT and (turn.end > turn.start or turn.stop is not None)
@@ -172,7 +172,7 @@ def locate(document: Document, truth: Truth, source: str, encoder: Encoder) -> D
 
 
 def _locate(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:
-    """Returns (begin, end, at): ids [begin, end) are the truth from `at` on, and the others are of `around`."""
+    """Returns (begin, end, at): ids [begin, end) are the truth from `at` on, and `around` holds the others."""
     if (at := find(truth, ids)) >= 0:
         return 0, len(ids), at
     if (begin := find(ids, truth)) >= 0:
@@ -187,7 +187,7 @@ def _locate(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, 
 
 
 _BEGINNING, _MOST_REMERGED = 24, 8
-"""The number of tokens that identify a position, and of those at a cut that encoding the text again may change."""
+"""How many tokens identify a position, and how many at a cut may differ when the text is encoded again."""
 
 
 def fragment(document: Document, truth: Truth, parsed: Parsed) -> Document | None:

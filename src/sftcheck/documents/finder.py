@@ -167,7 +167,7 @@ class Finder:
         return is_controlled or self.turn_text.occurs_in(self.encoder.decode(document.ids))
 
     def _texts(self, documents: Sequence[Document]) -> list[Document]:
-        """Returns texts without turns, each of which ends with the token that ends a text; one that does not is cut."""
+        """Returns texts without turns. A text ends with the end-of-text token; one without it is cut."""
         eos, found = self.encoder.tokenizer.eos_token_id, list[Document]()
         has_ends = any(eos in each.ids for each in documents)
         for each in documents:

@@ -21,7 +21,7 @@ _LEAST_RUN = 8
 
 @dataclass(frozen=True, eq=False)
 class LoopBatch(SeenBatch):
-    """One micro-batch, with a column more where a last target is known that the model is not given.
+    """One micro-batch, plus one column if the last target is not among the model's inputs.
 
     ids of the call     <s> Hi </s> Yo   <s> Bye          a loop may shift each document by itself,
     its targets         -   -   Yo  </s>  -   -           so its last token is in the targets alone
@@ -81,16 +81,16 @@ class LoopBatch(SeenBatch):
         return int((self.reading.targets != IGNORE_INDEX).sum())
 
     def given(self, ids: Tensor) -> Tensor:
-        """Returns the ids [B, T] of a call, without the columns that are more, of ids in the shape of `ids`."""
+        """Returns the ids [B, T] of a call: ids in the shape of `ids`, without the extra columns."""
         return ids[torch.from_numpy(self.is_input).to(ids.device)].reshape(self.reading.call.ids.shape)
 
     def shown(self, hidden: Tensor) -> Tensor:
-        """Returns hidden states [B, T, H] of a call, with zeros in the columns that are more."""
+        """Returns hidden states [B, T, H] of a call, with zeros in the extra columns."""
         shown = hidden.new_zeros((*self.ids.shape, hidden.shape[-1]))
         shown[torch.from_numpy(self.is_input).to(hidden.device)] = hidden.flatten(0, 1)
         return shown
 
-    # -- the columns that are more -----------------------------------------------------------------------------------
+    # -- the extra columns ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _given_ids(self) -> np.ndarray:
@@ -113,7 +113,7 @@ class LoopBatch(SeenBatch):
         return ends & is_trained & ~is_next & (2 * (is_next & within).sum() >= within.sum())
 
     def _extended(self, values: np.ndarray, behind: np.ndarray, filling: int) -> np.ndarray:
-        """Returns values [B, T] with those of `behind` after the ends of documents, and rows filled to one length."""
+        """Inserts the values of `behind` after the ends of documents, and fills rows [B, T] to one length."""
         rows = [np.insert(*each) for each in zip(values, *self._inserted(behind), strict=True)]
         width = max(map(len, rows))
         return np.stack([np.pad(row, (0, width - len(row)), constant_values=filling) for row in rows])

@@ -257,7 +257,7 @@ class LoopModel:
         return torch.cat([each.reshape(len(ids), -1, each.shape[-1]) for each in found], dim=1)
 
     def update(self, batches: Sequence[Any], optimizer: Optimizer | None) -> Update:
-        """Takes the step with its own gradients, and that of the optimizer, if there is one. Changes the weights."""
+        """Takes the step with its own gradients, and the optimizer's step if there is one. Changes the weights."""
         named = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
         before = {name: each.detach().clone() for name, each in self.module.named_parameters()}
         names, found = {id(each): name for name, each in named.items()}, Update()

@@ -173,7 +173,7 @@ def _kept(update: Update) -> tuple[float, float]:
 
 
 def _of_gradient(subject: StepSubject, update: Update) -> Finding | None:
-    """Returns the failure if the gradient of the step is not that of all its micro-batches; else None."""
+    """Returns the failure if the step's gradient is not the sum over its micro-batches; else None."""
     if not all(bool(torch.isfinite(each).all()) for each in update.summed.values()):
         return Finding(False, "the gradient is not finite", "finite", (), (Fault.NOT_FINITE,))
     _, off = _kept(update)

@@ -20,7 +20,7 @@ class Facts:
     """What the check has seen of the trainer, its batches and its template."""
 
     header: str
-    """What the template writes in front of an answer; "" if it writes nothing of its own there."""
+    """What the template writes before an answer; "" for nothing."""
     stop: str
     """The token that ends an answer, or should."""
     has_stop: bool
@@ -188,9 +188,10 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     "positions": (
         Evidence("A conversation is predicted from the one before it.", texts.LABELS_CROSS, _PAIRS, _is_packed,
                  faults=(Fault.LABELS_CROSS,)),
-        Evidence("A conversation is computed otherwise in a packed row than alone.", texts.ALONE_IN_PACK, _PAIRS,
+        Evidence("A conversation is computed differently in a packed row than alone.", texts.ALONE_IN_PACK, _PAIRS,
                  _is_packed, faults=(Fault.POSITIONS_RUN_ON,)),
-        Evidence("A conversation is computed otherwise in a batch than alone.", texts.ALONE_IN_BATCH, _FEW, _is_padded),
+        Evidence("A conversation is computed differently in a batch than alone.", texts.ALONE_IN_BATCH, _FEW,
+                 _is_padded),
     ),
     "truncation": (
         Evidence("Conversations are not whole in the batches.", texts.WHOLE, _FEW, _has_wanted, compares=True),

@@ -225,7 +225,7 @@ def _adapter_lines(trainer: Any, names: Names, options: dict[str, str], problems
 
 
 def _options(trainer: Any, names: Names, problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields the arguments of the trainer that may matter, each of which is left out again if it does not."""
+    """Yields the arguments of the trainer that may matter; shrinking drops the others."""
     values = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
     if library_of(trainer) == "trl" and type(trainer.data_collator).__module__.startswith("trl."):
         del values["data_collator"]  # TRL's own default, which it refuses to be given

@@ -62,7 +62,7 @@ def facts_of(subject: TrainerSubject) -> Facts:
 
 
 def _template_texts(tokenizer: Any) -> tuple[str, str, str, str]:
-    """Returns what the template writes before an answer, the token behind it, what it begins with, and that twice.
+    """Returns four texts of the template: before an answer, the stop token, the beginning, and the doubled beginning.
 
     They are as ids of them are decoded: SentencePiece writes a space behind a control token.
     """

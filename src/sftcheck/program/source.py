@@ -34,7 +34,7 @@ _OURS = ("sftron", "sftcheck")
 
 
 class Names:
-    """The imports and the definitions of names, of which a program holds those that it uses."""
+    """The imports and definitions of names; a program holds only those it uses."""
 
     def __init__(self, imports: Mapping[str, str]) -> None:
         self.imports = dict(imports)
@@ -227,7 +227,7 @@ def used_names(tree: ast.AST) -> set[str]:
 
 
 def folded(line: str) -> str:
-    """Returns a line of code that is broken behind commas, within brackets, where it is longer than a line may be.
+    """Breaks a line of code that is too long, after commas within brackets.
 
     A string is not broken.
     """

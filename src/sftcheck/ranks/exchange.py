@@ -120,7 +120,7 @@ class Exchange:
         return values
 
     def row(self, name: str, measure: Callable[[], Finding]) -> list[Finding]:
-        """Measures a row on all ranks. Returns their findings; if an exception ended it on one, that for all."""
+        """Measures a row on all ranks. Returns their findings: the same one for all if an exception ended it."""
         self._row = name
         with suppress(RuntimeError):  # the process of the store has ended, which the row reports
             self._store.set(f"sftron row of rank {self.rank}", name)
@@ -205,7 +205,7 @@ def _measured(measure: Callable[[], Finding]) -> _Ended:
 
 @contextmanager
 def time_limit_of_trainer(seconds: float) -> Iterator[None]:
-    """Gives the trainer's own collectives over all ranks a time limit; those of NCCL keep theirs."""
+    """Gives the trainer's own collectives over all ranks a time limit; NCCL keeps its own."""
     group = distributed_c10d._get_default_group()
     try:
         options = group._get_backend(torch.device("cpu")).options

@@ -1,4 +1,4 @@
-"""The checks of a trainer on several ranks: those of one process on each of them, and those between them."""
+"""The checks of a trainer on several ranks: the checks of one process on each, and the checks between them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], 
 
 
 def joined(findings: Sequence[Finding]) -> Finding:
-    """Returns one finding of those of all ranks: it fails if one of them does, and says which."""
+    """Joins the findings of all ranks: fails if one of them fails, and says which."""
     if len({(each.passed, each.measured, each.faults) for each in findings}) == 1:
         return findings[0]
     failed = [rank for rank, each in enumerate(findings) if each.passed is False]

@@ -47,10 +47,10 @@ def rotations(subject: RankSubject) -> Finding:
     detail = tuple(f"rank {rank}: {largest:.2g} apart {names or ''}" for rank, (largest, _, names) in enumerate(found))
     if max(apart) <= allowed:
         longest = max(subject.exchange.gather("the longest row", [each.whole.ids.shape[1] for each in subject.seen]))
-        measured = f"rows of up to {max(longest):,} tokens: rotations {max(apart):.1g} from those of whole rows"
+        measured = f"rows of up to {max(longest):,} tokens: rotations differ by {max(apart):.1g} from whole rows"
         return Finding(True, measured, f"<= {allowed:.0e}", detail)
     ranks = [str(rank) for rank, each in enumerate(apart) if each > allowed]
-    measured = f"rank {', '.join(ranks)}: rotations {max(apart):.2g} from those of the whole row"
+    measured = f"rank {', '.join(ranks)}: rotations differ by {max(apart):.2g} from the whole row"
     return Finding(False, measured, f"<= {allowed:.0e}", detail, (Fault.OTHER_ROTATIONS,))
 
 
@@ -70,7 +70,7 @@ def _positions(micro: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def _apart(own: Sequence[np.ndarray], expected: Sequence[np.ndarray], micro: MicroBatch) -> tuple[float, int]:
-    """Returns the largest difference of a part's rotations from those of the whole rows, and how many there are."""
+    """Returns the largest difference of a part's rotations from the whole rows' rotations, and how many there are."""
     worst, compared = 0.0, 0
     for part, rows in zip(own, expected, strict=False):
         if part.shape[1] == rows.shape[1]:  # of the whole row, on each rank
@@ -121,7 +121,7 @@ def across_ranks(subject: RankSubject) -> Finding:
         after = subject.on_ranks.hidden([each.ids for each in changes])
         for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
             if one.shape[1] != micro.computed.shape[1]:
-                raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens")
+                raise NotMeasuredError("the model's decoder is not found, and its logits cover only some tokens")
             difference = (one - two).abs().amax(dim=-1).cpu().numpy()
             is_kept, is_changed = (micro.computed.read(each, False) for each in (change.is_kept, change.is_changed))
             apart = max(apart, float(difference[is_kept].max(initial=0.0)))
@@ -147,7 +147,7 @@ class _Change:
     is_changed: np.ndarray
     """bool [B, T]"""
     is_kept: np.ndarray
-    """bool [B, T]: conversations that are not changed, and what is in front of a change; no padding."""
+    """bool [B, T]: unchanged conversations, and what precedes a change; no padding."""
 
 
 def _change_of(micro: MicroBatch, documents: Sequence[tuple[int, slice]], earlier: int, kind: str) -> _Change:

@@ -73,7 +73,7 @@ class Part:
     """The number of tokens of the whole rows."""
     positions: np.ndarray | None
     labels: np.ndarray | None
-    """int64 [B, T], if they are passed: those of the same tokens, or of the tokens behind them."""
+    """int64 [B, T], if they are passed: the labels of the same tokens, or of the tokens after them."""
     is_shifted: bool
 
     @property
@@ -104,7 +104,7 @@ def numbered_rows(features: Sequence[Any]) -> tuple[list[Any], int]:
 
 
 class SeenPart(SeenBatch):
-    """What a rank computes of its rows, whose labels may be in another batch, or cut otherwise than its ids."""
+    """What a rank computes of its rows. The labels may be in another batch, or cut in other places than the ids."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.seen.get("input_ids"), Tensor):

@@ -114,7 +114,7 @@ class WrappedModel:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Sets all shares of dropout to 0, as masks differ between a whole row and its parts."""
+    """Sets all dropout to 0, because masks differ between a whole row and its parts."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -124,7 +124,7 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def without_auxiliary_loss(model: Any) -> None:
-    """Leaves out the loss that balances the experts of a mixture, of which ranks take means of their own."""
+    """Switches off the loss that balances a mixture's experts: each rank takes its own mean of it."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "output_router_logits", False):
@@ -146,7 +146,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns all of a tensor that is sharded, which is a collective, on the CPU."""
+    """Returns the whole of a sharded tensor, on the CPU. This is a collective."""
     full = getattr(tensor, "full_tensor", None)
     return (tensor if full is None else full()).detach().cpu()
 

@@ -38,7 +38,7 @@ def _first_of_groups(subject: RankSubject) -> list[MicroBatch]:
 
 
 def _unlike_declared(subject: RankSubject) -> list[str]:
-    """Describes that ranks which are declared to share rows do not."""
+    """Describes how ranks fail to share the rows that they are declared to share."""
     declared = subject.declared_size
     if declared == 1:
         return []
@@ -96,7 +96,7 @@ def _expected_rows(subject: RankSubject, keys: set[str]) -> list[str]:
 
 
 def _computed_rows(subject: RankSubject) -> list[str]:
-    """Returns the rows that this rank computes, those that it shares with others if it is the first of them."""
+    """Returns the rows that this rank computes; a shared row counts for its first rank."""
     return [key for micro in _first_of_groups(subject) for key in micro.parts[subject.rank].row_keys]
 
 

@@ -71,9 +71,9 @@ class RankSubject(TrainerSubject):
         self.num_batches = list[int]()
         """By rank, how many batches the dataloader gives; as far as they are looked at."""
         self.is_exhausted = False
-        """Whether that is all that it gives."""
+        """Whether the dataloader gives no more."""
         self.micro_batches = list[MicroBatch]()
-        """Those of the batches that were made last."""
+        """The micro-batches of the batches that were made last."""
         super().__init__(trainer, tokenizer, conversations, trained_roles)
         self.training.missing = []  # the rows of all ranks are counted by themselves
         self.seen, self.seen_batches, self.is_whole_epoch = self.micro_batches, self.num_batches, self.is_exhausted

@@ -98,7 +98,7 @@ class CalledModel:
         return next(self.unwrapped.parameters()).dtype != torch.float32 or bool(self.trainer.accelerator.native_amp)
 
     def arguments(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """Returns the arguments with which the model is called; the call is caught, and nothing is computed."""
+        """Returns the arguments of the model's call, which is ended there, so nothing is computed."""
         caught: dict[str, Any] = {}
 
         def catch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class CalledModel:
         """
         found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
         if found.shape[1] < ids.shape[1]:
-            raise NotMeasuredError("the model's decoder is not found, and its logits are those of some tokens alone")
+            raise NotMeasuredError("the model's decoder is not found, and its logits cover only some tokens")
         return found
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class CalledModel:
 
     @torch.no_grad()
     def _hidden(self, call: Callable[[], Any], *, is_all: bool = True) -> Tensor:
-        """Returns the last hidden states of a call of the model, which is ended there if nothing else is wanted."""
+        """Returns the last hidden states of a call of the model, and ends the call there if `is_all`."""
         found: list[Tensor] = []
 
         def keep(_module: nn.Module, output: Any) -> None:
@@ -164,9 +164,9 @@ class CalledModel:
         return self.evaluated(batch)[1]
 
     def gradient_positions(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
-        """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.
+        """Counts the labels whose predicting token has no gradient, and the other tokens that have one.
 
-        The gradient is that of the last hidden states, each of which predicts the next token.
+        The gradient is taken at the last hidden states: each predicts the next token.
         """
         if self.decoder is None:
             raise NotMeasuredError("the model's decoder is not found, so which tokens the loss is over is not known")

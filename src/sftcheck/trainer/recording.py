@@ -1,4 +1,4 @@
-"""A trainer that can be checked, and the recorder of what its collator makes of which rows."""
+"""Which trainers can be checked, and a recorder of the rows that their collator is given."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
 
 
 def require_mappings(batches: Sequence[Any]) -> None:
-    """Raises ValueError if the dataloader gives something else than tensors by name, as that of TRL's GRPOTrainer."""
+    """Raises ValueError if the dataloader gives no tensors by name, as in TRL's GRPOTrainer."""
     for batch in batches:
         if not isinstance(batch, Mapping):
             raise ValueError(
@@ -58,7 +58,7 @@ def require_mappings(batches: Sequence[Any]) -> None:
 
 
 class Recorder:
-    """A data collator that records the rows that it is given; else it is the trainer's own."""
+    """Wraps the trainer's own data collator, and records the rows that it is given."""
 
     def __init__(self, collator: Any) -> None:
         self.collator, self.features = collator, list[Sequence[Any]]()

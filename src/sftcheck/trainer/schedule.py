@@ -32,7 +32,7 @@ def num_steps_of(trainer: Any, num_rows: int) -> int:
 
 
 def schedule_note(trainer: Any, num_steps: int) -> str:
-    """Describes a schedule whose end is far from that of the run; "" if it fits, is constant or cannot be followed."""
+    """Describes a schedule whose end is far from the run's end; "" if it fits, is constant or cannot be followed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
