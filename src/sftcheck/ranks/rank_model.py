@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from sftcheck.batches import SeenBatch
 from sftcheck.interception import end_forward, intercepted
-from sftcheck.trainer.called_model import CalledModel, shown_of
-from sftron.checks.report import NotMeasuredError
-from sftron.data.types import IGNORE_INDEX
+from sftcheck.trainer.called_model import CalledModel, cross_entropies, shown_of
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 """The implementations of transformers in which no rank waits for another."""
@@ -206,14 +204,9 @@ def loss_sum(model: Any, arguments: Mapping[str, Any], labels: np.ndarray, facto
     model.train()
     with torch.enable_grad():
         with context():
-            logits = getattr(model(**arguments), "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise NotMeasuredError("the model gives no logits")
-        targets = torch.from_numpy(labels[:, 1:].astype(np.int64)).to(logits.device)
-        logits, is_trained = logits[:, :-1], targets != IGNORE_INDEX
-        losses = nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
-        total = losses.sum()
-        (total * factor).backward()
+            output = model(**arguments)
+        losses = cross_entropies(output, labels)
+        (losses.sum() * factor).backward()
     return float(losses.detach().double().sum())
 
 

@@ -41,12 +41,12 @@ from sftcheck.ranks.rank_model import (
 from sftcheck.ranks.rank_step import StepOnRanks
 from sftcheck.restore import own_collator, restored
 from sftcheck.subject import MovedTensors
-from sftcheck.trainer.recording import recorded, require_mappings, select, small_sizes
-from sftcheck.trainer.trainer_subject import TrainerSubject
+from sftcheck.trainer.recording import recorded, require_mappings
+from sftcheck.trainer.trainer_subject import MOST_MICRO_BATCHES, TrainerSubject
 from sftron.checks.report import Finding
 from sftron.errors import place_of
 
-_TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES, _MOST_TOKENS, _MOST_ROUNDS = 256, 4096, 8, 400_000, 6
+_TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_TOKENS = 256, 4096, 400_000
 """Of one rank."""
 
 
@@ -239,24 +239,12 @@ class RankSubject(TrainerSubject):
         return dict(micro.inputs)  # its collator cuts rows, whose labels another rank has
 
     def _small_step(self) -> Step:
-        trainer, args = self.trainer, self.trainer.args
-        lengths = self.exchange.gather("the lengths", self._row_lengths)[0]
-        budget = _TOKENS_ON_CPU if torch.device(args.device).type == "cpu" else _TOKENS_ON_GPU
-        shortest = np.sort(lengths)
-        accumulated = min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
-        size, accumulated = small_sizes(shortest, budget, trainer._train_batch_size, accumulated)
-        num_rows = min(size * accumulated * self.exchange.world_size, len(lengths))
-        order = np.argsort(lengths, kind="stable")
-        with restored(trainer, "_train_batch_size"), restored(args, "gradient_accumulation_steps"):
-            trainer._train_batch_size, args.gradient_accumulation_steps = size, accumulated
-            for _ in range(_MOST_ROUNDS):
-                room = max(num_rows, int(np.searchsorted(shortest, budget / max(1, num_rows), side="right")))
-                chosen = order[np.unique(np.linspace(0, room - 1, num_rows).round().astype(int))]
-                steps = self._steps(select(self.sample, np.sort(chosen)))
-                step = max(steps, key=lambda each: len(each.batches), default=None)
-                if step is not None and (len(step.batches) >= accumulated or num_rows == len(lengths)):
-                    first = sum(len(each.batches) for each in steps[: steps.index(step)])
-                    self.micro_batches = self.micro_batches[first : first + len(step.batches)]
-                    return step
-                num_rows = min(2 * num_rows, len(lengths))
-        raise ValueError(f"the ranks make no batch of {num_rows:,} rows; set dataloader_drop_last=False")
+        is_cpu = torch.device(self.trainer.args.device).type == "cpu"
+        budget = _TOKENS_ON_CPU if is_cpu else _TOKENS_ON_GPU
+        lengths = self.exchange.gather("the lengths", self._row_lengths)
+        steps, step = self._small_steps(
+            lengths[0], budget, least=MOST_MICRO_BATCHES, num_ranks=self.exchange.world_size
+        )
+        first = sum(len(each.batches) for each in steps[: steps.index(step)])
+        self.micro_batches = self.micro_batches[first : first + len(step.batches)]
+        return step

@@ -292,14 +292,22 @@ class CalledModel:
                 stack.callback(attributes.pop, "forward")
                 attributes["forward"] = lambda *_args, **_options: decoded
             stack.enter_context(self.trainer.compute_loss_context_manager())
-            logits = getattr(self.module(**batch.without_labels), "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise NotMeasuredError("the model gives no logits")
-        targets = torch.from_numpy(batch.labels[:, 1:].astype(np.int64)).to(logits.device)
-        logits = logits[:, -batch.labels.shape[1] : -1]
-        is_trained = targets != IGNORE_INDEX
-        losses = nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
-        return losses.double().sum()
+            output = self.module(**batch.without_labels)
+        return cross_entropies(output, batch.labels).double().sum()
+
+
+def cross_entropies(output: Any, labels: np.ndarray) -> Tensor:
+    """Returns the cross-entropy of each label, fp32 [n], from what a model returns.
+
+    Args:
+        labels: int [B, T], of the tokens at the same index; the last T logits are theirs.
+    """
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise NotMeasuredError("the model gives no logits")
+    targets = torch.from_numpy(labels[:, 1:].astype(np.int64)).to(logits.device)
+    logits, is_trained = logits[:, -labels.shape[1] : -1], targets != IGNORE_INDEX
+    return nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
 
 
 def shown_of(output: Any) -> Tensor | None:

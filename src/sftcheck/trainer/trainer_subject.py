@@ -40,7 +40,7 @@ from sftron.errors import place_of
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
 _LIBRARIES = ("transformers", "trl", "axolotl", "llamafactory", "swift", "peft", "accelerate")
-_TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
+_TOKENS_ON_CPU, _TOKENS_ON_GPU, MOST_MICRO_BATCHES = 512, 16384, 8
 
 
 class TrainerSubject(Subject):
@@ -205,7 +205,7 @@ class TrainerSubject(Subject):
         The number of micro-batches is the trainer's, up to eight, where the rows suffice for it. Where all have the
         same number of labels, one loses half of them: else a mean of the micro-batches' means would be the ratio.
         """
-        step, trainer = self._small_step(), self.trainer
+        (_, step), trainer = self._small_steps(self._row_lengths, self._budget), self.trainer
         if len(step.batches) < 2 or step.is_unlike:
             return step
         most = max(step.batches, key=lambda batch: batch.num_trained)
@@ -213,13 +213,21 @@ class TrainerSubject(Subject):
         batches, num_items = trainer.get_batch_samples(iter(inputs), len(inputs), trainer.args.device)
         return self._seen_step(batches, [batch.features for batch in step.batches], num_items)
 
-    def _small_step(self) -> Step:
-        trainer, args, lengths = self.trainer, self.trainer.args, self._row_lengths
-        budget = self._budget
-        size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
+    def _small_steps(
+        self, lengths: Sequence[int], budget: int, *, least: int = 2, num_ranks: int = 1
+    ) -> tuple[list[Step], Step]:
+        """Returns the steps over a few rows, and the longest of them.
+
+        Args:
+            lengths: The number of tokens of each row.
+            budget: The number of tokens of one rank that are computed, if rows are short enough.
+            least: The fewest micro-batches that suffice, if the trainer accumulates as many.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, MOST_MICRO_BATCHES)
         order, shortest = np.argsort(lengths, kind="stable"), np.sort(lengths)
         size, accumulated = small_sizes(shortest, budget, size, accumulated)
-        number = min(size * accumulated, len(lengths))
+        number = min(size * accumulated * num_ranks, len(lengths))
         with restored(trainer, "_train_batch_size"), restored(args, "gradient_accumulation_steps"):
             trainer._train_batch_size, args.gradient_accumulation_steps = size, accumulated
             while True:
@@ -227,8 +235,8 @@ class TrainerSubject(Subject):
                 chosen = order[np.unique(np.linspace(0, room - 1, number).round().astype(int))]
                 steps = self._steps(select(self.sample, np.sort(chosen)))
                 step = max(steps, key=lambda each: len(each.batches), default=None)
-                if step is not None and (len(step.batches) >= min(2, accumulated) or number == len(lengths)):
-                    return step
+                if step is not None and (len(step.batches) >= min(least, accumulated) or number == len(lengths)):
+                    return steps, step
                 if number == len(lengths):
                     raise ValueError(f"the trainer makes no batch of {number:,} rows; set dataloader_drop_last=False")
                 number = min(2 * number, len(lengths))  # a sampler that packs rows fills a batch with many of them
