@@ -6,22 +6,24 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sftron.checkpoint.model_folder import EMBEDDINGS, HEAD, INDEX, read_config, read_json, require_inside
+from sftron.checkpoint.frozen_files import NF4_FILE, FrozenFiles, make_nf4_file, places_in
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
 from sftron.models.architecture import LlamaConfig
-from sftron.models.fusion import expected_shapes, read_fused
+from sftron.models.fusion import expected_shapes, read_fused, source_names
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.mxfp4 import PackedWeight, names_of_parts, packed_weights
 from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
+from sftron.models.weight_stream import WeightStream
 from sftron.models.wrappers import text_names, wrong_constants
 
 _PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias", "model.embed_tokens_per_layer.weight")
@@ -60,7 +62,8 @@ class SafetensorsFolder:
         """The name in the files of each tensor of the text model."""
         self._packed: dict[str, PackedWeight] = {}
         self._carried: list[str] = []
-        self._path_of: dict[str, Path] = {}
+        self.path_of: dict[str, Path] = {}
+        """The file of each tensor, by its name in the files."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -78,7 +81,7 @@ class SafetensorsFolder:
                     ) from error
                 names = file.keys()
                 self._files.update(dict.fromkeys(names, file))
-                self._path_of.update(dict.fromkeys(names, path))
+                self.path_of.update(dict.fromkeys(names, path))
                 for name in names:
                     files_of.setdefault(name, []).append(path.name)
             if weight_map is not None:
@@ -127,13 +130,18 @@ class SafetensorsFolder:
         """Returns rows [start, end) without reading the others."""
         return self._slice(name)[start:end]
 
+    @property
+    def has_packed(self) -> bool:
+        """Whether weights are stored in MXFP4."""
+        return bool(self._packed)
+
     def carried(self) -> dict[str, Callable[[], Tensor]]:
         """Returns functions that read the tensors that do not belong to the text model, by their names in the files.
         They open the files again and keep them open, so they work after the `with` block, and after the files are
         deleted."""
-        paths = {self._path_of[name] for name in self._carried}
+        paths = {self.path_of[name] for name in self._carried}
         files = {path: safe_open(path, framework="pt") for path in paths}
-        return {name: partial(files[self._path_of[name]].get_tensor, name) for name in sorted(self._carried)}
+        return {name: partial(files[self.path_of[name]].get_tensor, name) for name in sorted(self._carried)}
 
     def _slice(self, name: str) -> Any:
         if name in self._packed:
@@ -203,6 +211,19 @@ def digest_of(file_digests: Mapping[str, str]) -> str:
 # --- The model ---
 
 
+class StreamedBase(NamedTuple):
+    """How the frozen matrices of a model are streamed."""
+
+    folder: Path
+    """The folder for those in NF4, which are stored there once."""
+    digest: str
+    """The digest of the base model."""
+    is_main: bool = True
+    """Whether this rank writes them."""
+    together: Callable[[Callable[[], object]], object] = lambda make: make()
+    """Calls a function on every rank, and raises what any of them raises on all."""
+
+
 def load_model(
     folder: str | Path,
     attention: str | Sequence[str] = "sdpa",
@@ -217,6 +238,7 @@ def load_model(
     shard: Callable[[LlamaForSFT], None] | None = None,
     adapters: AdapterStart | None = None,
     frozen_dtype: torch.dtype = torch.float32,
+    stream: StreamedBase | None = None,
 ) -> LlamaForSFT:
     """Returns the model in `folder` with fp32 master weights; arguments before `architecture` are those of LlamaForSFT.
 
@@ -233,6 +255,7 @@ def load_model(
         adapters: Adapters to add; all parameters are then frozen but those of the adapters and their modules_to_save.
         frozen_dtype: The type of frozen matrices; with NF4, those outside the blocks are in compute_dtype. Norms and
             biases are fp32.
+        stream: With adapters, leaves frozen matrices in the files, from which `model.stream` fetches them.
 
     Raises:
         ValueError: A key is missing or unexpected, or has another shape than config.json implies or an unsupported
@@ -252,10 +275,18 @@ def load_model(
         if adapters is not None:
             add_adapters(model, config, adapters.spec)
             store_frozen_in(model, frozen_dtype, compute_dtype)
+        if stream is not None:
+            model.stream = WeightStream(model)
         if shard is not None:
             shard(model)
         model.to_empty(device=device)
+        if model.stream and stream:
+            files = _frozen_files(source, model.stream.stored_as, stored, spelling, stream)
+            model.stream.open(model, files, torch.device(device), mode=activation_checkpointing)
+        streamed = model.stream.names if model.stream else ()
         for name, parameter in model.named_parameters():
+            if name in streamed:
+                continue
             rows, (first, *rest) = local_shard(parameter.detach())
             # A tensor may also be sharded along another dimension; then this rank keeps only a part of each row.
             columns = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
@@ -276,6 +307,35 @@ def load_model(
                 if new:
                     rows[new] = _mean_row(source, name, initialize_ids)[columns].to(rows)
     return model
+
+
+def _frozen_files(
+    source: SafetensorsFolder,
+    matrices: Mapping[str, tuple[torch.Size, torch.dtype]],
+    config: LlamaConfig,
+    spelling: str,
+    stream: StreamedBase,
+) -> FrozenFiles:
+    """Returns the files of the streamed matrices, given the shape and the type in which each is stored."""
+    if source.has_packed:
+        raise ValueError(
+            f"model.frozen_base: stream is not implemented for weights in MXFP4, which {source.folder} has; set it to "
+            "resident, or save the model in bfloat16 first"
+        )
+    stored = {path: places_in(path) for path in set(source.path_of.values())}
+    of_base = {name: stored[source.path_of[at]][at] for name, at in source.stored_names.items()}
+    sources = {name: source_names(name, config, spelling) for name in matrices}
+    parts = {name: [of_base[each] for each in names] for name, names in sources.items()}
+    in_nf4 = {name: shape for name, (shape, dtype) in matrices.items() if dtype == NF4}
+
+    def quantized(name: str) -> Tensor:
+        whole = in_nf4[name][0]
+        return to_stored(read_fused(name, whole, config, source.read_range, 0, whole, spelling), NF4)
+
+    if in_nf4:
+        stream.together(lambda: stream.is_main and make_nf4_file(stream.folder, stream.digest, in_nf4, quantized))
+        parts |= {name: [place] for name, place in places_in(stream.folder / NF4_FILE).items()}
+    return FrozenFiles(parts)
 
 
 def _adapter_value(

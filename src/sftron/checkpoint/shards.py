@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -113,11 +113,16 @@ def write_shards(path: Path, named: Mapping[str, Shard]) -> dict[str, Any]:
     return write_tensors(path, tensors, {"format": "pt", "shards": json.dumps(shards)})
 
 
-def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+def write_tensors(
+    path: Path, named: Mapping[str, Tensor], metadata: Mapping[str, str], make: Callable[[str], Tensor] | None = None
+) -> dict[str, Any]:
     """Writes a new safetensors file and syncs it to disk. Returns its {"size", "sha256"}.
 
     It does not use the safetensors library, which neither hashes while writing nor syncs, and does not raise OSError
     for a full disk. The tensors may be on any device and are copied to the CPU one at a time.
+
+    Args:
+        make: Returns a tensor by its name, which may then be on the meta device.
 
     Raises:
         OSError: The file cannot be written.
@@ -141,7 +146,8 @@ def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str
     def chunks() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
         for name in ordered:
-            yield named[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            tensor = named[name] if make is None else make(name)
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     return write_file(path, chunks())
 

@@ -82,6 +82,9 @@ class Model(Section):
     frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
     """With lora: the type of the matrices that are not trained; auto is compute_dtype. nf4 has 4 bits a weight, rounded
     by blocks (QLoRA, arXiv 2305.14314). Norms and biases stay float32."""
+    frozen_base: Literal["resident", "stream"] = "resident"
+    """With lora: where frozen matrices are. stream leaves them in their files and reads each block as it is needed, so
+    that memory holds two blocks and the head; the bits are the same. nf4 is stored once in the run's directory."""
 
 
 class Lora(Section):
@@ -247,6 +250,13 @@ class Config(Section):
         if info.field_name == "lora" and section is None and model and model.frozen_dtype != "auto":
             problem = f"is {model.frozen_dtype}, but without lora no weight is frozen, and trained weights are float32"
             found.append(("model.frozen_dtype lora", f"{problem}: write lora: {{}}, or remove the key"))
+        if info.field_name == "lora" and model and model.frozen_base == "stream":
+            if section is None:
+                problem = "is stream, but without lora no weight is frozen: write lora: {}, or set it to resident"
+                found.append(("model.frozen_base lora", problem))
+            if model.compile == "on":
+                problem = "is stream, whose weights move between two buffers, which compiled blocks do not follow: set "
+                found.append(("model.frozen_base model.compile", f"{problem}compile to off"))
         if found:
             problems = "; ".join(f"{keys.split()[0]}: {problem}" for keys, problem in found)
             raise PydanticCustomError("contradictions", "{problems}", {"problems": problems, "found": found})

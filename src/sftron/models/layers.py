@@ -3,8 +3,8 @@
 shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, N heads, D head_dim, O output size
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -166,18 +166,34 @@ NORMS: dict[str, Callable[[int, float], Norm]] = {
 }
 
 
+_hooks: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
+"""Those of `saved_by`, of which torch calls only the innermost."""
+
+
+@contextmanager
+def saved_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Within this context, functions save `pack(tensor)` for their backward pass, which calls `unpack` with it."""
+    _hooks.append((pack, unpack))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _hooks.pop()
+
+
 def recomputed(made: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
     """Within this context, no function saves `made` for its backward pass, which calls `make` in its place."""
     storage = made.untyped_storage()._cdata  # not the tensor, which would stay
+    outer_pack, outer_unpack = _hooks[-1] if _hooks else (lambda saved: saved, lambda saved: saved)
 
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if saved.untyped_storage()._cdata == storage else saved
+    def pack(saved: Tensor) -> Any:
+        return None if saved.untyped_storage()._cdata == storage else outer_pack(saved)
 
-    def unpack(saved: Tensor | None) -> Tensor:
+    def unpack(saved: Any) -> Tensor:
         with torch.no_grad():
-            return make() if saved is None else saved
+            return make() if saved is None else outer_unpack(saved)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return saved_by(pack, unpack)
 
 
 class NormedLinear(Linear):

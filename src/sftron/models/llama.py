@@ -30,6 +30,7 @@ from sftron.models.head import Head
 from sftron.models.layers import Linear
 from sftron.models.projections import make_norm
 from sftron.models.short_convolution import ShortConvolutionBlock
+from sftron.models.weight_stream import WeightStream
 
 AnyBlock = LlamaBlock | DeltaBlock | ShortConvolutionBlock
 BLOCKS: dict[str, type[AnyBlock]] = {
@@ -150,6 +151,8 @@ class LlamaForSFT(nn.Module):
         self.recomputes = activation_checkpointing == "selective"
         self.context_group: dist.ProcessGroup | None = None
         """The ranks that share each row; None if this rank has whole rows."""
+        self.stream: WeightStream | None = None
+        """What fetches frozen matrices that are not kept in memory; None if all are."""
         num_positions = num_positions or config.max_position_embeddings
         self.rope_tables = RopeTables(num_positions, config.ropes)
         self.model = LlamaModel(config, activation_checkpointing)

@@ -34,8 +34,9 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh, context_group: dist.Proces
         # The RoPE table is an input of every block and must remain fp32.
         cast_forward_inputs=False,
     )
-    # Gathered in compute_dtype, they would select other experts.
-    fixed = {parameter for name, parameter in model.named_parameters() if is_correction(name)}
+    # Gathered in compute_dtype, corrections would select other experts. What is streamed, each rank reads by itself.
+    streamed = model.stream.names if model.stream else ()
+    fixed = {each for name, each in model.named_parameters() if is_correction(name) or name in streamed}
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=fixed)
     # Embeddings, final norm and head stay gathered between the forward and the backward pass, because the head is used

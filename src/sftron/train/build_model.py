@@ -289,8 +289,12 @@ def base_digest(folder: Path, ranks: Ranks) -> str:
 # --- Weights and optimizer ---
 
 
-def load_run_model(setup: Setup) -> LlamaForSFT:
-    """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json."""
+def load_run_model(setup: Setup, folder: Path | None = None) -> LlamaForSFT:
+    """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json.
+
+    Args:
+        folder: The run directory, for what a frozen base that is streamed stores once; None keeps the base in memory.
+    """
     config, mesh = setup.config, setup.ranks.mesh
 
     def prepare(made: LlamaForSFT) -> None:
@@ -300,7 +304,7 @@ def load_run_model(setup: Setup) -> LlamaForSFT:
             shard_model(made, mesh, setup.ranks.context_group)
 
     adapters = setup.model.adapters
-    loaded = load_whole_model(setup, None if adapters is None else adapters.start, prepare)
+    loaded = load_whole_model(setup, None if adapters is None else adapters.start, prepare, folder=folder)
     # `auto` means off until it has been measured on a GPU. On a CPU, compilation takes longer than it saves.
     if config.model.compile == "on":
         for block in loaded.model.layers:
@@ -309,10 +313,18 @@ def load_run_model(setup: Setup) -> LlamaForSFT:
 
 
 def load_whole_model(
-    setup: Setup, adapters: AdapterStart | None, shard: Callable[[LlamaForSFT], None] | None = None
+    setup: Setup,
+    adapters: AdapterStart | None,
+    shard: Callable[[LlamaForSFT], None] | None = None,
+    *,
+    folder: Path | None = None,
 ) -> LlamaForSFT:
-    """Loads the run's model with these adapters, whole unless `shard` shards it; raises as `load_run_model` does."""
-    config, model = setup.config, setup.model
+    """Loads the run's model with these adapters, whole unless `shard` shards it; see `load_run_model`."""
+    config, model, stream = setup.config, setup.model, None
+    if folder is not None and config.model.frozen_base == "stream":
+        # Without `shard`, one rank loads it by itself.
+        of_ranks = () if shard is None else (setup.ranks.is_main, setup.ranks.all_or_raise)
+        stream = hf_weights.StreamedBase(folder, str(model.base_digest), *of_ranks)
     return hf_weights.load_model(
         model.folder,
         model.attention,
@@ -327,6 +339,7 @@ def load_whole_model(
         shard=shard,
         adapters=adapters,
         frozen_dtype=frozen_dtype(config),
+        stream=stream,
     )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -343,9 +344,13 @@ def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
 
 def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
     """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once."""
-    named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
-    is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
-    return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
+    streamed = model.stream.names if model.stream else ()
+    held = ((name, local_shard(each.detach())[0]) for name, each in model.named_parameters() if name not in streamed)
+    is_bad: dict[str, Tensor] = {}
+    for name, rows in chain(held, model.stream.stored() if model.stream else ()):
+        is_bad[name] = is_bad.get(name, False) | ~rows.isfinite().all()
+    counts = ranks.sum(torch.stack([*is_bad.values()]).int()).tolist()
+    return [name for name, number in zip(is_bad, counts, strict=True) if number]
 
 
 # --- Out of memory ---

@@ -113,7 +113,7 @@ def open_trainer(
         description.describe_settings(start.changed_settings(setup), is_done=start.is_done(setup))
         description.describe_run(setup, directory)
         # Weights, optimizer and loader
-        model = ranks.all_or_raise(lambda: load_run_model(setup))
+        model = ranks.all_or_raise(lambda: load_run_model(setup, directory.folder))
         made_optimizer = make_optimizer(config, model, setup.extension)
         # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
         # On a CPU, it would only waste computation.
