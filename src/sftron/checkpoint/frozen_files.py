@@ -132,9 +132,7 @@ def _close(files: dict[Path, int]) -> None:
 # --- NF4 ---
 
 
-def make_nf4_file(
-    folder: Path, base: str, shapes: Mapping[str, torch.Size], make: Callable[[str], Tensor]
-) -> None:
+def make_nf4_file(folder: Path, base: str, shapes: Mapping[str, torch.Size], make: Callable[[str], Tensor]) -> None:
     """Stores matrices in NF4 in a file of `folder`, unless an intact one of this base is there.
 
     Args:

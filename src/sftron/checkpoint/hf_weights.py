@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sftron.checkpoint.model_folder import EMBEDDINGS, HEAD, INDEX, read_config, read_json, require_inside
 from sftron.checkpoint.frozen_files import NF4_FILE, FrozenFiles, make_nf4_file, places_in
+from sftron.checkpoint.model_folder import EMBEDDINGS, HEAD, INDEX, read_config, read_json, require_inside
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
 from sftron.models.architecture import LlamaConfig

@@ -79,6 +79,7 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
     if dry_run and _is_main():
         show("dry run    checking the data, the template and the model's files")  # before imports that take seconds
     # Imported here, so that --help and configuration errors take no time.
+    from sftron.checkpoint.frozen_files import FrozenWeightsError
     from sftron.data.types import DataError
     from sftron.train import trainer
 
@@ -90,11 +91,11 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
         return _refuse(error)
     try:
         return opened.train()
-    except DataError as error:
+    except (DataError, FrozenWeightsError) as error:
         return _refuse(error)
 
 
-def _refuse(error: ValueError) -> int:
+def _refuse(error: ValueError | OSError) -> int:
     """Prints the error on the main rank only, because every rank gets here. Returns the exit status."""
     return refuse(error) if _is_main() else REFUSED
 

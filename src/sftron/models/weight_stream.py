@@ -1,4 +1,4 @@
-"""Frozen matrices that stay in files: two buffers hold those of two blocks, and a thread fills one as the other is used.
+"""Frozen matrices that stay in files: two buffers hold those of two blocks, and a thread fills the one not in use.
 
     forward     block 0 1 2 3 4 5        fetches   0 1 2 3 4 5
     backward    block 5 4 3 2 1 0        fetches         3 2 1 0      5 and 4 are still there

@@ -24,7 +24,7 @@ from sftron.checkpoint.export import (
     plan_export,
     write_export,
 )
-from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.hf_weights import StreamedBase, load_model
 from sftron.checkpoint.merge import MOST_KL, MergeReport, largest_kl, logits_of
 from sftron.checkpoint.model_folder import stop_ids_of
 from sftron.checkpoint.source import ExportSource, hub_id
@@ -227,7 +227,7 @@ class RunExports:
         logits = []
         if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
             start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
-            logits = logits_of(load_whole_model(setup, start), texts_of(setup.data))
+            logits = logits_of(load_whole_model(setup, start, folder=directory.folder), texts_of(setup.data))
         self._write_adapters(exporter, step, tensors, logits)
 
 
@@ -342,6 +342,7 @@ class Exporter:
             adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
             frozen_dtype=plan.dtype,
             device=trained.head_weight.device,
+            stream=None if trained.stream is None else StreamedBase(unchecked, ""),
         )
         kl = largest_kl(logits, logits_of(merged, texts))
         is_accepted = kl <= MOST_KL  # False for NaN

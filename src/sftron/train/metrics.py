@@ -156,6 +156,7 @@ class StepMetrics:
     mfu: float | None
     hfu: float | None
     peak_tflops: float | None
+    weights_seconds: float | None = None
     experts: dict[str, float] = field(default_factory=dict)
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -191,6 +192,7 @@ class StepMetrics:
             f"{self._speed}{per_gpu}, {self.tflops:.3g} TFLOP/s{mfu}",
             f"epoch {min(epochs):.2f}{highest}",
             f"data wait {self.data_seconds:.2f} s",
+            *([] if self.weights_seconds is None else [f"weights wait {self.weights_seconds:.2f} s"]),
             *([] if reserved is None else [f"{memory}, {reserved:.1f} reserved"]),
             *_left(time_left),
             *self._dropped,

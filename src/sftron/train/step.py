@@ -159,6 +159,8 @@ class StepResult:
     """None if the step has no target, or the model no experts."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """The objective's own measures, each divided by the step's denominator."""
+    weights_seconds: float | None = None
+    """The time for which this rank waited for weights; None if all are in memory."""
 
 
 def train_step(
@@ -200,6 +202,7 @@ def train_step(
         denominator = sum(objective.denominator(batch) for batch in batches)
     if denominator == 0:
         return StepResult(None, None, "no token to train on")
+    waited = model.stream.waited if model.stream else 0.0
     loss = torch.zeros((), device=model.head_weight.device)
     measures = TokenSums(num_datasets, loss.device, objective.names, with_untrained=with_untrained)
     with Routing(model, router_aux_loss_coef) as routing:
@@ -244,7 +247,9 @@ def train_step(
     skipped = None if is_finite else "the loss or a gradient is not finite"
     expert_load = ExpertLoad(*load) if load else None
     own_means = dict(zip(measures.names, named_means, strict=True))
-    return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums), expert_load, own_means)
+    weights_seconds = model.stream.waited - waited if model.stream else None
+    losses = TokenLosses.of(token_sums)
+    return StepResult(loss_value, norm_value, skipped, is_finite, losses, expert_load, own_means, weights_seconds)
 
 
 def measure_step(
@@ -303,6 +308,7 @@ def measure_step(
         mfu=tflops / peak_tflops if peak_tflops else None,
         hfu=hardware_tflops / peak_tflops if peak_tflops else None,
         peak_tflops=peak_tflops,
+        weights_seconds=result.weights_seconds,
         experts={} if result.expert_load is None else asdict(result.expert_load),
         skipped=result.skipped,
         measures=dict(result.measures),

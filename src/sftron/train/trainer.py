@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.atomic import main_or_raise
+from sftron.checkpoint.frozen_files import FrozenWeightsError
 from sftron.config import Config, dump_config
 from sftron.data.loader import PackLoader, death_of_worker
 from sftron.data.types import Batch, DataError
@@ -321,6 +322,10 @@ class Trainer:
             status = self._make_steps(batches)
             is_whole = status == "preempted" or not self.progress.non_finite_in_a_row
             return status if is_whole and self._saver.is_healthy(self.progress.step) else NOT_FINITE
+        except FrozenWeightsError:
+            if self.ranks.world_size == 1:  # other ranks may still be in the step
+                self._saver.save_before_failure(self.progress.step)
+            raise
         except (DataError, ExtensionError):
             self._saver.save_before_failure(self.progress.step)
             raise

@@ -1,0 +1,324 @@
+"""A frozen base that streams from its files trains the bits of one in memory, and ends clearly if a file fails."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sftron.checkpoint.adapter import model_projections
+from sftron.checkpoint.frozen_files import NF4_FACTS, NF4_FILE, FrozenFiles, FrozenWeightsError
+from sftron.checkpoint.hf_weights import StreamedBase, load_model
+from sftron.checkpoint.model_folder import read_config
+from sftron.data.loader import collate
+from sftron.data.packing import lay_out
+from sftron.data.types import Batch
+from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.models.generation import greedy_generate
+from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
+from sftron.models.quantization import NF4
+from sftron.models.weight_stream import WeightStream
+from sftron.train.objective import loss_of
+from sftron.train.optimizer import make_adamw
+from sftron.train.step import train_step
+from tests.conftest import rest_nightly
+from tests.models.reference import FAMILIES, make_reference
+from tools.bench_step import random_rows
+
+NUM_STEPS, FEW_STEPS = 20, 4
+WAYS = ("LoRA", "DoRA", "NF4")
+KINDS = {
+    "norm_before": ("Llama 3", "full"),
+    "norm_after": ("OLMo 2", "none"),
+    "norm_around": ("Gemma 2", "selective"),
+    "parallel": ("Phi 1.5, 2", "selective"),
+    "delta": ("Qwen 3.5", "full"),
+    "gemma4": ("Gemma 4 E2B", "none"),
+    "short_convolution": ("LFM2 with biases, untied", "selective"),
+    "mixture": ("Qwen 3 MoE with dense layers", "none"),
+}
+"""A family with each kind of block, and the activation checkpointing with which it is tried by day."""
+LISTS = {"layer_types", "no_rope_layers", "mlp_layer_types"}
+"""The keys with an entry for each layer."""
+WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+"""NF4 rounds blocks of 64 weights."""
+WHOLE_IF_THERE = dict.fromkeys(("head_dim", "global_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16)
+WHOLE_IF_THERE |= {"v_head_dim": 16, "hidden_size_per_layer_input": 64, "block_multiple_of": 64}
+WHOLE_IF_THERE |= {"q_lora_rank": 64, "kv_lora_rank": 64}
+BY_DAY = [(*KINDS[kind], way) for kind in KINDS for way in WAYS if (kind, way) != ("mixture", "NF4")]
+EVERY = dict.fromkeys([*BY_DAY, *product(FAMILIES, ("none", "full"), WAYS)])
+
+
+def make_folder(folder: Path, family: str, *, for_nf4: bool = False) -> Path:
+    """A model of more layers than there are buffers, and an odd number of them if that can be."""
+    options = dict(FAMILIES[family])
+    if not options.get("model_type", "").startswith("gemma4"):
+        lists = LISTS & options.keys()
+        options |= {key: [*options[key]] * 2 for key in lists}
+        options["num_hidden_layers"] = len(options[min(lists)]) if lists else 5
+    if for_nf4:
+        options |= WHOLE_BLOCKS | {key: size for key, size in WHOLE_IF_THERE.items() if options.get(key)}
+    make_reference(**options).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, way: str, mode: str, *, streams: bool, dtype: torch.dtype = torch.float32) -> LlamaForSFT:
+    config = read_config(folder)
+    names = model_projections(config)
+    spec = LoraSpec(ranks=dict.fromkeys(names, 4), alphas=dict.fromkeys(names, 8.0), dora=way == "DoRA")
+    return load_model(
+        folder,
+        "sdpa",
+        dtype,
+        256,
+        mode,
+        adapters=AdapterStart(spec=spec),
+        frozen_dtype=NF4 if way == "NF4" else dtype,
+        stream=StreamedBase(folder, "its digest") if streams else None,
+    )
+
+
+def steps(model: LlamaForSFT, num_steps: int = NUM_STEPS) -> tuple[str, float | None]:
+    """Trains; the digest of the adapters, of the optimizer's state, of an evaluation and an answer, and the loss."""
+    settings: dict[str, Any] = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer, loss = make_adamw(model.named_parameters(), **settings), None
+    batch = _batch(model)
+    for _ in range(num_steps):
+        loss = train_step(model, optimizer, [batch, batch], max_grad_norm=1.0).loss
+    with torch.no_grad():
+        evaluated = loss_of(model, batch)
+    answer = greedy_generate(model, [1, 2, 3], 3, ())
+    found = hashlib.sha256(repr((evaluated.item(), answer)).encode())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            for key, value in {"": parameter.detach(), **optimizer.state[parameter]}.items():
+                found.update(f"{name} {key}".encode() + value.numpy().tobytes())
+    return found.hexdigest(), loss
+
+
+def _batch(model: LlamaForSFT) -> Batch:
+    rows = random_rows([25, 12], model.config.vocab_size)
+    return collate(lay_out(rows, token_budget=40, remove_cross_attention=True, pad_id=0), keep_tail=True)
+
+
+# --- The same bits ---
+
+
+@pytest.mark.parametrize("case", rest_nightly(EVERY, BY_DAY), ids=", ".join)
+def test_a_streamed_base_trains_evaluates_and_answers_with_the_bits_of_a_resident_one(
+    tmp_path: Path, case: tuple[str, str, str]
+) -> None:
+    family, mode, way = case
+    folder = make_folder(tmp_path, family, for_nf4=way == "NF4")
+    if way == "NF4":
+        pytest.importorskip("bitsandbytes")
+        if read_config(folder).mixture is not None:
+            with pytest.raises(ValueError, match="nf4 is not implemented for experts"):
+                load(folder, way, mode, streams=True)
+            return
+    resident, streamed = (load(folder, way, mode, streams=streams) for streams in (False, True))
+    assert streamed.stream is not None
+    before = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
+    num_steps = NUM_STEPS if case == BY_DAY[0] or case not in BY_DAY else FEW_STEPS
+    expected = steps(resident, num_steps)
+    assert steps(streamed, num_steps) == expected
+    assert expected[1] == pytest.approx(expected[1])  # it is finite
+    for name in streamed.stream.names:
+        assert streamed.get_parameter(name).untyped_storage().nbytes() <= max(streamed.stream.buffer_bytes // 2, 4)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"), "Llama 3")
+
+
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
+def test_the_types_of_file_computation_and_base_may_differ(tmp_path: Path, folder: Path, mode: str) -> None:
+    tensors = {name: each.bfloat16() for name, each in load_file(folder / "model.safetensors").items()}
+    shutil.copytree(folder, tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    for dtype in (torch.float32, torch.bfloat16):
+        found = [
+            steps(load(tmp_path / "model", "LoRA", mode, streams=streams, dtype=dtype), FEW_STEPS)
+            for streams in (False, True)
+        ]
+        assert found[0] == found[1]
+
+
+def test_a_step_reads_each_block_as_often_as_it_says_and_keeps_two(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = load(folder, "LoRA", "none", streams=True), []
+    fill = FrozenFiles.fill
+
+    def counted(self: FrozenFiles, name: str, out: Tensor) -> None:
+        read.append((int(name.split(".")[2]), out.nbytes))
+        fill(self, name, out)
+
+    monkeypatch.setattr(FrozenFiles, "fill", counted)
+    stream = model.stream
+    assert stream is not None
+    steps_of = partial(loss_of, model, _batch(model))
+    orders = []
+    for _ in range(2):
+        read.clear()
+        steps_of().backward()
+        orders.append([number for n, (number, _) in enumerate(read) if not n or read[n - 1][0] != number])
+    assert orders == [[0, 1, 2, 3, 4, 2, 1, 0], [2, 3, 4, 2, 1, 0]]
+    assert sum(size for _, size in read) == stream.bytes_per_pass
+    assert stream.waited > 0
+    matrices = [model.get_parameter(name) for name in stream.names]
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in matrices}
+    assert sum(held.values()) <= stream.buffer_bytes + 4 * len(matrices)
+    assert sum(held.values()) <= stream.buffer_bytes
+
+
+# --- Broken on purpose ---
+
+
+def _wrong_block(patch: pytest.MonkeyPatch) -> None:
+    read = WeightStream._read
+    patch.setattr(WeightStream, "_read", lambda self, block, *rest: read(self, max(0, block - 1), *rest))
+
+
+def _stale_buffer(patch: pytest.MonkeyPatch) -> None:
+    """A block that was fetched once is not fetched again."""
+    read, seen = WeightStream._read, set[int]()
+
+    def once(self: WeightStream, block: int, *rest: Any) -> Any:
+        if block not in seen:
+            seen.add(block)
+            return read(self, block, *rest)
+        return None
+
+    patch.setattr(WeightStream, "_read", once)
+
+
+def _before_the_copy_is_done(patch: pytest.MonkeyPatch) -> None:
+    read = WeightStream._read
+
+    def late(self: WeightStream, *arguments: Any) -> Any:
+        time.sleep(0.02)
+        return read(self, *arguments)
+
+    patch.setattr(WeightStream, "_read", late)
+    patch.setattr(WeightStream, "_wait", lambda self: None)
+
+
+def _buffer_in_use(patch: pytest.MonkeyPatch) -> None:
+    """The next block is fetched into the buffer of the current one."""
+    fetch = WeightStream._fetch
+
+    def same_slot(self: WeightStream, block: int, slot: int) -> None:
+        fetch(self, block, slot)
+        assert self._pending is not None
+        self._pending.result()
+        self._read(block, self.buffers[1 - slot], None)
+
+    patch.setattr(WeightStream, "_fetch", same_slot)
+
+
+def _kept_view(patch: pytest.MonkeyPatch) -> None:
+    """The backward pass keeps views of a buffer, whose content is then another block's."""
+    patch.setattr(WeightStream, "_pack", lambda self, block, saved: saved)
+
+
+@pytest.mark.parametrize(
+    "break_it", [_wrong_block, _stale_buffer, _before_the_copy_is_done, _buffer_in_use, _kept_view]
+)
+def test_a_stream_that_is_broken_on_purpose_gives_other_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    expected = steps(load(folder, "LoRA", "none", streams=False), FEW_STEPS)
+    break_it(monkeypatch)
+    assert steps(load(folder, "LoRA", "none", streams=True), FEW_STEPS) != expected
+
+
+def test_a_matrix_that_is_not_fetched_is_not_a_number(folder: Path) -> None:
+    model = load(folder, "LoRA", "full", streams=True, dtype=torch.bfloat16)
+    assert model.stream is not None
+    assert len(model.stream.names) == 5 * 4 + 1
+    for name in model.stream.names:
+        assert model.get_parameter(name).isnan().all(), name
+
+
+# --- Files that fail ---
+
+
+def _shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1000)
+
+
+def _changed(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"1234")
+    os.utime(path, ns=(0, 0))
+
+
+def _gone(_: Path) -> None:
+    """What the system says of a disk that is gone."""
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [(_shorter, "ends at byte|changed while"), (_changed, "changed while"), (_gone, "cannot be read at byte")],
+)
+def test_a_file_that_fails_ends_the_step_with_its_name_and_the_remedy(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[Path], None], message: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    model = load(tmp_path / "model", "LoRA", "full", streams=True)
+    before = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+    steps(model, 0)
+    fail(tmp_path / "model" / "model.safetensors")
+    if fail is _gone:
+
+        def failing(*_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(FrozenWeightsError, match=message) as raised:
+        steps(model, 1)
+    assert "model.safetensors" in str(raised.value)
+    assert "the same command then goes on" in str(raised.value)
+    assert all(value.equal(model.get_parameter(name)) for name, value in before.items())
+
+
+def test_matrices_in_nf4_are_stored_once_and_again_if_they_are_damaged_or_of_another_base(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = make_folder(tmp_path, "Llama 3", for_nf4=True)
+    expected = steps(load(folder, "NF4", "full", streams=True), 1)
+    path, facts = folder / NF4_FILE, folder / NF4_FACTS
+    stored, made = path.read_bytes(), path.stat().st_mtime_ns
+    assert hashlib.sha256(stored).hexdigest() == json.loads(facts.read_text())["sha256"]
+
+    def is_made_again() -> bool:
+        nonlocal made
+        before, found = made, steps(load(folder, "NF4", "full", streams=True), 1)
+        assert (found, path.read_bytes()) == (expected, stored)
+        made = path.stat().st_mtime_ns
+        return made != before
+
+    assert not is_made_again()
+    path.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
+    assert is_made_again()
+    facts.write_text(facts.read_text().replace("its digest", "another"))
+    assert is_made_again()
+    facts.unlink()
+    assert is_made_again()
+    assert not is_made_again()
