@@ -23,6 +23,8 @@ from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.frozen_files import NF4_FACTS, NF4_FILE, FrozenFiles, FrozenWeightsError
 from sftron.checkpoint.hf_weights import StreamedBase, load_model
 from sftron.checkpoint.model_folder import read_config
+from sftron.commands.train import run as main
+from sftron.config import Config, load_config
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import Batch
@@ -36,6 +38,9 @@ from sftron.train.optimizer import make_adamw
 from sftron.train.step import train_step
 from tests.conftest import rest_nightly
 from tests.models.reference import FAMILIES, make_reference
+from tests.train.killed_run import run_killed
+from tests.train.ranks import launch, train
+from tests.train.runs import chat_line, make_config, make_model_folder, metrics, on_each_step, opened, run, write_rows
 from tools.bench_step import random_rows
 
 NUM_STEPS, FEW_STEPS = 20, 4
@@ -322,3 +327,129 @@ def test_matrices_in_nf4_are_stored_once_and_again_if_they_are_damaged_or_of_ano
     facts.unlink()
     assert is_made_again()
     assert not is_made_again()
+
+
+# --- Whole runs ---
+
+RUN: dict[str, Any] = {
+    "lora__rank": 4,
+    "optimizer__schedule": "constant",
+    "tokens__train_steps": 6,
+    "checkpoints__interval": 3,
+    "checkpoints__async": False,
+    "evaluation__share": 0.1,
+    "evaluation__interval": 3,
+    "evaluation__max_new_tokens": 4,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LoRA": {"model__activation_checkpointing": "full"},
+    "DoRA": {"lora__dora": True},
+    "NF4": {"model__frozen_dtype": "nf4"},
+}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
+    return make_model_folder(tmp_path_factory.mktemp("model of runs"), **options)
+
+
+def _config(tmp_path: Path, run_folder: Path, base: str, **options: Any) -> Config:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(chat_line("What is 3?") + "\n")
+    named = {"general__run_name": base, "evaluation__prompts": str(prompts), "model__frozen_base": base}
+    return make_config(tmp_path, run_folder, **RUN | named | options)
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """What a run leaves that a stream may not change: its adapters and moments, its merge, its losses and answers."""
+    files = [*folder.glob("checkpoints/step-6/*.safetensors"), *folder.glob("*/step-6/*.safetensors")]
+    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    return {
+        "files": {str(each.relative_to(folder)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files},
+        "losses": [(line["loss"], line["grad_norm"]) for line in metrics(folder)],
+        "evaluations": [(each["sets"], each["answers"]) for each in evaluations],
+    }
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_a_streamed_run_is_killed_resumed_evaluated_and_exported_with_the_same_bits(
+    tmp_path: Path, run_folder: Path, way: str
+) -> None:
+    if way == "NF4":
+        pytest.importorskip("bitsandbytes")
+    write_rows(tmp_path / "rows.jsonl", 200)
+    resident = run(_config(tmp_path, run_folder, "resident", **OPTIONS[way]))
+    config = _config(tmp_path, run_folder, "stream", **OPTIONS[way])
+    run_killed(tmp_path / "config.yaml", 5, "in the step")
+    assert metrics(config.run_dir)[-1]["step"] == 4
+    streamed = run(config)
+    expected, found = _results(resident.directory.folder), _results(streamed.directory.folder)
+    assert len(expected["files"]) == 4
+    assert len(expected["evaluations"]) == 3
+    assert found == expected
+    assert all(line["weights_seconds"] > 0 for line in metrics(streamed.directory.folder))
+    assert all(line["weights_seconds"] is None for line in metrics(resident.directory.folder))
+    assert (streamed.directory.folder / NF4_FILE).exists() == (way == "NF4")
+
+
+@pytest.mark.parametrize("way", rest_nightly(OPTIONS, ["NF4"]))
+def test_ranks_that_stream_have_the_bits_of_ranks_that_do_not(tmp_path: Path, run_folder: Path, way: str) -> None:
+    if way == "NF4":
+        pytest.importorskip("bitsandbytes")
+    write_rows(tmp_path / "rows.jsonl", 200)
+    found = []
+    for base in ("resident", "stream"):
+        options = {"tokens__batch_accumulation_per_replica": 1, "parallelism__timeout_seconds": 60}
+        config = _config(tmp_path, run_folder, base, **OPTIONS[way] | options)
+        for ended in launch(2, train, tmp_path / "config.yaml", folder=tmp_path):
+            assert ended.exit_code == 0, ended.err[-3000:]
+        found.append(_results(config.run_dir))
+    assert len(found[0]["files"]) == 6
+    assert found[1] == found[0]
+
+
+def test_a_run_whose_base_changes_saves_its_last_step_and_goes_on_once_it_is_restored(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    shutil.copytree(run_folder, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    resident = run(_config(tmp_path, tmp_path / "model", "resident"))
+    config = _config(tmp_path, tmp_path / "model", "stream")
+    stamp = weights.stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        on_each_step(patch, lambda step: os.utime(weights, ns=(0, 0)) if step == 5 else None)
+        assert main(["--config", str(tmp_path / "config.yaml")]) == 2
+    assert f"{weights} changed while the run streamed its weights" in capsys.readouterr().err
+    assert "FrozenWeightsError" in json.loads((config.run_dir / "result.json").read_text())["error"]
+    assert sorted(each.name for each in (config.run_dir / "checkpoints").iterdir()) == ["step-3", "step-4"]
+    os.utime(weights, ns=(stamp, stamp))
+    streamed = run(config)
+    assert _results(streamed.directory.folder)["files"] == _results(resident.directory.folder)["files"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--lora=null", "model.frozen_base: is stream, but without lora no weight is frozen"),
+        ("--model.compile=on", "model.frozen_base: is stream, whose weights move between two buffers"),
+    ],
+)
+def test_what_cannot_stream_is_refused_by_name(tmp_path: Path, run_folder: Path, override: str, message: str) -> None:
+    _config(tmp_path, run_folder, "stream")
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / "config.yaml", [override])
+
+
+def test_weights_of_a_streamed_base_that_are_not_finite_are_refused_at_the_start(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    shutil.copytree(run_folder, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
+        weights[name][-1, -1] = torch.inf
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"not finite .*model.embed_tokens.weight, model.layers.3.mlp.gate_up_proj"):
+        opened(_config(tmp_path, tmp_path / "model", "stream"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.checkpoint import prune, shards_to_store, state_text, write_checkpoint
+from sftron.checkpoint.frozen_files import FrozenWeightsError
 from sftron.checkpoint.shards import HostCopy, StoredShards
 from sftron.config import Checkpoints
 from sftron.data.types import Batch
@@ -222,16 +223,21 @@ class Saver:
     def _has_finite_loss(self) -> bool:
         if self._batch is None:  # no step has changed the weights since they were loaded
             return not self._was_skipped
-        result = train_step(
-            self._model,
-            None,
-            [self._batch],
-            TokenLoss(loss_function(self._loss)),
-            max_grad_norm=None,
-            denominator=max(1.0, self._batch.weight_sum),
-            sum_over_ranks=self._ranks.sum,
-        )
-        return result.is_finite and not non_finite_tensors(self._model, self._ranks)
+        try:
+            is_finite = train_step(
+                self._model,
+                None,
+                [self._batch],
+                TokenLoss(loss_function(self._loss)),
+                max_grad_norm=None,
+                denominator=max(1.0, self._batch.weight_sum),
+                sum_over_ranks=self._ranks.sum,
+            ).is_finite
+        except FrozenWeightsError:
+            if self._ranks.world_size > 1:  # other ranks may still be in the step
+                raise
+            is_finite = True  # as far as can be known without the base
+        return is_finite and not non_finite_tensors(self._model, self._ranks)
 
     # -- the writing -------------------------------------------------------------------------------------------------
 

@@ -340,7 +340,7 @@ def _measures_of_datasets(
 
 def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
     """Raises ValueError on all ranks if a weight is not finite. The message names `origin`, the weights' source."""
-    if bad := non_finite_tensors(model, ranks):
+    if bad := non_finite_tensors(model, ranks, reads_streamed=True):
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(
             f"{origin} holds weights that are not finite (NaN or infinity), in {', '.join(bad[:5])}{more}; nothing can "
@@ -348,12 +348,16 @@ def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
         )
 
 
-def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
-    """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once."""
+def non_finite_tensors(model: LlamaForSFT, ranks: Ranks, *, reads_streamed: bool = False) -> list[str]:
+    """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once.
+
+    Args:
+        reads_streamed: Whether to read those that are streamed too, all of which takes as long as half a step.
+    """
     streamed = model.stream.names if model.stream else ()
     held = ((name, local_shard(each.detach())[0]) for name, each in model.named_parameters() if name not in streamed)
     is_bad: dict[str, Tensor] = {}
-    for name, rows in chain(held, model.stream.stored() if model.stream else ()):
+    for name, rows in chain(held, model.stream.stored() if model.stream and reads_streamed else ()):
         is_bad[name] = is_bad.get(name, False) | ~rows.isfinite().all()
     counts = ranks.sum(torch.stack([*is_bad.values()]).int()).tolist()
     return [name for name, number in zip(is_bad, counts, strict=True) if number]
