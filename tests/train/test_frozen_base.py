@@ -346,6 +346,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DoRA": {"lora__dora": True},
     "NF4": {"model__frozen_dtype": "nf4"},
 }
+CONTEXT = {"model__activation_checkpointing": "selective", "parallelism__context": 2}
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +394,7 @@ def test_a_streamed_run_is_killed_resumed_evaluated_and_exported_with_the_same_b
     assert (streamed.directory.folder / NF4_FILE).exists() == (way == "NF4")
 
 
-@pytest.mark.parametrize("way", rest_nightly(OPTIONS, ["NF4"]))
+@pytest.mark.parametrize("way", rest_nightly([*OPTIONS, "context"], ["NF4"]))
 def test_ranks_that_stream_have_the_bits_of_ranks_that_do_not(tmp_path: Path, run_folder: Path, way: str) -> None:
     if way == "NF4":
         pytest.importorskip("bitsandbytes")
@@ -401,7 +402,7 @@ def test_ranks_that_stream_have_the_bits_of_ranks_that_do_not(tmp_path: Path, ru
     found = []
     for base in ("resident", "stream"):
         options = {"tokens__batch_accumulation_per_replica": 1, "parallelism__timeout_seconds": 60}
-        config = _config(tmp_path, run_folder, base, **OPTIONS[way] | options)
+        config = _config(tmp_path, run_folder, base, **OPTIONS.get(way, CONTEXT) | options)
         for ended in launch(2, train, tmp_path / "config.yaml", folder=tmp_path):
             assert ended.exit_code == 0, ended.err[-3000:]
         found.append(_results(config.run_dir))
