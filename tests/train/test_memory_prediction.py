@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sftron.checkpoint.adapter import model_projections
-from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.hf_weights import StreamedBase, load_model
 from sftron.checkpoint.model_folder import read_config
 from sftron.commands.train import run as main
 from sftron.models.adapters import AdapterStart, LoraSpec
@@ -112,6 +112,24 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(
     assert predicted.peak == pytest.approx(measured.tensors, rel=0.1)
 
 
+STREAMED = [(name, mode, way) for name in ("llama", "gemma2") for mode in ("none", "full") for way in ("LoRA", "QLoRA")]
+STREAMED_BY_DAY = [("llama", "full", "LoRA"), ("llama", "none", "QLoRA")]
+
+
+@pytest.mark.parametrize(
+    "case", rest_nightly(STREAMED, [("llama", "full", "LoRA"), ("llama", "none", "QLoRA")]), ids=", ".join
+)
+def test_the_prediction_of_a_streamed_base_is_within_10_percent_of_the_measured_peak(
+    folders: dict[str, Path], case: tuple[str, str, str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    model_type, mode, way = case
+    measured, predicted = measure_and_predict(folders[model_type], way, mode, streams=True)
+    resident, _ = measure_and_predict(folders[model_type], way, mode)
+    assert predicted.peak == pytest.approx(measured.tensors, rel=0.1)
+    assert (resident.tensors or 0) - (measured.tensors or 0) == pytest.approx(predicted.streaming_saves, rel=0.1)
+
+
 @pytest.mark.skipif(resident_memory() is None, reason="this system does not measure it")
 @pytest.mark.parametrize("way", rest_nightly(["full", "LoRA"], ["full"]))
 def test_a_process_grows_by_the_prediction_within_15_percent(tmp_path: Path, way: str) -> None:
@@ -139,6 +157,7 @@ def measure_and_predict(
     num_tokens: int = 512,
     num_documents: int = 4,
     num_batches: int = 1,
+    streams: bool = False,
 ) -> tuple[MeasuredPeak, StepMemory]:
     config = read_config(folder)
     names = model_projections(config)
@@ -153,6 +172,7 @@ def measure_and_predict(
         activation_checkpointing=mode,
         adapters=None if spec is None else AdapterStart(spec=spec),
         frozen_dtype=frozen_dtype,
+        stream=StreamedBase(folder, "") if streams else None,
     )
     options: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
     optimizer = make_by_name(model.named_parameters(), **options, name=state)
@@ -176,8 +196,10 @@ def measure_and_predict(
         longest_document=length,
         optimizer=state,
         accumulates=num_batches > 1,
-    )
-    assert predicted.weights == sum(each.nbytes for each in model.parameters())
+    ).with_base(streams=streams)
+    streamed, buffers = (model.stream.names, model.stream.buffer_bytes) if model.stream else ((), 0)
+    held = (each.nbytes for name, each in model.named_parameters() if name not in streamed)
+    assert predicted.weights == sum(held) + buffers
     stored = (value.nbytes for each in optimizer.state.values() for key, value in each.items() if key != "step")
     assert predicted.optimizer == sum(stored)
     return peak(), predicted

@@ -277,6 +277,7 @@ def load_model(
             store_frozen_in(model, frozen_dtype, compute_dtype)
         if stream is not None:
             model.stream = WeightStream(model)
+            model.stream.release()
         if shard is not None:
             shard(model)
         model.to_empty(device=device)

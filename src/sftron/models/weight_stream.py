@@ -106,7 +106,13 @@ class WeightStream:
         """The buffer of the current block; the next one is fetched into the other."""
         self._pending: Future[Any] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        for each in self._all():  # so that nothing allocates them
+
+    def parameters(self) -> Iterator[Tensor]:
+        return (each.module.get_parameter(each.key) for each in self._all())
+
+    def release(self) -> None:
+        """Empties the streamed parameters, so that nothing allocates them; `open` makes what is in their place."""
+        for each in self._all():
             each.put(torch.empty(0, dtype=each.dtype, device="meta"))
 
     @property
@@ -123,6 +129,11 @@ class WeightStream:
     def bytes_per_pass(self) -> int:
         """What a forward and backward pass read of the blocks, after the first one."""
         return sum(self._sizes[2:]) + sum(self._sizes[:-2])
+
+    @property
+    def bytes_of_token(self) -> int:
+        """What is read for a token of its embeddings."""
+        return sum(each.nbytes // each.shape[0] for each in self._tables)
 
     def open(self, model: Any, source: Source, device: torch.device, *, mode: str) -> None:
         """Makes the buffers, and has the blocks of the model fetch their matrices.

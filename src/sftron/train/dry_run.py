@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -32,9 +35,16 @@ def measure_step_memory(setup: Setup) -> MeasuredPeak:
 
     Raises ValueError if the weights give no finite loss, and OutOfMemory if the step does not fit.
     """
+    # A streamed base in NF4 is stored there, as a run stores it in its directory.
+    with tempfile.TemporaryDirectory() as folder:
+        own = setup.ranks.gather({"folder": folder})[0]["folder"]
+        return _measured(setup, Path(own))
+
+
+def _measured(setup: Setup, folder: Path) -> MeasuredPeak:
     ranks, baseline = setup.ranks, resident_memory()
     console.write("dry run    loading the weights")
-    model = ranks.all_or_raise(lambda: load_run_model(setup))
+    model = ranks.all_or_raise(lambda: load_run_model(setup, folder))
     require_finite(model, ranks, f"model.path: {setup.model.folder}")
     optimizer, batch = make_optimizer(setup.config, model), maximal_batch(setup.config, ranks.context)
     set_learning_rate(optimizer, 0.0)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sftron.kernels.device import gpu_functions, is_gpu
+from sftron.models.llama import LlamaForSFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 @contextmanager
 def peak_of_step(
-    model: nn.Module, device: torch.device, baseline: int | None = None
+    model: LlamaForSFT, device: torch.device, baseline: int | None = None
 ) -> Iterator[Callable[[], MeasuredPeak]]:
     """Yields a function that returns, after the `with` block, the peak of the block, weights included.
 
@@ -93,7 +94,8 @@ def peak_of_step(
     if isinstance(model, FSDPModule):
         yield lambda: MeasuredPeak(None, growth())
         return
-    weights = sum(each.nbytes for each in model.parameters())
+    held = [*model.parameters(), *(model.stream.buffers if model.stream else ())]
+    weights = sum({_storage(each): each.untyped_storage().nbytes() for each in held}.values())
     with LiveMemory() as memory:
         yield lambda: MeasuredPeak(weights + memory.peak, growth())
 

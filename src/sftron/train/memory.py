@@ -6,20 +6,21 @@ tensors have shapes but no values. docs/benchmarks/memory.md compares prediction
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from sftron.kernels.device import is_gpu
-from sftron.models.adapters import LoraSpec, add_adapters
+from sftron.models.adapters import LoraSpec, add_adapters, is_adapter
 from sftron.models.architecture import LlamaConfig
 from sftron.models.block import Documents, LlamaBlock
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, store_frozen_in
+from sftron.models.weight_stream import WeightStream
 from sftron.train.attention_memory import MetaAttention, lengths_of
 from sftron.train.build_data import longest_document
 from sftron.train.measured_memory import LiveMemory
@@ -39,6 +40,17 @@ class StepMemory:
     activations: int
     """What one micro-batch keeps for its backward pass."""
     peak: int
+    streams: bool = False
+    """Whether frozen matrices are streamed."""
+    streaming_saves: int = 0
+    """How much less memory a streamed base takes than a resident one; 0 without adapters."""
+    streaming_reads: int = 0
+    """What a micro-batch reads of a streamed base."""
+
+    def with_base(self, *, streams: bool) -> StepMemory:
+        """Returns the memory with a frozen base that is streamed or not."""
+        saved = self.streaming_saves * (streams - self.streams)
+        return replace(self, streams=streams, weights=self.weights - saved, peak=self.peak - saved)
 
 
 def with_reserve(peak: float, *, on_gpu: bool) -> float:
@@ -80,7 +92,7 @@ def predict_run(setup: Setup, spec: LoraSpec | None, frozen: torch.dtype) -> Ste
         num_shards=dimensions.num_shards,
         num_sharing=dimensions.context,
         on_gpu=is_gpu(setup.ranks.device),
-    )
+    ).with_base(streams=spec is not None and config.model.frozen_base == "stream")
 
 
 def predict(
@@ -96,7 +108,8 @@ def predict(
     num_sharing: int = 1,
     on_gpu: bool = False,
 ) -> StepMemory:
-    """Returns the memory of a training step, other than the first, on a micro-batch without padding.
+    """Returns the memory of a training step, other than the first, on a micro-batch without padding, with a resident
+    base.
 
     Args:
         model: A model from `make_unloaded`, which is changed.
@@ -110,10 +123,17 @@ def predict(
     """
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     trained = [each for _, each in named]
-    weights = sum(each.nbytes for each in model.parameters()) // num_shards
+    stream = WeightStream(model) if any(is_adapter(name) for name, _ in model.named_parameters()) else None
+    weights = _bytes_of(model.parameters()) // num_shards
     gradients = sum(each.nbytes for each in trained) // num_shards
     moments = sum(state_bytes(*each, optimizer) for each in named) // num_shards
-    held = weights + moments + (_shard(model, num_shards) if num_shards > 1 else 0)
+    streamed = list(stream.parameters()) if stream else []
+    saves = _bytes_of(streamed) // num_shards
+    held = weights + moments
+    if num_shards > 1:
+        _shard(model, num_shards)
+        held += (gathered := _gathered(model))
+        saves += gathered - _gathered(model, streamed)
 
     num_own = -(-num_tokens // num_sharing)
     with torch.device("meta"):
@@ -141,23 +161,44 @@ def predict(
         # The operation's temporary memory, which is not visible, fitted to one measurement.
         update += max((12 * each.numel() for each in trained), default=0) // num_shards
     peak = held + max(memory.peak, update)
-    return StepMemory(weights=weights, gradients=gradients, optimizer=moments, activations=activations, peak=peak)
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=moments,
+        activations=activations,
+        peak=peak,
+        streaming_saves=saves - stream.buffer_bytes if stream else 0,
+        streaming_reads=stream.bytes_per_pass + num_own * stream.bytes_of_token if stream else 0,
+    )
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(each.nbytes for each in tensors)
 
 
 # --- Sharded weights ---
 
 
-def _shard(model: LlamaForSFT, num_shards: int) -> int:
-    """Gives the weights the type in which FSDP gathers them, and has their gradients reduced as FSDP does. Returns the
-    bytes of the weights that are gathered at a time: two blocks, and all that is outside of blocks."""
+def _shard(model: LlamaForSFT, num_shards: int) -> None:
+    """Gives the weights the type in which FSDP gathers them, and has their gradients reduced as FSDP does."""
     for each in model.parameters():
         if each.dtype != NF4:
             each.data = each.data.to(model.compute_dtype)
-    blocks = [list(block.parameters()) for block in model.model.layers]
-    outside = list(set(model.parameters()).difference(*blocks))
-    _reduce_gradients(blocks, outside, num_shards)
-    most = max(sum(each.nbytes for each in block) for block in blocks)
-    return sum(each.nbytes for each in outside) + 2 * most
+    _reduce_gradients(*_groups(model), num_shards)
+
+
+def _groups(model: LlamaForSFT) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Returns the parameters of each block, and those outside of blocks."""
+    blocks: list[list[Tensor]] = [list(block.parameters()) for block in model.model.layers]
+    return blocks, list(set(model.parameters()).difference(*blocks))
+
+
+def _gathered(model: LlamaForSFT, streamed: Collection[Tensor] = ()) -> int:
+    """Returns the bytes of the weights that are gathered at a time: two blocks, and all that is outside of blocks."""
+    left_out = {id(each) for each in streamed}
+    blocks, outside = _groups(model)
+    *sizes, size_outside = (_bytes_of(p for p in group if id(p) not in left_out) for group in (*blocks, outside))
+    return size_outside + 2 * max(sizes)
 
 
 def _reduce_gradients(blocks: Sequence[Sequence[Tensor]], outside: Sequence[Tensor], num_shards: int) -> None:

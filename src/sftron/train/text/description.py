@@ -303,9 +303,26 @@ def describe_memory(setup: Setup) -> StepMemory:
         [
             ("memory", f"predicted for {step} with the attention backend {backends}: {size}"),
             ("", f"{fits}: {needed / 1e9:.2f} GB with a reserve, of the {memory / 1e9:.2f} GB of {device}"),
+            *_base_lines(setup, found, memory),
         ]
     )
     return found
+
+
+def _base_lines(setup: Setup, found: StepMemory, memory: float) -> _Lines:
+    """Yields the memory with either frozen base, and which of them this device needs."""
+    if setup.model.adapters is None:
+        return
+    on_gpu = is_gpu(setup.ranks.device)
+    needed = {
+        name: with_reserve(found.with_base(streams=name == "stream").peak, on_gpu=on_gpu)
+        for name in ("resident", "stream")
+    }
+    fitting = [name for name, each in needed.items() if each <= memory]
+    read = found.streaming_reads * setup.config.tokens.batch_accumulation_per_replica / 1e9
+    sizes = f"resident {needed['resident'] / 1e9:.2f} GB, stream {needed['stream'] / 1e9:.2f} GB with a reserve"
+    verdict = f"{fitting[0]} fits" if fitting else "neither fits"
+    yield "", f"model.frozen_base: {sizes}; stream reads {read:.2f} GB from files in each step; {verdict}"
 
 
 def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:

@@ -266,7 +266,8 @@ def _memory_of_ways(setup: Setup) -> dict[str, StepMemory]:
     found = {"full": predict_run(setup, None, dtype), "LoRA": predict_run(setup, spec, dtype)}
     with suppress(ValueError):
         found["QLoRA (nf4)"] = predict_run(setup, spec, NF4)
-    return found
+    adapted = [(f"{name}, streamed", each.with_base(streams=True)) for name, each in found.items() if name != "full"]
+    return found | dict(adapted)
 
 
 def _steps(setup: Setup) -> float:
