@@ -165,6 +165,31 @@ def test_adapters_are_suggested_where_only_they_fit(
     assert "Neither all weights nor adapters fit" in Path("sft.yaml").read_text(encoding="utf-8")
 
 
+def test_a_streamed_base_is_suggested_where_only_it_fits(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_model_folder(Path("models/deep"), num_hidden_layers=12, intermediate_size=512)
+    monkeypatch.setattr(first_config, "total_memory", lambda _: 1)
+    ways = first_config._memory_of_ways
+
+    def just_enough(setup: Any) -> Any:
+        found = ways(setup)
+        needed = with_reserve(found["LoRA, streamed"].peak, on_gpu=False)
+        assert needed < with_reserve(found["LoRA"].peak, on_gpu=False)
+        monkeypatch.setattr(first_config, "total_memory", lambda _: needed)
+        return found
+
+    monkeypatch.setattr(first_config, "_memory_of_ways", just_enough)
+    assert main(["init", str(write("chats.jsonl")), "models/deep"]) == 0
+    text = Path("sft.yaml").read_text(encoding="utf-8")
+    assert "remove the # in front of lora and frozen_base, and" in text
+    for key in ("lora:", "frozen_base:"):
+        text = text.replace(f"# {key}", key)
+    Path("sft.yaml").write_text(text, encoding="utf-8")
+    assert load_config("sft.yaml").model.frozen_base == "stream"
+    assert "reads" in dry_run(capfd)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

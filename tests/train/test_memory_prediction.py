@@ -116,9 +116,7 @@ STREAMED = [(name, mode, way) for name in ("llama", "gemma2") for mode in ("none
 STREAMED_BY_DAY = [("llama", "full", "LoRA"), ("llama", "none", "QLoRA")]
 
 
-@pytest.mark.parametrize(
-    "case", rest_nightly(STREAMED, [("llama", "full", "LoRA"), ("llama", "none", "QLoRA")]), ids=", ".join
-)
+@pytest.mark.parametrize("case", rest_nightly(STREAMED, STREAMED_BY_DAY), ids=", ".join)
 def test_the_prediction_of_a_streamed_base_is_within_10_percent_of_the_measured_peak(
     folders: dict[str, Path], case: tuple[str, str, str]
 ) -> None:
@@ -239,6 +237,31 @@ def test_a_dry_run_compares_the_prediction_and_says_whether_it_fits(
     monkeypatch.setattr(description, "total_memory", lambda _: needed - 1)
     description.describe_memory(setup)
     assert 'does not fit (see "Out of memory" in docs/troubleshooting.md): ' in capsys.readouterr().out
+
+
+def test_a_dry_run_says_what_either_frozen_base_needs_and_measures_that_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 8, "tie_word_embeddings": True}
+    folder = make_model_folder(tmp_path / "model", **sizes)
+    options = {"lora__rank": 2, "model__activation_checkpointing": "full"}
+    setup = open_setup(make_config(tmp_path, folder, model__frozen_base="stream", **options))
+    adapters = setup.model.adapters
+    assert adapters is not None
+    found = predict_run(setup, adapters.start.spec, torch.float32)
+    block = 4 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 1024 * 64)
+    assert (found.streams, found.streaming_saves, found.streaming_reads) == (True, 6 * block, 12 * block)
+    memory = with_reserve((found.peak + found.with_base(streams=False).peak) / 2, on_gpu=False)
+    monkeypatch.setattr(description, "total_memory", lambda _: memory)
+    assert dry_run(setup) == 0
+    said = capsys.readouterr().out
+    assert re.search(r" fits: [\d.]+ GB with a reserve", said)
+    resident, streamed = (with_reserve(found.with_base(streams=on).peak, on_gpu=False) / 1e9 for on in (False, True))
+    sizes_said = f"model.frozen_base: resident {resident:.2f} GB, stream {streamed:.2f} GB with a reserve; stream reads"
+    assert f"{sizes_said} {24 * block / 1e9:.2f} GB from files in each step; stream fits" in said
+    (tensors,) = re.findall(r"measured: tensors [\d.]+ GB, (\d+)% of", said)
+    assert 90 <= int(tensors) <= 110
+    assert not (tmp_path / "runs").exists()
 
 
 # --- What only a GPU allocates ---

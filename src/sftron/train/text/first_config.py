@@ -266,8 +266,8 @@ def _memory_of_ways(setup: Setup) -> dict[str, StepMemory]:
     found = {"full": predict_run(setup, None, dtype), "LoRA": predict_run(setup, spec, dtype)}
     with suppress(ValueError):
         found["QLoRA (nf4)"] = predict_run(setup, spec, NF4)
-    adapted = [(f"{name}, streamed", each.with_base(streams=True)) for name, each in found.items() if name != "full"]
-    return found | dict(adapted)
+    streamed = {f"{name}, streamed": each.with_base(streams=True) for name, each in found.items()}
+    return found | {name: each for name, each in streamed.items() if each.streaming_saves > 0}
 
 
 def _steps(setup: Setup) -> float:
