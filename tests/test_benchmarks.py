@@ -97,7 +97,7 @@ def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
     assert bench_step.main(["--quick", f"--json={path}"]) == 0
     results = json.loads(path.read_text(encoding="utf-8"))
     names = ["transformers, padded", "transformers, flattened", "sftron, minibatch", "sftron, pool"]
-    names += ["peft, flattened", "sftron, LoRA"]
+    names += ["peft, flattened", "sftron, LoRA", "sftron, LoRA, streamed"]
     assert list(results) == names
     assert all(each["tokens/s"] > 0 and each["computed / real"] >= 1 for each in results.values())
 

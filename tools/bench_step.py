@@ -5,9 +5,9 @@
 
 All ways train the same conversations, tokenized before the clock starts, from equal weights in fp32 with bf16 compute
 and fused AdamW. With peft and "sftron, LoRA", the weights are frozen in the compute type, and adapters of rank 16 on
-all linear layers are trained in fp32. Before anything is timed, the losses of the labeled tokens are compared. The exit
-status is 0 if the ways were measured, 1 if two of them do not compute the same, and 2 if the arguments cannot be used.
-With peft installed, its way is timed too.
+all linear layers are trained in fp32. With "sftron, LoRA, streamed", the frozen weights stay in a file. Before anything
+is timed, the losses of the labeled tokens are compared. The exit status is 0 if the ways were measured, 1 if two of them
+do not compute the same, and 2 if the arguments cannot be used. With peft installed, its way is timed too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import platform
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,12 +40,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from sftron.checkpoint.adapter import model_projections
+from sftron.checkpoint.hf_weights import StreamedBase, load_model
+from sftron.checkpoint.model_folder import read_config
 from sftron.commands.arguments import positive
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
 from sftron.errors import exit_with, refuse, show
-from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, initial_value, match_targets, projections_of
+from sftron.models.adapters import (
+    ALL_LINEAR,
+    AdapterStart,
+    LoraSpec,
+    add_adapters,
+    initial_value,
+    match_targets,
+    projections_of,
+)
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT, attention_of_layers
@@ -160,10 +172,33 @@ def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT
     return with_native_adapters(model, options.dtype) if lora else model
 
 
+def make_streamed_model(options: argparse.Namespace) -> LlamaForSFT:
+    """Returns LlamaForSFT with adapters, whose frozen weights stream from a file in the compute type."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_reference_model(options).to(options.dtype).save_pretrained(folder)
+        config = read_config(folder)
+        return load_model(
+            folder,
+            attention_of_layers("auto", config, options.device, options.dtype),
+            options.dtype,
+            max(options.budget, config.max_position_embeddings),
+            options.checkpointing,
+            device=options.device,
+            adapters=AdapterStart(spec=spec_of(model_projections(config))),
+            frozen_dtype=options.dtype,
+            stream=StreamedBase(folder, ""),
+        )
+
+
+def spec_of(names: Sequence[str]) -> LoraSpec:
+    return LoraSpec(ranks=dict.fromkeys(names, RANK), alphas=dict.fromkeys(names, ALPHA))
+
+
 @torch.no_grad()
 def with_native_adapters(model: LlamaForSFT, dtype: torch.dtype) -> LlamaForSFT:
     names = match_targets(ALL_LINEAR, list(projections_of(model, model.config)))
-    add_adapters(model, model.config, LoraSpec(ranks=dict.fromkeys(names, RANK), alphas=dict.fromkeys(names, ALPHA)))
+    add_adapters(model, model.config, spec_of(names))
     for name, each in model.named_parameters():
         if each.requires_grad:
             each.copy_(initial_value(name, each.shape, seed=0, init="default", row_norms=lambda _: Tensor()))
@@ -255,9 +290,15 @@ def transformers_way(
 
 
 def native_way(
-    name: str, options: argparse.Namespace, *, pooled: bool, lora: bool = False, compiled: bool = False
+    name: str,
+    options: argparse.Namespace,
+    *,
+    pooled: bool,
+    lora: bool = False,
+    compiled: bool = False,
+    streams: bool = False,
 ) -> Way:
-    model = make_native_model(options, lora=lora)
+    model = make_streamed_model(options) if streams else make_native_model(options, lora=lora)
     optimizer = make_optimizer(model)
     if compiled:
         for block in model.model.layers:
@@ -307,6 +348,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, Callable[[], Way]]:
         "sftron, pool": partial(native_way, pooled=True),
         PEFT: partial(transformers_way, flat=True, lora=True),
         "sftron, LoRA": partial(native_way, pooled=False, lora=True),
+        "sftron, LoRA, streamed": partial(native_way, pooled=False, lora=True, streams=True),
     }
     if options.gpu:
         ways["transformers, padded, compiled"] = partial(transformers_way, flat=False, compiled=True)
