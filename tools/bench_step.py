@@ -5,9 +5,9 @@
 
 All ways train the same conversations, tokenized before the clock starts, from equal weights in fp32 with bf16 compute
 and fused AdamW. With peft and "sftron, LoRA", the weights are frozen in the compute type, and adapters of rank 16 on
-all linear layers are trained in fp32. With "sftron, LoRA, streamed", the frozen weights stay in a file. Before anything
-is timed, the losses of the labeled tokens are compared. The exit status is 0 if the ways were measured, 1 if two of them
-do not compute the same, and 2 if the arguments cannot be used. With peft installed, its way is timed too.
+all linear layers are trained in fp32. With "sftron, LoRA, streamed", the frozen weights stay in a file. Before
+anything is timed, the losses of the labeled tokens are compared. The exit status is 0 if the ways were measured, 1 if
+two of them do not compute the same, and 2 if the arguments cannot be used. With peft installed, its way is timed too.
 """
 
 from __future__ import annotations
