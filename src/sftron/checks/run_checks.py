@@ -108,7 +108,10 @@ def steps_of(config: Config) -> list[dict[str, Any]]:
 
 
 def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    streamed = trainer.model.stream.names if trainer.model.stream else ()
     for name, parameter in trainer.model.named_parameters():
+        if name in streamed:  # whatever block is in a buffer
+            continue
         for key, tensor in {"": parameter, **trainer.optimizer.state[parameter]}.items():
             yield f"{name} {key}".strip(), digest(tensor)
 
