@@ -66,7 +66,7 @@ class _Matrix(NamedTuple):
         return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
     def put(self, value: Tensor) -> None:
-        self.module._parameters[self.key] = nn.Parameter(value, requires_grad=False)
+        self.module._parameters[self.key] = value  # pyright: ignore[reportArgumentType]
 
 
 class _Saved(NamedTuple):
@@ -113,7 +113,7 @@ class WeightStream:
     def release(self) -> None:
         """Empties the streamed parameters, so that nothing allocates them; `open` makes what is in their place."""
         for each in self._all():
-            each.put(torch.empty(0, dtype=each.dtype, device="meta"))
+            each.put(_frozen(torch.empty(0, dtype=each.dtype, device="meta")))
 
     @property
     def stored_as(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -147,7 +147,10 @@ class WeightStream:
             self._staging = pinned_bytes(max(self._sizes))
             self._side = gpu_functions(device).Stream(device)
             self._copied = None
-        self._absent()
+        nothing = {dtype: _nan(dtype, device) for dtype in {each.dtype for each in self._all()}}
+        self._absent = {each.name: _frozen(nothing[each.dtype].expand(each.shape)) for each in self._all()}
+        for each in self._all():
+            each.put(self._absent[each.name])
         for number, block in enumerate(model.model.layers):
             forward = partial(self._forward, number, type(block).forward.__get__(block), mode == "full")
             if mode == "full":
@@ -201,10 +204,11 @@ class WeightStream:
             self._fetch(block, other)
         self._wait()
         self.waited += time.perf_counter() - started
-        self._absent(current)
         self._slot = other
+        for matrix in self._blocks[current] if current is not None else ():
+            matrix.put(self._absent[matrix.name])
         for matrix in self._blocks[block]:
-            matrix.put(matrix.of(self.buffers[other]))
+            matrix.put(_frozen(matrix.of(self.buffers[other])))
         following = self._after(block, current)
         if following is not None and self._holds[1 - other] != following:
             self._fetch(following, 1 - other)
@@ -217,12 +221,6 @@ class WeightStream:
         if block == last:
             return last - 1 if torch.is_grad_enabled() else 0
         return block - 1 if before is not None and 0 < block < before else block + 1
-
-    def _absent(self, block: int | None = None) -> None:
-        """Gives the streamed parameters, by default all, elements that take no memory and are NaN."""
-        for matrix in self._all() if block is None else self._blocks[block]:
-            pattern = torch.full((matrix.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
-            matrix.put(pattern.view(matrix.dtype).expand(matrix.shape))
 
     # --- Reading ---
 
@@ -241,7 +239,7 @@ class WeightStream:
         pending, self._pending = self._pending, None
         try:
             copied = pending.result()
-        except BaseException:
+        except BaseException:  # so that it is read again
             self._holds[1 - self._slot] = None
             raise
         if copied is not None:
@@ -249,23 +247,20 @@ class WeightStream:
 
     def _read(self, block: int, buffer: Tensor, free: Any) -> Any:
         """Fills a buffer, on a GPU once the event `free` has passed there. Returns the event of the copy."""
-        if free is None:
-            self._read_into(block, buffer)
-            return None
-        if self._copied is not None:
+        host = buffer if free is None else self._staging
+        if free is not None and self._copied is not None:
             self._copied.synchronize()  # the last copy reads the same memory of the host
-        self._read_into(block, self._staging)
+        for matrix in self._blocks[block]:
+            self._source.fill(matrix.name, matrix.of(host))
+        if free is None:
+            return None
         functions, size = gpu_functions(self._device), self._sizes[block]
         with functions.stream(self._side):
             self._side.wait_event(free)
-            buffer[:size].copy_(self._staging[:size], non_blocking=True)
+            buffer[:size].copy_(host[:size], non_blocking=True)
             self._copied = functions.Event()
             self._copied.record(self._side)
         return self._copied
-
-    def _read_into(self, block: int, buffer: Tensor) -> None:
-        for matrix in self._blocks[block]:
-            self._source.fill(matrix.name, matrix.of(buffer))
 
     def _rows(self, table: _Matrix, ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens. On a GPU, the host waits for the ids and for the copy of the rows."""
@@ -298,6 +293,15 @@ def _matrices(module: nn.Module, prefix: str) -> list[_Matrix]:
         found.append(_Matrix(prefix + name, owner, key, parameter.shape, parameter.dtype, start))
         start += _aligned(found[-1].nbytes)
     return found
+
+
+def _frozen(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
+
+
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns one element that is NaN: of NF4, a byte of which are scales that are NaN."""
+    return torch.full((dtype.itemsize,), 255, dtype=torch.uint8, device=device).view(dtype)
 
 
 def _aligned(size: int) -> int:
