@@ -34,7 +34,7 @@ from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.quantization import NF4
 from sftron.models.weight_stream import WeightStream
 from sftron.train.objective import loss_of
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from sftron.train.step import train_step
 from tests.conftest import rest_nightly
 from tests.models.reference import FAMILIES, make_reference
@@ -102,7 +102,7 @@ def load(folder: Path, way: str, mode: str, *, streams: bool, dtype: torch.dtype
 def steps(model: LlamaForSFT, num_steps: int = NUM_STEPS) -> tuple[str, float | None]:
     """Trains; the digest of the adapters, of the optimizer's state, of an evaluation and an answer, and the loss."""
     settings: dict[str, Any] = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    optimizer, loss = make_adamw(model.named_parameters(), **settings), None
+    optimizer, loss = make_by_name(model.named_parameters(), **settings), None
     batch = _batch(model)
     for _ in range(num_steps):
         loss = train_step(model, optimizer, [batch, batch], max_grad_norm=1.0).loss

@@ -21,7 +21,7 @@ from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4
 from sftron.train.measured_memory import memory_status, peak_of_step, resident_memory
 from sftron.train.memory import make_unloaded, predict
-from sftron.train.optimizer import make_adamw
+from sftron.train.optimizer import make_by_name
 from tests.train.ranks import launch
 
 NUM_TOKENS = 512
@@ -98,7 +98,7 @@ def take_steps(folder: Path, frozen: str) -> int:
     options: dict[str, Any] = {"adapters": AdapterStart(spec=spec), "frozen_dtype": frozen_dtype, "stream": stream}
     model = load_model(folder, "sdpa", dtype, activation_checkpointing="full", **options)
     adam: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer = make_adamw(model.named_parameters(), **adam)
+    optimizer = make_by_name(model.named_parameters(), **adam)
     ids, rows = torch.arange(NUM_TOKENS), torch.arange(NUM_TOKENS)
     bounds = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
     losses = []
@@ -116,7 +116,7 @@ def take_steps(folder: Path, frozen: str) -> int:
         attention=["sdpa"] * len(config.layers),
         num_tokens=NUM_TOKENS,
         longest_document=NUM_TOKENS,
-        optimizer_state="fp32",
+        optimizer="adamw",
         accumulates=False,
     ).with_base(streams=True)
     assert model.stream is not None
