@@ -43,7 +43,7 @@ for name in {[*COMMANDS]}:
 
 def test_words_that_are_no_command_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--config", "x"]) == 2
-    assert "'trian' is no command; there are init, train, inspect" in capsys.readouterr().err
+    assert "unknown command 'trian'; choose from init, train, inspect" in capsys.readouterr().err
     assert (main([]), main(["help"])) == (2, 0)
 
 

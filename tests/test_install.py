@@ -116,7 +116,7 @@ def test_a_command_that_trains_names_what_is_not_installed(
 
     monkeypatch.setattr(sftron.__main__.metadata, "requires", lambda _: stated)
     monkeypatch.setattr(sftron.__main__.metadata, "version", version)
-    assert packages_for_training() == ["torchdata>=0.11", "matplotlib>=3.9 (installed is 3.1)"]
+    assert packages_for_training() == ["torchdata>=0.11", "matplotlib>=3.9 (3.1 is installed)"]
     for name in COMMANDS.keys() - {*WITHOUT_TRAINING}:
         assert main([name, "--help"]) == 2
         (line,) = capsys.readouterr().err.splitlines()

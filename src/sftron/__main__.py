@@ -42,14 +42,14 @@ OTHER_NAMES = {
     "resume": "train",
     "preprocess": "inspect",
 }
-"""The commands of other trainers, with the one that comes closest."""
+"""Command names of other trainers, each with the closest command here."""
 
 WITHOUT_TRAINING = ("verify-trainer",)
-"""The commands that need no package of the extra `train`."""
+"""The commands that run without the packages of the extra `train`."""
 
 
 def packages_for_training() -> list[str]:
-    """Returns what the extra `train` of the installed sftron needs and this environment lacks, with the versions."""
+    """Returns the requirements of the extra `train` that this environment does not meet, with installed versions."""
     from packaging.requirements import Requirement  # of transformers
 
     try:
@@ -66,7 +66,7 @@ def packages_for_training() -> list[str]:
             missing.append(str(requirement).partition(";")[0])
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            missing.append(f"{requirement.name}{requirement.specifier} (installed is {version})")
+            missing.append(f"{requirement.name}{requirement.specifier} ({version} is installed)")
     return missing
 
 
@@ -82,8 +82,8 @@ def usage() -> str:
             "",
             "`sftron COMMAND --help` describes its arguments. On N GPUs:",
             "  torchrun --nproc_per_node=N -m sftron train ...",
-            "Exit status: 0 nothing wrong, 1 something failed, 2 bad arguments, configuration or data; of train also",
-            "3 diverged, or without a finite loss.",
+            "Exit status: 0 success, 1 a failure, 2 invalid arguments, configuration or data; of train also 3,",
+            "if the run diverges or its loss is not finite.",
         ]
     )
 
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         near = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, COMMANDS)), None)
         advice = f"; `sftron {near}` can {COMMANDS[near]}" if near else ""
-        show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}{advice}", to=sys.stderr)
+        show(f"sftron: unknown command {name!r}; choose from {', '.join(COMMANDS)}{advice}", to=sys.stderr)
         return REFUSED
     if name not in WITHOUT_TRAINING and (missing := packages_for_training()):
         words = f"sftron {name} needs {', '.join(missing)}: pip install 'sftron[train]'"
