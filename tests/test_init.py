@@ -194,10 +194,10 @@ def test_a_streamed_base_is_suggested_where_only_it_fits(
     ("arguments", "message"),
     [
         (["none.jsonl", "models/tiny"], "none.jsonl"),
-        (["chats.jsonl", "models/tinny"], "models/tinny is no local folder in {home}"),
+        (["chats.jsonl", "models/tinny"], "models/tinny is not a local folder in {home}"),
         (
             ["chats.jsonl", "no/model"],
-            "no/model is no local folder in {home}, and it cannot be downloaded from the Hub",
+            "no/model is not a local folder in {home}, and it cannot be downloaded from the Hub",
         ),
         (["chats.jsonl", "chats.jsonl"], "chats.jsonl is a file, not the folder of a model; the order is DATA MODEL"),
         (["chats.jsonl", "no_tokenizer"], "no_tokenizer has no tokenizer.json"),

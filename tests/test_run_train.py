@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "a model that is not there": (
         lambda tree, folder: put(tokenizer__path=tree["model"]["path"], model__path="no/such")(tree, folder),
-        ["model.path: no/such is no local folder in {tmp}, and it cannot be downloaded"],
+        ["model.path: no/such is not a local folder in {tmp}, and it cannot be downloaded"],
     ),
     "a template that is not there": (
         put(tokenizer__chat_template="absent.jinja"),

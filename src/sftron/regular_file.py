@@ -41,7 +41,7 @@ def open_regular(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise ValueError("is no regular file, but a folder, a pipe or a device; give a file")
+        raise ValueError("is not a regular file but a folder, a pipe or a device; give a file")
     return file
 
 
@@ -52,7 +52,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
-            raise ValueError(f"has {size:,} bytes, and no such file has more than {max_bytes:,}")
+            raise ValueError(f"has {size:,} bytes, but such a file has at most {max_bytes:,}")
         return file.read(max_bytes)
 
 

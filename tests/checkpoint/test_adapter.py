@@ -259,7 +259,7 @@ def _without_prefix(folder: Path) -> None:
         (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 100), "not a readable safetensors file"),
         (lambda folder: (folder / CONFIG).write_text("[]"), "holds a JSON list, not an object"),
         (_linked, "outside the folder"),
-        (_oversized, "and no such file has more than"),
+        (_oversized, "but such a file has at most"),
     ],
 )
 def test_a_damaged_or_unsafe_folder_is_refused(
@@ -333,12 +333,12 @@ SPEC: dict[str, Any] = {"ranks": {Q0: 8, K0: 8}, "alphas": {Q0: 8.0, K0: 8.0}}
         ({"rslora": True}, []),
         ({"dora": True}, ["vLLM refuses DoRA"]),
         ({"modules_to_save": ("lm_head",)}, ["vLLM refuses modules_to_save (lm_head)"]),
-        ({"ranks": {Q0: 8, K0: 4}}, ["one rank for all layers, this adapter has 4, 8"]),
-        ({"alphas": {Q0: 8.0, K0: 0.5}}, ["one alpha for all layers, this adapter has 0.5, 8"]),
+        ({"ranks": {Q0: 8, K0: 4}}, ["one rank for all layers, but this adapter has 4, 8"]),
+        ({"alphas": {Q0: 8.0, K0: 0.5}}, ["one alpha for all layers, but this adapter has 0.5, 8"]),
         ({"ranks": {Q0: 16, K0: 16}}, []),
         ({"ranks": {Q0: 17, K0: 17}}, ["needs --max-lora-rank 32"]),
         ({"ranks": {Q0: 300, K0: 300}}, ["needs --max-lora-rank 320"]),
-        ({"ranks": {Q0: 513, K0: 513}}, ["ranks up to 512, this adapter has 513"]),
+        ({"ranks": {Q0: 513, K0: 513}}, ["ranks up to 512, but this adapter has 513"]),
     ],
 )
 def test_each_limit_of_vllm_is_named(changes: dict[str, Any], limits: list[str]) -> None:

@@ -93,7 +93,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     assert f"{checkpoint} already exists" in refused(model_folder, checkpoint)
     other = make_model_folder(tmp_path / "other", rms_norm_eps=0.5)
     error = refused(checkpoint, target, "--model", other)
-    assert "is of another model than config.json" in error
+    assert "does not fit the model in config.json" in error
     assert "norm_eps: 1e-06 in the checkpoint, 0.5 in config.json" in error
     (checkpoint / "model.safetensors").write_bytes(b"")
     assert "model.safetensors has 0 bytes" in refused(checkpoint, target, "--model", model_folder)

@@ -122,8 +122,12 @@ def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_sourc
     ("name", "fault", "message"),
     [
         ("generation_config.json", "[1]", "generation_config.json: holds a JSON list"),
-        ("generation_config.json", '{"eos_token_id": {}}', "generation_config.json: eos_token_id: {} is not the id"),
-        ("LICENSE", os.mkfifo, "LICENSE: is no regular file"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": {}}',
+            "generation_config.json: eos_token_id: {} is neither a token id",
+        ),
+        ("LICENSE", os.mkfifo, "LICENSE: is not a regular file"),
         (
             "tokenizer.model",
             lambda path: path.symlink_to("/etc/hostname"),
@@ -132,7 +136,7 @@ def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_sourc
         (
             "NOTICE",
             lambda path: (path.touch(), os.truncate(path, 2**26 + 1)),
-            "NOTICE: has 67,108,865 bytes, and no such file has more than",
+            "NOTICE: has 67,108,865 bytes, but such a file has at most",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(
     zero = {name: each * 0 if "lora_B" in name else each for name, each in tensors.items()}
     write_adapter(tmp_path / "zero", zero, spec, source=source, base_model="base")
     convert(tmp_path / "zero", tmp_path / "out", **options)
-    assert capsys.readouterr().out == "the adapter is zero: the merged weights are those of the base\n"
+    assert capsys.readouterr().out == "the adapter is zero: the merged weights equal the base\n"
 
 
 def test_the_base_of_a_merge_can_be_what_was_trained_on(tmp_path: Path) -> None:

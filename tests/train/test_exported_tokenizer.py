@@ -39,5 +39,5 @@ def test_an_export_whose_model_type_replaces_pieces_of_the_tokenizer_is_refused_
     del settings["attention_bias"]
     (copy / "config.json").write_text(json.dumps({**settings, "model_type": model_type, "use_sliding_window": False}))
     config = make_config(tmp_path, copy, tokenizer__path=str(tokenizer), tokenizer__add_tokens=add_tokens)
-    with pytest.raises(ValueError, match=r"the export of this run.*(pre_tokenizer|normalizer) is"):
+    with pytest.raises(ValueError, match=r"this run's export.*(pre_tokenizer|normalizer) is"):
         _chat_tokenizer_of_export(config)

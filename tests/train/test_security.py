@@ -147,11 +147,11 @@ def test_a_folder_with_a_file_larger_than_any_in_use_is_refused_before_it_is_rea
         folder = shutil.copytree(model_folder, tmp_path / name)
         with (folder / name).open("ab") as file:
             file.truncate(size)  # a hole, which takes no disk
-        with pytest.raises(ValueError, match=rf"{name}: has {size:,} bytes, and no such file has more than"):
+        with pytest.raises(ValueError, match=rf"{name}: has {size:,} bytes, but such a file has at most"):
             check_files(folder)
         with pytest.raises(ValueError, match=name):
             build_run(make_config(tmp_path, folder), start_ranks())
-    with pytest.raises(ValueError, match=r"config\.json: has 1,073,741,824 bytes, and no such file has more than"):
+    with pytest.raises(ValueError, match=r"config\.json: has 1,073,741,824 bytes, but such a file has at most"):
         read_json(tmp_path / "config.json/config.json")
 
 
@@ -202,12 +202,12 @@ def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     for read in (load_config, read_sweep_file, read_prompts):
-        with pytest.raises(ValueError, match=r"a\.yaml: .*is no regular file"):
+        with pytest.raises(ValueError, match=r"a\.yaml: .*is not a regular file"):
             read(tmp_path / "a.yaml")
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "generation_config.json").unlink()
     os.mkfifo(folder / "generation_config.json")
-    with pytest.raises(ValueError, match=r"generation_config\.json: is no regular file"):
+    with pytest.raises(ValueError, match=r"generation_config\.json: is not a regular file"):
         check_files(folder)
 
 
@@ -234,7 +234,7 @@ def test_a_run_name_stays_in_its_folder(tmp_path: Path, model_folder: Path, name
     [
         ("a: &a [x]\nb: &b [*a,*a]\nc: &c [*b,*b]\n", "only short single values can be aliased"),
         ("a: &a '" + "x" * 1001 + "'\nb: [" + "*a," * 9 + "]\n", "only short single values can be aliased"),
-        ("a: " + "x" * 2**18, "has 262,147 bytes, and no such file has more than 262,144"),
+        ("a: " + "x" * 2**18, "has 262,147 bytes, but such a file has at most 262,144"),
         ("a: " + "[" * 10_000, "nested too deeply"),
         ("a: " + "9" * 10_000, "is not read here"),
         ("a: !!python/object/apply:os.system [id]", "is not read here"),

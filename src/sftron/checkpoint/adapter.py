@@ -55,7 +55,7 @@ class AdapterFolder:
 
     spec: LoraSpec
     tensors: Mapping[str, Tensor]
-    """fp32, by name without the prefix. With tied embeddings, the head is not among them."""
+    """fp32, by name without the prefix. With tied embeddings, the head is left out."""
     vocab_size: int
     base_model: str | None
     """The name or path of the base model in adapter_config.json."""
@@ -65,11 +65,11 @@ class AdapterFolder:
 
 
 def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
-    """Reads an adapter of a model with this architecture; its embeddings may have more rows than those of the base.
+    """Reads an adapter for a model with this architecture; its embeddings may have more rows than the base's.
 
     Raises:
         ValueError: A file is missing or unsafe; adapter_config.json has a value that is not implemented; or the tensors
-            are not exactly those that it describes for this model, or are not finite. The message lists all problems.
+            do not match it for this model, or are not finite. The message lists all problems.
     """
     check_files(folder)
     if not (folder / WEIGHTS).is_file():
@@ -110,7 +110,7 @@ def _is_wrapped(names: Iterable[str]) -> bool:
 
 
 def is_of_wrapper(folder: Path) -> bool:
-    """Returns whether an adapter is named for the class of a wrapper, and not for that of the text model alone."""
+    """Returns whether an adapter's tensors are named after a wrapper class rather than after the text model alone."""
     with SafetensorsFolder(folder, WEIGHTS) as source:
         return _is_wrapped(map(_short_name, source.names()))
 
@@ -118,8 +118,8 @@ def is_of_wrapper(folder: Path) -> bool:
 def _adapted(
     folder: Path, stated: AdapterConfig, names: Collection[str], config: LlamaConfig, prefix: str
 ) -> list[str]:
-    """Returns the adapted projections: those that target_modules selects or, if layers_to_transform or exclude_modules
-    narrow them, those among them that have tensors."""
+    """Returns the adapted projections: all that target_modules selects, or only those with tensors if
+    layers_to_transform or exclude_modules narrow the selection."""
     targets, narrowing = stated.target_modules or ALL_LINEAR, stated.model_extra or {}
     there = {renamed(name, TEXT_MODEL, prefix): name for name in model_projections(config)}
     try:
@@ -156,9 +156,9 @@ def _require_tensors(
     problems = wrong_tensors(found, expected)
     if problems or not expected:
         raise ValueError(
-            f"{where}: the tensors are not those that {CONFIG} describes for this base model:"
-            f"{listed(problems or ['there are none'])}\n"
-            "Is this the whole adapter, and the model that it was trained on?"
+            f"{where}: the tensors do not match {CONFIG} for this base model:"
+            f"{listed(problems or ['the file has no tensors'])}\n"
+            "Check that the adapter is complete and that this is the model it was trained on."
         )
 
 
@@ -184,10 +184,10 @@ def write_adapter(
     vocab_size: int | None = None,
     model_card: str | None = None,
 ) -> None:
-    """Writes an adapter folder atomically, as `export_hf` does, from whose arguments the ones not named here are.
+    """Writes an adapter folder atomically. `export_hf` describes the other arguments.
 
-    For tied embeddings that were trained, the file holds them twice, as embeddings and as the head: peft has a copy of
-    each module in modules_to_save, and would compute logits with the base's head.
+    Trained tied embeddings are stored twice, as embeddings and as the head: peft copies each module in modules_to_save,
+    and would otherwise compute logits with the base's head.
 
     Args:
         tensors: All trained tensors, by name without the prefix.
@@ -195,7 +195,7 @@ def write_adapter(
         base_model: The name or path by which others load the base model.
 
     Raises:
-        ValueError: The tensors are not exactly those of the spec, or are not finite.
+        ValueError: The tensors do not match the spec, or are not finite.
     """
     config = source.architecture
     config = config if vocab_size is None else replace(config, vocab_size=vocab_size)
@@ -212,7 +212,7 @@ def write_adapter(
         write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"})
         base = {"base_model_name_or_path": base_model, "revision": base_revision}
         write_json(unfinished / CONFIG, adapter_config(spec, model_projections(config), config, prefix) | base)
-        # peft does not read it; a merge does (train/exports.py), and so can those who load the adapter.
+        # peft ignores this file. A merge reads it (train/exports.py), and so can anyone who loads the adapter.
         write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
         source.write_files(unfinished, model_card)
 
@@ -227,7 +227,7 @@ def vllm_limits(spec: LoraSpec) -> list[str]:
     """Returns the reasons why vLLM does not serve an adapter as it was trained, and the options that it needs.
 
     vLLM reads `r`, `lora_alpha` and `use_rslora`, no pattern, and refuses DoRA and modules_to_save
-    (vllm/lora/peft_helper.py). It needs the names of unfused projections, which are those of every adapter here.
+    (vllm/lora/peft_helper.py). It needs the names of unfused projections, and every adapter here has them.
     """
     limits = []
     if spec.modules_to_save:
@@ -237,10 +237,14 @@ def vllm_limits(spec: LoraSpec) -> list[str]:
     for words, values in (("rank", spec.ranks), ("alpha", spec.alphas)):
         if len(different := sorted(set(values.values()))) > 1:
             shown = ", ".join(f"{value:g}" for value in different)
-            limits.append(f"vLLM reads one {words} for all layers, this adapter has {shown}; serve the merged model")
+            limits.append(
+                f"vLLM reads one {words} for all layers, but this adapter has {shown}; serve the merged model"
+            )
     largest = max(spec.ranks.values(), default=0)
     if largest > VLLM_RANKS[-1]:
-        limits.append(f"vLLM serves ranks up to {VLLM_RANKS[-1]}, this adapter has {largest}; serve the merged model")
+        limits.append(
+            f"vLLM serves ranks up to {VLLM_RANKS[-1]}, but this adapter has {largest}; serve the merged model"
+        )
     elif largest > 16:
         limits.append(f"vLLM needs --max-lora-rank {next(rank for rank in VLLM_RANKS if rank >= largest)}")
     return limits

@@ -32,7 +32,7 @@ def _expression(text: str) -> str:
 
 def _other_than_0(value: int | float) -> int | float:
     if value == 0:
-        raise ValueError("0 would add nothing, and train nothing")
+        raise ValueError("give a value other than 0, which would scale the adapter to nothing")
     return value
 
 
@@ -88,7 +88,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """Returns the name with another prefix; the head has neither of them."""
+    """Returns the name with another prefix. The head's name has neither prefix and stays."""
     return new + name.removeprefix(old) if name.startswith(old) else name
 
 
@@ -122,9 +122,9 @@ def spec_of(folder: Path, stated: AdapterConfig, adapted: Sequence[str], config:
 
 
 def _by_pattern(patterns: Mapping[str, Any], names: Mapping[str, str], default: Any) -> dict[str, Any]:
-    """Returns, by name, the value of the first pattern that matches the end of its other name.
+    """Returns each name's value: that of the first pattern that matches the end of its name in `names`, or the default.
 
-    So does peft's get_pattern_key, with `(.*\\.)?(PATTERN)$`.
+    peft's get_pattern_key does the same with `(.*\\.)?(PATTERN)$`.
     """
     compiled = NamePatterns(patterns, is_end=True)
     first = {name: compiled.first(there) for name, there in names.items()}
@@ -134,7 +134,7 @@ def _by_pattern(patterns: Mapping[str, Any], names: Mapping[str, str], default: 
 def adapter_config(spec: LoraSpec, projections: Collection[str], config: LlamaConfig, prefix: str) -> dict[str, Any]:
     """Returns adapter_config.json without the names of the base. Keys that are absent have peft's defaults.
 
-    Inside a wrapper, all names are whole, because the last parts of some are those of layers for images as well.
+    Inside a wrapper, names are given in full, because image layers share the last parts of some names.
     """
     rank, rank_pattern = _as_pattern({renamed(name, TEXT_MODEL, prefix): each for name, each in spec.ranks.items()})
     alpha, alpha_pattern = _as_pattern({renamed(name, TEXT_MODEL, prefix): each for name, each in spec.alphas.items()})
@@ -171,7 +171,8 @@ def _last_parts(names: Collection[str]) -> dict[str, set[str]]:
 
 
 def _as_pattern(values: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:
-    """Returns the most frequent value, and the others by the last part of a name, or by the name if layers differ."""
+    """Returns the most frequent value, and the exceptions by the last part of a name, or by the whole name if layers
+    differ."""
     exact = {name: int(value) if value == int(value) else value for name, value in values.items()}
     default = max(Counter(exact.values()).items(), key=lambda item: (item[1], item[0]), default=(None, 0))[0]
     pattern: dict[str, float] = {}

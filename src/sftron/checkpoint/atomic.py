@@ -36,7 +36,7 @@ def publish(folder: Path, write: Callable[[Path], None], ranks: ProcessGroup | N
 
 
 def _create_unfinished(folder: Path) -> Path:
-    # Not tempfile.mkdtemp, whose folders are not readable by other users.
+    # Other users could not read a folder from tempfile.mkdtemp.
     unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     unfinished.mkdir(parents=True)
     return unfinished
@@ -83,7 +83,7 @@ def remove_unfinished(parent: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder. It is renamed first, so that files which a kill or an error leaves count as unfinished.
+    """Renames a folder and then removes it, so that whatever a kill or an error leaves behind counts as unfinished.
 
     The new name is synced, because a loss of power may undo a rename but not the removals after it.
     """
@@ -129,9 +129,9 @@ def sync(path: Path) -> None:
 
 
 def _sync_above(folder: Path) -> None:
-    """Syncs the folders above `folder`, as far as that can be done, so that a loss of power does not undo its creation.
+    """Syncs the folders above `folder` where possible, so that a loss of power does not undo its creation.
 
-    POSIX keeps the entries only of a folder that was synced itself, whatever was synced below it.
+    POSIX keeps a folder's entries only if the folder itself was synced; syncing what is below it is not enough.
     """
     for parent in folder.absolute().parents:
         with suppress(OSError):

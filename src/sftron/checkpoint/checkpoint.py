@@ -1,12 +1,10 @@
 """Checkpoints of a run. They are atomic (law 12), use no pickle, and can be loaded with any number of ranks.
 
     checkpoints/step-20/
-        model.safetensors       trained parameters, under their native (fused) names; of a whole model, also those that
-                                are never trained
-        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>", and with moments
-                                in 8 bits the scales of their blocks
-        state.json              everything else: step, data position, counters
-        MANIFEST.json           {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
+        model.safetensors       trained parameters, under their native (fused) names; for a whole model, frozen ones too
+        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>", and the block
+        scales of 8-bit moments state.json              everything else: step, data position, counters MANIFEST.json
+        {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
 
 Each rank writes its own shards; with several ranks the files are model-00001-of-00004.safetensors and so on
 (shards.py). When loading, each rank reads only its own shards from any set of files. A checkpoint is published by a
@@ -47,7 +45,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
 _MAX_JSON_BYTES = 64 * 2**20
-"""The maximum size. The state of 240 lanes takes at most 64 KB, and a manifest about 100 bytes per file."""
+"""The maximum size. The state of 240 lanes takes at most 64 KB; a manifest takes about 100 bytes per file."""
 
 # --- Saving ---
 
@@ -70,8 +68,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a checkpoint holds: with adapters, those that are trained, else all, so that it is a
-    whole model without its source."""
+    """Returns the parameters that a checkpoint holds: the trained ones with adapters, else all, so that it is a whole
+    model without its source."""
     named = dict(model.named_parameters())
     return trained_parameters(model) if any(map(is_adapter, named)) else named
 
@@ -86,11 +84,11 @@ def write_checkpoint(
     """Writes a checkpoint to `folder`, replacing any old one. Every rank has to call this.
 
     Args:
-        state: The content of state.json, from `state_text`; that of the main rank is written.
+        state: The content of state.json, from `state_text`; the main rank writes its own.
 
     Raises:
-        OSError: The checkpoint cannot be written. The error is raised on all ranks; `folder` is then unchanged, and no
-            unfinished folder remains.
+        OSError: The checkpoint cannot be written. All ranks raise the error, `folder` is unchanged, and no unfinished
+            folder remains.
     """
 
     def write(unfinished: Path) -> None:
@@ -144,8 +142,8 @@ def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> LatestCheckpoi
         rejected.append(f"{folder}: {problem}")
     if rejected:
         raise CheckpointError(
-            "no checkpoint of this run can be used:\n  " + "\n  ".join(rejected) + "\n"
-            "Starting again would lose the run: move them away, or choose another general.run_name"
+            "every checkpoint of this run is broken:\n  " + "\n  ".join(rejected) + "\n"
+            "Starting over would lose the run. Move these checkpoints away, or choose another general.run_name"
         )
     return LatestCheckpoint(None, ())
 
@@ -182,12 +180,12 @@ def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
     except ValueError as error:
         return str(error)
     if (named := _STEP_FOLDER.fullmatch(folder.name)) and step != int(named[1]):
-        return f"{MANIFEST} is that of step {step}"
+        return f"{MANIFEST} belongs to step {step}"
     # Counted before the names are made, because the stated number may be huge.
     num_files = 1 + 2 * num_writers
     names = (file_name(kind, rank, num_writers) for kind in (MODEL, OPTIMIZER) for rank in range(num_writers))
     if num_writers < 1 or len(files) != num_files or files.keys() != {STATE, *names}:
-        return f"{MANIFEST} does not name the {num_files} files of a checkpoint of {num_writers} ranks"
+        return f"{MANIFEST} does not list the {num_files} files that {num_writers} ranks write"
     # Names that begin with a dot are ignored, because some file systems create such files.
     found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if unknown := sorted(found - files.keys() - {MANIFEST}):
@@ -210,11 +208,11 @@ def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], int, int]:
 
 def _wrong_content(path: Path, size: int, digest: str) -> str | None:
     if path.is_symlink():
-        return f"is a link to {path.readlink()}; a checkpoint holds its files itself"
+        return f"is a link to {path.readlink()}; a checkpoint must hold the file itself"
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != size:
-        return f"has {path.stat().st_size} bytes, the manifest states {size}"
+        return f"has {path.stat().st_size} bytes, but the manifest says {size}"
     try:
         with path.open("rb") as file:
             is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
@@ -227,7 +225,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Returns the content of state.json.
 
     Raises:
-        CheckpointError: The file cannot be read, is not the one of the manifest, or has no valid step.
+        CheckpointError: The file cannot be read, does not match the manifest, or has no valid step.
     """
     path = folder / STATE
     try:
@@ -240,7 +238,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     step = state.get("step") if isinstance(state, dict) else None
     if type(step) is not int or step < 0:
         raise CheckpointError(
-            f"{path}: step is {step!r}, not a whole number of at least 0; resume from another checkpoint"
+            f"{path}: step is {step!r}, but must be an integer of at least 0; resume from another checkpoint"
         )
     return state
 
@@ -260,17 +258,17 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
     Without an optimizer, only the parameters are restored.
 
     Raises:
-        CheckpointError: Names or shapes do not match. Nothing has been changed then.
+        CheckpointError: Names or shapes do not match. Nothing has been changed.
     """
     with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
-        # Earlier versions did not write what is frozen, which the model has from its source.
+        # Earlier versions left out frozen parameters; the model has them from its source.
         parameters = {
             name: parameter
             for name, parameter in held_parameters(model).items()
             if parameter.requires_grad or name in stored.shapes()
         }
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        _require_same_shapes(folder, shapes, stored.shapes(), "It is of another model; resume from another checkpoint")
+        _require_same_shapes(folder, shapes, stored.shapes(), "It belongs to another model; resume from another one")
         state = None if optimizer is None else _read_optimizer_state(folder, optimizer, parameters, moments)
         for name, parameter in parameters.items():
             local, offset = local_shard(parameter.detach())

@@ -41,7 +41,7 @@ _BYTES_PER_SHARD = 5 * 1000**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """An export of weights: of a whole model or, with `spec`, of adapters, by themselves or merged into their base."""
+    """A planned export: a whole model or, with `spec`, adapters, by themselves or merged into their base."""
 
     source: ExportSource
     dtype: torch.dtype
@@ -52,13 +52,13 @@ class ExportPlan:
     spec: LoraSpec | None = None
     is_merged: bool = False
     base_sha256: str | None = None
-    """The hash of the weights that adapters were trained with, which a merge requires of its base."""
+    """The hash of the weights that the adapters were trained on; a merge refuses any other base."""
     base_model: str = ""
     """The name or path by which others load the base of an adapter."""
     read_base: Callable[[str, Tensor], Tensor] | None = None
     """See `merged_weights`."""
     card: Callable[[MergeReport | None], str] | None = None
-    """Returns the content of README.md, given the report of a merge once that is complete."""
+    """Returns the content of README.md, given the report of a finished merge."""
 
     @property
     def is_adapter(self) -> bool:
@@ -80,7 +80,7 @@ def plan_export(
     Args:
         state: The state of the checkpoint.
         dtype: The type on disk; by default, `model_dtype` for a whole model, and float32 for an adapter.
-        merge: Merges adapters into their base; the plan of a whole model is the same.
+        merge: Whether to merge adapters into their base; a whole model ignores it.
         options: Other fields of the plan.
     """
     spec = lora_of(state)
@@ -98,15 +98,14 @@ def write_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> Merge
     """Writes an export atomically.
 
     Args:
-        weights: The parameters of LlamaForSFT or, of adapters, all trained tensors, by `peft_name`.
+        weights: The parameters of LlamaForSFT or, for adapters, all trained tensors by `peft_name`.
 
     Returns:
-        What rounding lost of the adapters, if they were merged.
+        What rounding lost of the adapters; None without a merge.
 
     Raises:
-        CheckpointError: The source's folder has not the base that the adapters were trained with.
-        ValueError: The weights are not those of the source, or not finite; or rounding would make the merged weights
-            those of the base.
+        CheckpointError: The folder's weights are not the base that the adapters were trained on.
+        ValueError: The weights do not match the source or are not finite, or rounding would undo the whole merge.
         OSError: The folder cannot be written.
     """
     options: dict[str, Any] = {"dtype": plan.dtype, "vocab_size": plan.vocab_size}
@@ -143,8 +142,8 @@ def export_hf(
         weights: The names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`. They are consumed
             one at a time, so a sharded model can be gathered while it is written. At most one weight file is held in
             memory.
-        source_folder: The Hugging Face folder that training started from, whose config is copied; or what was read of
-            it earlier, so that it need not exist anymore.
+        source_folder: The Hugging Face folder that training started from, or what was read of it earlier, in case it is
+            gone. Its config is copied.
         tokenizer_folder: The folder of tokenizer and template, by default source_folder.
         chat_template: The Jinja source of the template used in training, if it is not the tokenizer's own.
         vocab_size: The number of embedding rows if tokens were added, by default the source's.
@@ -154,7 +153,7 @@ def export_hf(
             without them, generation would continue after the end of the turn.
 
     Raises:
-        ValueError: The keys are not exactly those of the source (law 9), or a weight is not finite.
+        ValueError: The keys differ from the source's (law 9), or a weight is not finite.
     """
     read = isinstance(source_folder, ExportSource)
     source = source_folder if read else ExportSource.read(source_folder, tokenizer_folder)
@@ -192,7 +191,7 @@ def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) 
 
 
 def _with_carried(weights: NamedTensors, source: ExportSource) -> NamedTensors:
-    """Yields the weights under their stored names, and then what is carried along, bit for bit."""
+    """Yields the weights under their stored names, then the carried tensors, bit for bit."""
     for name, tensor in weights:
         yield source.stored_names.get(name, name), tensor
     for name, read in source.carried.items():
@@ -289,11 +288,13 @@ def same_bits(native: Tensor, exported: Tensor) -> bool:
 def opened(
     checkpoint: Path, source: ExportSource, stop_token_ids: Collection[int] | None = None
 ) -> Iterator[tuple[dict[str, Any], Callable[[], NamedTensors], int]]:
-    """Yields the state of a checkpoint of any number of ranks, a function that reads its weights as `write_export`
-    takes them, and the number of rows of its embeddings.
+    """Yields a checkpoint's state, a function that reads its weights for `write_export`, and its number of embedding
+    rows.
+
+    Any number of ranks may have written it.
 
     Args:
-        stop_token_ids: The stop tokens that the state gets; by default, those that the run has trained.
+        stop_token_ids: The stop tokens of the state; by default, the ones that the run trained.
 
     Raises:
         CheckpointError: The checkpoint is broken, or its architecture differs from the source's in more than a larger
@@ -325,11 +326,11 @@ def lora_of(state: Mapping[str, Any]) -> LoraSpec | None:
 
 
 def require_base(folder: Path, trained: str) -> None:
-    """Raises CheckpointError if `folder` has other weights than the base that adapters were trained with."""
+    """Raises CheckpointError if the weights in `folder` are not the base that the adapters were trained on."""
     digest = digest_of(file_digests(folder))
     if trained != digest:
         raise CheckpointError(
-            f"{folder} has weights with the SHA-256 {digest[:12]}, and the adapters were trained with a base of "
+            f"the weights in {folder} have SHA-256 {digest[:12]}, but the adapters were trained on a base with "
             f"{trained[:12]}; give that base model"
         )
 
@@ -367,4 +368,4 @@ def _require_architecture(checkpoint: Path, fingerprint: Any, config: LlamaConfi
         if of_checkpoint.get(name) != value
     ]
     if different:
-        raise CheckpointError(f"{checkpoint} is of another model than config.json:\n  " + "\n  ".join(different))
+        raise CheckpointError(f"{checkpoint} does not fit the model in config.json:\n  " + "\n  ".join(different))

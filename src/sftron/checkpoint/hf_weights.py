@@ -43,7 +43,7 @@ _DERIVED = ".rotary_emb.inv_freq"
 class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
-    Of a multimodal model, these are the tensors of its text model, under the names of text models; see `carried`.
+    For a multimodal model, these are the tensors of its text model, under a text model's names; see `carried`.
     Weights in MXFP4 are read as bf16; see mxfp4.py.
 
     Args:
@@ -159,7 +159,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
             raise ValueError(
-                f"{folder}: holds {pickles[0]}, a pickle, which runs code when it is loaded, and no safetensors. "
+                f"{folder}: holds no safetensors, only {pickles[0]}, a pickle, which runs code when loaded. "
                 "Convert it once with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
         raise ValueError(f"{folder}: holds neither model.safetensors nor {INDEX}.")
@@ -177,14 +177,14 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map: dict[str, str]) -> None:
     different = [
-        f"{name}: in {' and '.join(files_of.get(name, ['no file']))}, the index states {weight_map.get(name, 'none')}"
+        f"{name}: in {' and '.join(files_of.get(name, ['no file']))}, the index says {weight_map.get(name, 'none')}"
         for name in sorted(files_of.keys() | weight_map.keys())
         if files_of.get(name) != [weight_map.get(name)] and not name.endswith(_DERIVED)
     ]
     if different:
         raise ValueError(
-            f"{folder}: {INDEX} and the files that it names do not belong together:{listed(different)}\n"
-            "Download the model again, all its files from one revision."
+            f"{folder}: {INDEX} does not match the files that it lists:{listed(different)}\n"
+            "Download all files of the model again, from one revision."
         )
 
 
@@ -240,7 +240,8 @@ def load_model(
     frozen_dtype: torch.dtype = torch.float32,
     stream: StreamedBase | None = None,
 ) -> LlamaForSFT:
-    """Returns the model in `folder` with fp32 master weights; arguments before `architecture` are those of LlamaForSFT.
+    """Returns the model in `folder` with fp32 master weights; LlamaForSFT describes the arguments before
+    `architecture`.
 
     fp16 and bf16 weights are cast to fp32, which is exact. At most one tensor is held in addition to the model.
 
@@ -252,14 +253,14 @@ def load_model(
             tokens beyond the folder's vocabulary.
         shard: A function that shards the parameters while they are on the meta device. Each rank then reads only its
             own rows.
-        adapters: Adapters to add; all parameters are then frozen but those of the adapters and their modules_to_save.
+        adapters: Adapters to add; everything else but their modules_to_save is then frozen.
         frozen_dtype: The type of frozen matrices; with NF4, those outside the blocks are in compute_dtype. Norms and
             biases are fp32.
         stream: With adapters, leaves frozen matrices in the files, from which `model.stream` fetches them.
 
     Raises:
-        ValueError: A key is missing or unexpected, or has another shape than config.json implies or an unsupported
-            type. The message lists all such keys, and no weights have been read. Or the model has no such adapters.
+        ValueError: A key is missing or unexpected, or has a wrong shape or an unsupported type. The message lists all
+            such keys, and no weights have been read. Or the model does not support the adapters.
     """
     folder = Path(folder)
     stored = read_config(folder) if architecture is None else architecture
@@ -348,7 +349,7 @@ def _adapter_value(
         norms = partial(_row_norms, source, frozen_dtype)
         return initial_value(name, shape, seed=adapters.seed, init=adapters.init, row_norms=norms)
     if given.shape != shape:
-        raise ValueError(f"the adapter's {peft_name(name)} has {list(given.shape)}, and the model has {list(shape)}")
+        raise ValueError(f"the adapter's {peft_name(name)} has {list(given.shape)}, but the model has {list(shape)}")
     return given
 
 
@@ -390,17 +391,17 @@ def wrong_tensors(found: Mapping[str, tuple[torch.Size, str]], expected: Mapping
 
 
 def check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
-    """Raises ValueError if a folder's tensors are not those of `expected_shapes`, or if it stores a tied head that
-    differs from the embeddings."""
+    """Raises ValueError if a folder's tensors do not match `expected_shapes`, or if a stored tied head differs from the
+    embeddings."""
     found = {name: (source.shape(name), source.dtype(name)) for name in source.names()}
     stores_tied_head = config.tie_word_embeddings and HEAD in found
     if stores_tied_head:
         expected = expected | {HEAD: expected[EMBEDDINGS]}
     if problems := wrong_tensors(found, expected) + wrong_constants(source.carried(), config.model_type):
         raise ValueError(
-            f"{source.folder}: the weights are not those that config.json describes:\n  "
+            f"{source.folder}: the weights do not match config.json:\n  "
             + "\n  ".join(problems)
-            + "\nIs this the whole model, and its own config.json?"
+            + "\nCheck that the download is complete and that config.json belongs to it."
         )
     if stores_tied_head and not all(
         rows.equal(source.read_range(EMBEDDINGS, first, first + len(rows))) for first, rows in _in_parts(source, HEAD)

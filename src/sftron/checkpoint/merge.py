@@ -33,7 +33,7 @@ class MergeReport:
     _squares: dict[str, tuple[float, float]] = field(default_factory=dict)
     _is_base: bool = True
     has_delta: bool = False
-    """Whether any trained value changes the base before it is rounded."""
+    """Whether any trained value changes the base before rounding."""
 
     def add(self, kind: str, base: Tensor, merged: Tensor, *, has_delta: bool = False) -> None:
         """Adds a matrix, given its values before and after the merge, fp32.
@@ -61,16 +61,16 @@ class MergeReport:
     def lines(self) -> list[str]:
         """Returns the report for the console and the model card."""
         if not self.has_delta:
-            return ["the adapter is zero: the merged weights are those of the base"]
+            return ["the adapter is zero: the merged weights equal the base"]
         errors = ", ".join(f"{kind} {share:.1%}" for kind, share in self.lost.items() if share)
         return [f"rounding errors of {dtype_name(self.dtype)} relative to the adapter: {errors or 'none'}"]
 
     def require_delta(self) -> None:
-        """Raises ValueError if the rounded weights are those of the base, although the adapter is not zero."""
+        """Raises ValueError if the rounded weights equal the base although the adapter is not zero."""
         if self._is_base and self.has_delta:
             raise ValueError(
-                f"rounding to {self.dtype} lost the whole adapter: the merged weights are those of the base, to the "
-                "bit. Merge in float32, or serve the adapter."
+                f"rounding to {self.dtype} lost the whole adapter: the merged weights equal the base bit for bit. "
+                "Merge in float32, or serve the adapter."
             )
 
 
@@ -90,12 +90,12 @@ def merged_weights(
         source_folder: The folder of the base.
         tensors: All trained tensors, by name without peft's prefix.
         report: Is filled for the type of the export.
-        read_base: Returns the weight that was trained on, given Hugging Face's name and the stored value; for example,
-            what remains of a matrix after quantization.
+        read_base: Maps Hugging Face's name and the stored value to the weight that training used, such as a matrix
+            after quantization.
 
     Raises:
-        ValueError: The base's weights cannot be read, or are not those that its config.json describes; or rounding
-            makes the merged weights those of the base.
+        ValueError: The base's weights cannot be read or do not match its config.json, or rounding undoes the whole
+            merge.
     """
     saved = {f"{SAVED_MODULES[name]}.weight" for name in spec.modules_to_save}
     config = read_config(source_folder)

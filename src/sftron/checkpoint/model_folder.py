@@ -24,14 +24,14 @@ TOKENIZER_FILES = (
     *("*.tiktoken", "chat_template*", "additional_chat_templates"),
 )
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""The files of the inputs of multimodal models."""
+"""The files of multimodal models that describe their inputs."""
 TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 """Patterns of the files with the license terms of the model."""
 
 INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _NUM_ROWS_COMPARED = 64
-"""The rows by which a head is found to be trained apart from the embeddings."""
+"""The number of rows to compare to tell an untied head from the embeddings."""
 
 MAX_JSON_BYTES = 64 * 2**20
 """The largest known file, the index of a model with 90,000 tensors, has 9 MB."""
@@ -55,11 +55,11 @@ def local_folder(path: str, revision: str | None = None, *, with_weights: bool =
         download: Whether to download files that are not in the cache.
 
     Raises:
-        ValueError: If there is no such folder and no such model on the Hub.
+        ValueError: Neither the folder nor a Hub model of this name exists.
     """
     if (folder := Path(path)).is_dir():
         if revision is not None:
-            raise ValueError(f"{path} is a local folder, which has no revision {revision}; remove the key revision")
+            raise ValueError(f"{path} is a local folder, so it has no revision {revision}; remove the key revision")
         return folder
     from huggingface_hub import snapshot_download
 
@@ -71,7 +71,7 @@ def local_folder(path: str, revision: str | None = None, *, with_weights: bool =
 
 
 def model_commit(path: str, revision: str | None = None, *, with_weights: bool) -> str:
-    """Returns the commit that the revision of a model on the Hub is now. Raises ValueError as `local_folder`."""
+    """Returns the commit that a revision of a Hub model names now. Raises ValueError as `local_folder`."""
     with _refused(path, revision, with_weights):
         return commit_of(path, "model", revision)
 
@@ -81,14 +81,14 @@ def _refused(path: str, revision: str | None, with_weights: bool) -> Iterator[No
     """Raises ValueError in place of any error of the Hub."""
     what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
     if Path(path).exists():
-        raise ValueError(f"{what} is a file, not the folder of a model")
+        raise ValueError(f"{what} is a file, not a model folder")
     try:
         yield
-    except Exception as error:  # huggingface_hub raises many types, some of them those of its HTTP library
+    except Exception as error:  # huggingface_hub raises many types, some from its HTTP library
         at = "" if revision is None else f" (revision {revision})"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{what} is no local folder{where_missing(path)}, and it cannot be downloaded from the Hub{at}: {reason}"
+            f"{what} is not a local folder{where_missing(path)}, and it cannot be downloaded from the Hub{at}: {reason}"
         ) from error
 
 
@@ -103,10 +103,10 @@ def check_files(folder: Path) -> None:
         require_inside(folder, path)
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path}: is no regular file; take the model from where it was published")
+            raise ValueError(f"{path}: is not a regular file; download the model from its publisher")
         limit = next(limit for pattern, limit in _LIMITS.items() if path.match(pattern))
         if status.st_size > limit:
-            raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
+            raise ValueError(f"{path}: has {status.st_size:,} bytes, but such a file has at most {limit:,}")
 
 
 def is_run_directory(folder: Path) -> bool:
@@ -147,7 +147,7 @@ def _read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
     try:
         return read_regular(path, max_bytes)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a model folder.") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -184,7 +184,7 @@ def stop_ids_of(folder: Path) -> dict[int, None]:
         value = read_json(path).get("eos_token_id") if path.exists() else None
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if wrong := [token_id for token_id in ids if type(token_id) is not int or token_id < 0]:
-            raise ValueError(f"{path}: eos_token_id: {wrong[0]!r} is not the id of a token, nor a list of them")
+            raise ValueError(f"{path}: eos_token_id: {wrong[0]!r} is neither a token id nor a list of token ids")
         stops |= dict.fromkeys(ids)
     return stops
 
@@ -211,9 +211,9 @@ def read_config(folder: Path) -> LlamaConfig:
 
 
 def _stored_head_is_equal(folder: Path, config: Mapping[str, Any]) -> bool | None:
-    """Returns whether the stored head begins as the embeddings do; None if the folder stores none, or no such weights.
+    """Returns whether the stored head begins like the embeddings; None if the folder lacks either.
 
-    A tied head of which only later rows differ is refused when the weights are loaded, as are broken files.
+    Loading the weights refuses broken files, and a tied head that differs only in later rows.
     """
     rows = []
     try:

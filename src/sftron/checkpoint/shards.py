@@ -30,7 +30,7 @@ from sftron.models.sharding import local_shard
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The types of weights."""
 _ALIGNMENT = 64
-"""The bytes at whose multiples tensors begin in a buffer."""
+"""Tensors begin at multiples of this number of bytes in a buffer."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | {"U8": torch.uint8}).items()}
 
 
@@ -50,7 +50,7 @@ class Shard:
 
 
 StoredShards = Mapping[str, Mapping[str, Shard]]
-"""The shards that a rank writes, by the kind of file (model or optimizer) and the name of the tensor."""
+"""The shards that a rank writes, by kind of file (model or optimizer) and tensor name."""
 
 
 def file_name(kind: str, rank: int, num_ranks: int) -> str:
@@ -77,8 +77,8 @@ def _is_first_copy(tensor: DTensor) -> bool:
 class HostCopy:
     """Host memory for a copy of this rank's shards, allocated on the first copy and reused afterwards.
 
-    It has the size of the rank's trained weights and optimizer state, 12 bytes per parameter, or about 6 with moments
-    in 8 bits: one buffer for each kind of file. For tensors on a GPU the buffers are pinned, so that copies run at the
+    It has the size of the rank's trained weights and optimizer state, 12 bytes per parameter, or about 6 with 8-bit
+    moments: one buffer for each kind of file. For tensors on a GPU the buffers are pinned, so that copies run at the
     speed of the bus.
     """
 
@@ -199,7 +199,7 @@ class ShardedTensors:
                 offset, shape = (tuple(map(int, numbers)) for numbers in shards[name])
                 size = tuple(file.get_slice(name).get_shape())
                 if not len(offset) == len(size) == len(shape) or self._shapes.setdefault(name, shape) != shape:
-                    raise ValueError(f"the metadata of {name} does not fit its shape, or that of another file")
+                    raise ValueError(f"the metadata of {name} does not fit its shape, or contradicts another file")
                 parts = self._parts.setdefault(name, [])
                 if math.prod(size):  # the shard of a rank without rows is empty
                     parts.append(_Part(offset, size, file))

@@ -1,4 +1,4 @@
-"""The source of an export: what it takes from the folders of the model and tokenizer that training started from.
+"""The source of an export: what it takes from the model and tokenizer folders that training started from.
 
 A run reads and checks it before anything is trained.
 """
@@ -71,9 +71,9 @@ class ExportSource:
     """The content of generation_config.json; empty if the file does not exist."""
     stop_ids: tuple[int, ...]
     stored_names: Mapping[str, str]
-    """The names of the stored weights of the text model, by the names that text models have."""
+    """The stored names of the text model's weights, by the names that text models use."""
     wide: Mapping[str, torch.dtype]
-    """The types of weights that are stored in a wider type than most, which they keep."""
+    """The types of weights that are stored wider than most; an export keeps these types."""
     carried: Mapping[str, Callable[[], torch.Tensor]]
     """Functions that read the tensors that an export carries along, by their stored names; see models/wrappers.py."""
     files: Mapping[str, bytes]
@@ -129,10 +129,10 @@ class ExportSource:
         return replace(self, files={**self.files, "chat_template.jinja": template.encode()})
 
     def require_tokenizer(self, chat_tokenizer: ChatTokenizer, *, has_model: bool) -> None:
-        """Raises ValueError if AutoTokenizer builds another tokenizer from the export than training has.
+        """Raises ValueError if AutoTokenizer would build a tokenizer from the export that differs from training's.
 
-        The class depends on config.json too, which the tokenizer's own folder may lack, and the folder of an adapter
-        does: `has_model` is false for it.
+        The class also depends on config.json. The tokenizer's own folder may lack that file, and an adapter's folder
+        always does (`has_model` is false).
         """
         from sftron.data.chat.pretrained import load_tokenizer  # slow to import
         from sftron.data.chat.tokenizer_file import difference
@@ -144,13 +144,13 @@ class ExportSource:
             try:
                 exported, _ = load_tokenizer(name)
             except ValueError as error:
-                raise ValueError(f"the export of this run would be read otherwise: {error}") from error
+                raise ValueError(f"AutoTokenizer would read this run's export differently: {error}") from error
         own: Any = chat_tokenizer.tokenizer.backend_tokenizer
         read: Any = exported.backend_tokenizer
         if found := difference(own, read, ("training", "the export")):
             raise ValueError(
-                f"AutoTokenizer would build a {type(exported).__name__} from the export of this run, but "
-                f'{type(chat_tokenizer.tokenizer).__name__} is trained with: {found}; set "tokenizer_class": '
+                f"AutoTokenizer would build a {type(exported).__name__} from this run's export, but training uses "
+                f'{type(chat_tokenizer.tokenizer).__name__}: {found}; set "tokenizer_class": '
                 '"PreTrainedTokenizerFast" in tokenizer_config.json'
             )
 
@@ -167,7 +167,7 @@ class ExportSource:
         name = dtype_name(dtype)
         text, _ = text_config(self.config)
         llama, family = self.architecture, family_of(text)
-        # A size of embeddings that the model does not have may be another one.
+        # Such a key may mean the size of other embeddings.
         of_same_size = [key for key in family.vocab_keys if text.get(key, family.defaults[key]) == llama.vocab_size]
         sizes = ["vocab_size", *of_same_size]
         of_text = {
