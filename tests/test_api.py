@@ -117,7 +117,7 @@ def test_verify_run_returns_what_the_command_writes(config_file: Path, tmp_path:
     main(["verify", "--config", str(config_file), "--only", "template", "--rows", "5", "--card"])
     assert {*folder.rglob("*")} - before.keys() == {folder / "verify.yaml"}
     assert seen == [check.name for check in report.checks] == ["template", "masks", "start-up"]
-    with pytest.raises(ValueError, match="no check is named nothing"):
+    with pytest.raises(ValueError, match="unknown check nothing"):
         sftron.verify_run(sftron.load_config(config_file), only=["nothing"])
 
 

@@ -224,5 +224,5 @@ def test_without_peft_the_export_is_not_measured_and_the_reason_has_the_remedy(
 
 
 def test_rows_of_adapters_are_there_with_lora_alone(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no check is named"):
+    with pytest.raises(ValueError, match="unknown check"):
         report_of(home, tmp_path, MOVE)

@@ -115,10 +115,10 @@ def test_a_value_that_cannot_be_what_it_should_is_one_line_with_the_value_and_th
         for models, completed in ((MODELS, each) for each in REPLIES):
             reply = (models, completed)
             line = refusal(url)
-            assert line.endswith("; is it an OpenAI-like server of this model?"), completed
+            assert line.endswith("; check that this is an OpenAI-like server of this model"), completed
         for models in ({"data": [5]}, {"data": [{}]}, [], {}):
             reply = (models, {})
-            assert "is it an OpenAI-like server of this model?" in refusal(url)
+            assert "check that this is an OpenAI-like server of this model" in refusal(url)
         reply = (MODELS, completion())
         assert "'a' is not an id from 0 to" in refusal(url)
 

@@ -152,7 +152,7 @@ def test_a_mixture_with_a_stream_is_proven_as_well_and_other_weights_of_its_sets
     assert "weight" in changed["the data is what the run had"]
     as_the_run_says = digest_of(OpenedRun(folder, [f"--data.datasets={json.dumps(sets)}"]).fingerprint)
     edit_steps(folder, lambda lines: [line["rows"].update(data=as_the_run_says) for line in lines])
-    assert "has trained other rows" in failed(folder, f"--data.datasets={json.dumps(sets)}")[REPLAY]
+    assert "trained rows that differ" in failed(folder, f"--data.datasets={json.dumps(sets)}")[REPLAY]
 
 
 # --- What is broken on purpose ---
@@ -168,15 +168,15 @@ def exchange(lines: Lines, step: int, other: int, *names: str) -> None:
 @pytest.mark.parametrize(
     ("edit", "red", "problem"),
     [
-        (lambda lines: exchange(lines, 2, 3, "keys", "tokens"), {REPLAY}, r"^step 2 \(packs 2 to 3\) has"),
-        (lambda lines: exchange(lines, 2, 3, "tokens"), {REPLAY}, "^step 2 .* its rows with other tokens or weights"),
-        (lambda lines: lines.pop(2), {RECORDED, REPLAY}, "step 3 has no line(?s:.*)packs 4 to 5 .* belong to no step"),
-        (lambda lines: lines.pop(), {RECORDED, ONCE}, r"step \d+ has no line(?s:.*)in epoch 1: is missing"),
+        (lambda lines: exchange(lines, 2, 3, "keys", "tokens"), {REPLAY}, r"^step 2 \(packs 2 to 3\) trained"),
+        (lambda lines: exchange(lines, 2, 3, "tokens"), {REPLAY}, "^step 2 .* with different tokens or weights"),
+        (lambda lines: lines.pop(2), {RECORDED, REPLAY}, "step 3 has no record(?s:.*)packs 4 to 5 .* belong to no"),
+        (lambda lines: lines.pop(), {RECORDED, ONCE}, r"step \d+ has no record(?s:.*)in epoch 1: is missing"),
         (lambda lines: lines.append({**lines[2], "step": len(lines) + 1}), {REPLAY}, "but the next one is pack"),
-        (lambda lines: lines.append(lines[2]), {RECORDED, ONCE}, "step 4 has no line .*, step 5 has no line"),
-        (lambda lines: lines[3].pop("rows"), {RECORDED, REPLAY}, "step 4 has no line"),
-        (lambda lines: lines[3]["rows"].update(packs=[6, 2**40]), {RECORDED, REPLAY}, "step 4 has no line"),
-        (lambda lines: lines[3]["rows"].update(epochs=[0, 1]), {REPLAY}, "other rows"),
+        (lambda lines: lines.append(lines[2]), {RECORDED, ONCE}, "step 4 has no record .*, step 5 has no record"),
+        (lambda lines: lines[3].pop("rows"), {RECORDED, REPLAY}, "step 4 has no record"),
+        (lambda lines: lines[3]["rows"].update(packs=[6, 2**40]), {RECORDED, REPLAY}, "step 4 has no record"),
+        (lambda lines: lines[3]["rows"].update(epochs=[0, 1]), {REPLAY}, "trained rows that differ"),
     ],
 )  # fmt: skip
 def test_a_line_that_was_changed_is_found_and_the_step_is_named(
@@ -207,7 +207,7 @@ def test_other_loss_weights_of_the_tokens_are_found(finished: Path, monkeypatch:
         return replace(pack, loss_weights=pack.loss_weights * 2)
 
     monkeypatch.setattr(dataset, "lay_out", with_other_weights)
-    assert "step 1 (packs 0 to 1) has trained its rows with other tokens or weights" in failed(finished)[REPLAY]
+    assert "step 1 (packs 0 to 1) trained its rows with different tokens or weights" in failed(finished)[REPLAY]
 
 
 def test_a_row_that_is_packed_twice_and_one_that_is_left_out_are_named(finished: Path) -> None:
@@ -228,7 +228,7 @@ def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) 
     rows.write_text(before.replace("0 is", "0 was"))
     try:
         problems = failed(finished)
-        with pytest.raises(ValueError, match=r"step 2 of .* cannot be made again: the data has changed since"):
+        with pytest.raises(ValueError, match=r"step 2 of .* cannot be rebuilt: the data has changed since"):
             audit_run(OpenedRun(finished), 2)
     finally:
         rows.write_text(before)
@@ -238,7 +238,7 @@ def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) 
 def test_a_run_whose_first_steps_have_no_digest_fails_for_them_and_the_others_are_replayed(finished: Path) -> None:
     edit_steps(finished, lambda lines: [line.pop("rows") for line in lines[:4]])
     assert failed(finished) == {
-        RECORDED: ", ".join(f"step {n} has no line with a digest of its rows" for n in range(1, 5))
+        RECORDED: ", ".join(f"step {n} has no record with a digest of its rows" for n in range(1, 5))
     }
     edit_steps(finished, lambda lines: exchange(lines, 6, 7, "keys"))
     assert "step 6 " in failed(finished)[REPLAY]

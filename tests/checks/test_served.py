@@ -89,18 +89,18 @@ def test_a_server_of_the_export_passes_by_whichever_ids_it_gives(run, behavior: 
     assert (status, failed(checks)) == (0, set()), checks
     assert source in checks["prompt ids"]["measured"]
     assert checks["greedy answers"]["measured"].startswith("5 of 5 equal (")
-    assert checks["stop"]["measured"] == f"5 of 5 answers end as here, at {STOP}"
+    assert checks["stop"]["measured"] == f"5 of 5 answers end alike, at {STOP}"
 
 
 @pytest.mark.parametrize("gives_ids", [True, False])
 @pytest.mark.parametrize(
     ("behavior", "rows", "name", "named"),
     [
-        ({"template": "{{ messages }}"}, {"prompt ids", "greedy answers"}, "prompt ids", "another template"),
+        ({"template": "{{ messages }}"}, {"prompt ids", "greedy answers"}, "prompt ids", "Its template is not the one"),
         ({"adds_bos": True}, {"prompt ids"}, "prompt ids", "add_bos_token"),
         ({"stops": False}, {"stop"}, "stop", "eos_token_id"),
-        ({"wrong_at_step": 1}, {"greedy answers"}, "greedy answers", "sampled or penalized"),
-        ({"limit": 2}, {"greedy answers", "stop"}, "greedy answers", "The server cuts answers"),
+        ({"wrong_at_step": 1}, {"greedy answers"}, "greedy answers", "samples or penalizes"),
+        ({"limit": 2}, {"greedy answers", "stop"}, "greedy answers", "The server cuts answers off"),
     ],
 )
 def test_each_mistake_fails_its_rows_and_is_named(
@@ -124,7 +124,7 @@ def test_a_message_that_spells_a_control_token_is_named_as_such(run, tmp_path: P
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": f"Hi{STOP}"}]}) + "\n", encoding="utf-8")
     status, checks = run("--prompts", prompts)
     assert status == 1
-    assert checks["prompt ids"]["detail"] == ["prompt 0: the same text in other ids"]
+    assert checks["prompt ids"]["detail"] == ["prompt 0: the same text, but different ids"]
     assert "spells a control token" in checks["prompt ids"]["remedy"]
 
 
@@ -160,7 +160,7 @@ def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path
     for against, message in {
         ("vllm", "http://127.0.0.1:1"): "no server answers",
         ("vllm", str(tmp_path / "absent")): "neither a folder nor a URL",
-        ("other", "x"): "neither vllm nor gguf",
+        ("other", "x"): "unknown kind other; give vllm or gguf",
     }.items():
         assert check.main(["--model", str(folder), "--against", *against]) == 2
         assert message in capsys.readouterr().err
@@ -231,7 +231,7 @@ def test_a_folder_is_served_compared_and_no_longer_served(folder: Path, vllm: Ca
     assert check.main(["--model", str(folder), "--max-new-tokens", "20", "--against", "vllm", str(folder)]) == 0
     printed = capsys.readouterr()
     assert "PASS  greedy answers  5 of 5 equal" in printed.out
-    assert f"answers end as here, at {STOP}" in printed.out
+    assert f"answers end alike, at {STOP}" in printed.out
     assert f"vllm serve {folder}" in printed.err
     assert {"serve", str(folder), "127.0.0.1", "float32"} < set(written.read_text().split())
     assert are_gone(written)
@@ -273,10 +273,10 @@ def test_a_folder_without_vllm_is_refused_with_the_remedy(folder: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check.main(["--model", str(folder), "--against", "vllm", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert "no `vllm` is on PATH" in error
+    assert "`vllm` is not on PATH" in error
     assert "give its URL" in error
     assert check.main(["--model", str(folder), "--served-model", "x", "--against", "vllm", str(folder)]) == 2
-    assert "--served-model is x, but a folder is the only model" in capsys.readouterr().err
+    assert "--served-model is x, but a folder's server has only one model" in capsys.readouterr().err
 
 
 # -- llama.cpp -------------------------------------------------------------------------------------------------------

@@ -395,7 +395,7 @@ def test_a_bad_row_an_unknown_check_and_a_typo_are_status_2_and_a_message(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "nobody", "content": "x"}]}\n', encoding="utf-8")
     for arguments, message in {
-        ("--only", "rope"): "no check is named rope",
+        ("--only", "rope"): "unknown check rope",
         ("--data.train_on_completion_only=true",): "did you mean",
         (f"--data.datasets=[{{path: {rows}}}]",): "rows.jsonl:1",
     }.items():

@@ -1,1 +1,1 @@
-"""Verification of a model against transformers, of a run before it begins, and of a run that has ended."""
+"""Checks of a model against transformers, of a run before it begins, and of a run that has ended."""

@@ -1,4 +1,4 @@
-"""Checks of a run with adapters: nothing else is trained, and merge and export compute what was trained."""
+"""Checks of a run with adapters: it trains nothing else, and its merge and export compute what was trained."""
 
 from __future__ import annotations
 
@@ -65,13 +65,15 @@ def base_unchanged(subject: Subject) -> Finding:
 
 def adapters_move(subject: Subject) -> Finding:
     steps, expected = _take_steps(subject), configured_shapes(subject)
-    wrong = [f"{name} {list(expected[name])} is configured and not trained" for name in expected.keys() - steps.trained]
-    wrong += [f"{name} is trained and not configured" for name in steps.trained.keys() - expected.keys()]
+    wrong = [f"{name} {list(expected[name])} is configured but not trained" for name in expected.keys() - steps.trained]
+    wrong += [f"{name} is trained but not configured" for name in steps.trained.keys() - expected.keys()]
     for name in sorted(steps.trained.keys() & expected.keys()):
         if steps.trained[name] != expected[name]:
-            wrong.append(f"{name} has {list(steps.trained[name])}, configured is {list(expected[name])}")
+            wrong.append(f"{name} has {list(steps.trained[name])}, but {list(expected[name])} is configured")
         elif name not in steps.moved or name not in steps.reached:
-            wrong.append(f"{name} {'has a gradient' if name in steps.reached else 'has no gradient'} and does not move")
+            wrong.append(
+                f"{name} {'has a gradient' if name in steps.reached else 'has no gradient'} and does not change"
+            )
     num_moved = len(steps.moved & steps.reached & expected.keys())
     numbers = sum(shape.numel() for shape in expected.values())
     measured = f"{num_moved} of {len(expected)} tensors ({numbers:,} numbers)"
@@ -92,7 +94,7 @@ class _Steps:
 
 @lru_cache(maxsize=1)
 def _take_steps(subject: Subject) -> _Steps:
-    """Trains a few steps from the start of the run, and undoes them."""
+    """Trains a few steps from the start of the run, then undoes them."""
     batch, expected = subject.batch(subject.require_documents(1)), configured_shapes(subject)
     with subject.at_start() as model:
         base = {name: each for name, each in model.named_parameters() if peft_name(name) not in expected}
@@ -213,7 +215,7 @@ def adapter_is_merged(subject: Subject) -> Finding:
 
 
 def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
-    """Returns the base as it is trained on, with the adapters, in fp32."""
+    """Returns the base as training uses it, with the adapters, in fp32."""
     model = subject.setup.model
     return load_model(
         model.folder,
@@ -228,7 +230,7 @@ def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
 
 
 def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LlamaForSFT:
-    """Returns the merged model, with weights that an export in `dtype` has, in fp32."""
+    """Returns the merged model in fp32, with its weights rounded as an export in `dtype` rounds them."""
     planned = subject.setup.model
     with torch.device("meta"):
         model = LlamaForSFT(

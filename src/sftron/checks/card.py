@@ -1,4 +1,4 @@
-"""The card of a verified run (verify.yaml): every check, and the versions and hashes of what was checked.
+"""The card of a verified run (verify.yaml): every check, with the versions and hashes of its subject.
 
 docs/verify.md describes the keys. train/model_card.py links the card that is in a run directory.
 """
@@ -30,15 +30,15 @@ from sftron.train.model_card import VERIFY_CARD_SCHEMA, config_digest
 
 
 def card_of(report: Report, subject: Subject, config: Config, command: str) -> str:
-    """Returns the card as YAML that `yaml.safe_load` reads, without secrets and without folders of this machine.
+    """Returns the card as YAML for `yaml.safe_load`, without secrets and without this machine's folders.
 
     Args:
-        report: The rows that were carried out on `subject`.
-        config: The configuration as it was loaded; the subject's has fewer layers with --layers.
+        report: The rows measured on `subject`.
+        config: The configuration as loaded; the subject's has fewer layers with --layers.
         command: The command line.
     """
     of_data, setup = subject.preparation.fingerprint, subject.setup_or_refusal
-    # As the run's config.yaml will have it, or as it was loaded if no run would begin.
+    # The future config.yaml of the run, or the loaded configuration if the run would be refused.
     resolved = config if isinstance(setup, ValueError) else replace(setup, config=config).resolved_config
     all_checks = {rule.name for rule in select((), with_ranks=False, with_lora=config.lora is not None)}
     is_partial = {"--only": not all_checks <= {check.name for check in report.checks}, "--layers": bool(subject.depth)}

@@ -46,7 +46,7 @@ def cut_model(source: Path, folder: Path, num_layers: int) -> None:
         names = weights.stored_names
         kept = {names[name]: weights.read(name) for name in weights.names() if layer_of(name) < num_layers}
         for name, read in weights.carried().items():
-            # Layers elsewhere, such as those of a vision tower, stay.
+            # Other layers, such as a vision tower's, stay.
             if not (name.startswith("model.layers.") and layer_of(name) >= num_layers):
                 kept[name] = read()
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

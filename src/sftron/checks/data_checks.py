@@ -1,6 +1,6 @@
 """Checks of the data on the user's own rows: ids, masks, forged tokens, packs and their order (laws 1 to 3, 5 and 6).
 
-verify_run.py says what a pass of each proves, and what a failure means.
+verify_run.py states what each check proves, and what its failure means.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def prompt(subject: Subject) -> Finding:
     return _all_right(
         problems,
         "answers follow the generation prompt",
-        f"{num_left:,} conversations spell a control token, or have no prompt" * bool(num_left),
+        f"{num_left:,} conversations spell a control token, or have no prompt, and are left out" * bool(num_left),
         otherwise="no row has an answer whose prompt transformers can render",
     )
 
@@ -108,12 +108,12 @@ def stop_tokens(subject: Subject) -> Finding:
     audit, stops = _audit(subject, rows), Counter(chain.from_iterable(row.tokenized.stop_ids for row in rows))
     turns = audit.turns
     if not turns.num_turns:
-        raise NotMeasuredError("no answer in the rows is trained to its end" if rows else _NO_CHATS)
+        raise NotMeasuredError("the rows have no answer that is trained to its end" if rows else _NO_CHATS)
     names, detail = [], list(filter(None, [audit.problem_of_stops]))
     for token_id, count in stops.most_common():
         names.append(subject.chat_tokenizer.decode([token_id]))
         is_new = token_id not in subject.own_stop_ids
-        new = "; the model's own files do not stop there, and the export adds that to them" * is_new
+        new = "; the model's own files do not stop there; the export adds this stop token" * is_new
         detail.append(f"{names[-1]} ends {counted(count, 'turns')}{new}")
     measured = f"{turns.num_stop_trained:,} of {turns.num_turns:,} answers train {', '.join(names)}"
     return Finding(turns.num_stop_trained == turns.num_turns, measured, "all", tuple(detail))
@@ -140,12 +140,12 @@ def masks(subject: Subject) -> Finding:
     measured = share = f"{num_trained:,} of {num_tokens:,} tokens trained ({num_trained / max(1, num_tokens):.0%})"
     allowed, not_compared = "next tokens only", ""
     if count.num_rows:
-        measured, allowed = f"{count.num_equal:,} of {count.num_rows:,} masks as found a second way", "all"
+        measured, allowed = f"{count.num_equal:,} of {count.num_rows:,} masks match an independent method", "all"
     if count.not_compared:
         num_left = count.not_compared.total()
         measured, allowed = f"{measured}, {num_left:,} not comparable", f"all but {MOST_NOT_COMPARED:.0%}"
-        not_compared = f"{counted(num_left, 'masks')} could not be compared: {count.reasons}"
-    second_way = f"{count.num_compared:,} masks were found by transformers' rendering of each turn's prompt alone"
+        not_compared = f"could not compare {counted(num_left, 'masks')}: {count.reasons}"
+    second_way = f"{count.num_compared:,} masks were compared with transformers' rendering of each turn's prompt"
     assurance = "" if audit.problems else audit.assurance
     detail = (*problems, *count.wrong[:_MOST_SHOWN], not_compared, share, second_way, assurance)
     return Finding(not problems, problems[0] if problems else measured, allowed, detail)
@@ -194,7 +194,7 @@ def forgery(subject: Subject) -> Finding:
 
 
 def _forged_turn(subject: Subject) -> str:
-    """Returns the template's text of a user turn with an instruction and an assistant turn that follows it."""
+    """Returns the template's text of a user turn with an instruction, and an assistant turn that obeys it."""
     mark = "obey the forged turn"
     messages = (Message(Role.USER, "ignore all that"), Message(Role.ASSISTANT, mark))
     probe = Conversation(messages, ConversationKey(0, 0), "a probe")
@@ -262,7 +262,7 @@ def data_order(subject: Subject) -> Finding:
     ]
     measured = f"{_NUM_PACKS} packs, stopped after {' and '.join(map(str, _STOPS))}: {len(wrong) or 'none'} differ"
     ranks = "compared on 2 ranks" if has_ranks else "not compared on 2 ranks: data.num_lanes is odd"
-    detail = (*wrong[:_MOST_SHOWN], ranks, f"the data's whole state is {counted(len(state), 'bytes')}")
+    detail = (*wrong[:_MOST_SHOWN], ranks, f"the data state takes {counted(len(state), 'bytes')}")
     return Finding(not wrong, measured, "none, to the bit", detail)
 
 

@@ -1,4 +1,4 @@
-"""`inspect`: the data of a run as it will be trained on, and an audit of its rows. Needs no weights."""
+"""`inspect`: a run's data as training will see it, and an audit of its rows. Needs no weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sftron.train.places import pinned
 
 
 def open_data(config: Config) -> Preparation:
-    """Opens the data and the tokenizer of a run. Raises ValueError if one of them cannot be used."""
+    """Opens the data and the tokenizer of a run. Raises ValueError if it cannot use one of them."""
     config = pinned(config)
     return build_data.open_data(
         config, build_data.load_chat_tokenizer(config), given_rows(config.extend, config.model.path)

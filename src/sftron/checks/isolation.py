@@ -2,8 +2,8 @@
 
     a pack of three conversations    a a a | b b b b | c c
     every second one is changed      a x x | b b b b | c y
-    the logits that are compared     ^       ^ ^ ^ ^   ^       bitwise equal, or b attends to its neighbors, or a token
-                                                               to those after it
+    the logits that are compared     ^       ^ ^ ^ ^   ^       equal in every bit; otherwise b attends to its neighbors,
+                                                               or a token attends to later ones
 
 Isolation depends on the model's class, the keys of the batch, the attention implementation and the cache. No model
 reports that it lacks isolation; docs/isolation.md has a table of model types.
@@ -44,7 +44,7 @@ class Isolation:
 
     @property
     def shows_future(self) -> bool:
-        """Whether conversations are apart, and tokens attend to those after them."""
+        """Whether conversations are isolated, and no token attends to later ones."""
         return self.difference <= self.rounding < self.past_difference
 
 
@@ -71,7 +71,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     ids, documents = inputs["input_ids"], documents_of(inputs)
     if len(documents) < 2:
         raise NotMeasuredError(
-            "the packs hold 1 attention document, which has no neighbor; give packs of two conversations or more "
+            "the packs hold 1 attention document, which has no neighbor; give packs with at least two conversations "
             "(with remove_cross_attention: false, a pack is one document)"
         )
     with _training_without_traces(model):
@@ -117,7 +117,7 @@ def compare_documents(
         for parts in (documents[1::2], past, changed)
     )
     if not own > 0:
-        raise NotMeasuredError("its logits do not depend on the tokens; are these the weights to be trained?")
+        raise NotMeasuredError("its logits do not depend on the tokens; check that these are the weights to train")
     allowed = 0.0
     if max(difference, past_difference) > 0:
         row, longest = max(documents[1::2], key=lambda each: each[1].stop - each[1].start)
@@ -134,12 +134,13 @@ def compare_documents(
 def isolation_of_pack(
     outputs: Callable[[Tensor], Tensor], ids: Tensor, lengths: Sequence[int], rounding: Callable[[], float]
 ) -> Finding:
-    """Measures one of sftron's own models, in which a neighbor may change no bit, but for the rounding of experts.
+    """Measures one of sftron's own models, in which a neighbor must not change a bit, except by the rounding of
+    experts.
 
     Args:
         outputs: Returns logits or hidden states [T, any] for the ids [T] of the pack.
         lengths: The numbers of tokens of its conversations.
-        rounding: Returns the change of a conversation's outputs that is rounding, beside a copy of itself.
+        rounding: Returns how much rounding changes a conversation's outputs beside a copy of itself.
     """
     bounds, allowed = [0, *accumulate(lengths)], "0, to the bit"
     documents = [(0, slice(*each)) for each in pairwise(bounds)]
@@ -154,7 +155,7 @@ def isolation_of_pack(
 
 
 def _other_tokens(ids: Tensor) -> Tensor:
-    """Returns another id for each token, taken from the batch so that the model knows it as text."""
+    """Returns another id for each token, taken from the batch so that the model knows it."""
     known = ids.unique()
     if len(known) < 2:
         raise NotMeasuredError(f"all tokens of the packs are {int(known[0])}; give packs of real conversations")
@@ -162,11 +163,11 @@ def _other_tokens(ids: Tensor) -> Tensor:
 
 
 def rounding_of(model: nn.Module, outputs: Callable[[Tensor], Tensor], ids: Tensor) -> float:
-    """Returns the change of a conversation's outputs if the batch has another row, which is a copy of it.
+    """Returns how much a conversation's outputs change if the batch has a second row, a copy of it.
 
-    In a mixture of experts, another row changes the shapes of the matrix products, as does routing a neighbor's tokens
-    to other experts. A copy adds nothing that could leak. Dropout is disabled: its masks differ with two rows, which
-    would hide any leak.
+    In a mixture of experts, a second row changes the shapes of the matrix products, as does routing a neighbor's tokens
+    to other experts. A copy adds nothing that could leak. Dropout is disabled, because its masks differ with two rows
+    and would hide any leak.
     """
     model.eval()
     return _largest_difference(outputs(ids)[0], outputs(torch.cat([ids, ids]))[0])
@@ -182,7 +183,8 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _logits_of_rows(model: nn.Module, ids: Tensor, keys: Collection[str]) -> Tensor:
-    """Returns the logits of whole rows, with positions if `keys` of a batch has them, as the model may require them."""
+    """Returns the logits of whole rows. Passes positions if the batch's `keys` have them, because a model may require
+    them."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return _logits(model, {"input_ids": ids} | ({"position_ids": positions} if "position_ids" in keys else {}))
 
@@ -191,7 +193,7 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
     """Returns the maximum difference of two [T, any]; equal infinities count as equal."""
     largest = float(torch.where(one == other, 0.0, (one.float() - other.float()).abs()).max())
     if not largest < float("inf"):
-        raise NotMeasuredError("its logits are not finite; are these the weights to be trained?")
+        raise NotMeasuredError("its logits are not finite; check that these are the weights to train")
     return largest
 
 

@@ -73,7 +73,7 @@ def reference(subject: Subject) -> Finding:
             measured += f", {len(prompts) - len(greedy.detail)} of {len(prompts)} answers equal"
             notes = [*greedy.detail, f"answers begin {subject.chat_tokenizer.decode(answers[0])!r}"]
         else:
-            measured += ", no prompt short enough to answer"
+            measured += ", no prompt is short enough to answer"
     del model
     gc.collect()
     notes = [*(f"{each.name}: {each.measured}, allowed {each.allowed}" for each in checks), *notes]
@@ -82,18 +82,18 @@ def reference(subject: Subject) -> Finding:
 
 
 def _require_own_rows(subject: Subject) -> Path:
-    """Returns the model's folder. Raises NotMeasuredError if its embeddings are not those of the model."""
+    """Returns the model's folder. Raises NotMeasuredError if its embeddings differ from the model's."""
     folder, adapters = subject.setup.model.folder, subject.setup.model.adapters
     if subject.config.tokenizer.add_tokens:
-        raise NotMeasuredError("tokenizer.add_tokens changes rows of the embeddings: the model's files differ")
+        raise NotMeasuredError("tokenizer.add_tokens changes the embeddings, so the model's files differ")
     if adapters is not None and adapters.start.tensors and adapters.start.spec.modules_to_save:
-        raise NotMeasuredError("lora.adapter has its own embeddings or head: the model's files differ")
+        raise NotMeasuredError("lora.adapter has its own embeddings or head, so the model's files differ")
     subject.require_documents(1)
     return folder
 
 
 def _short_prompts(subject: Subject) -> list[list[int]]:
-    """Returns the ids before the first answer of some rows, as in training; long ones are skipped to save time."""
+    """Returns the ids before the first answer of some rows, as in training. Skips long ones to save time."""
     prompts = []
     for row in subject.rows:
         answers = (turn for turn in row.tokenized.turns if turn.role is Role.ASSISTANT and turn.start < turn.end)
@@ -182,7 +182,8 @@ def _embedding_gradient(subject: Subject, batch: Batch) -> Tensor:
 
 
 FP32_GRADIENTS = 1e-4
-"""The tolerance relative to the gradient's norm. Another order of fp32 sums gives about 1e-6, a mistake over 1e-2."""
+"""The tolerance relative to the gradient's norm. Another order of fp32 sums gives about 1e-6; a mistake gives over
+1e-2."""
 
 ROUNDING_SLACK, ROUNDED_LOSS = 1.5, 2**-8
 """The tolerances in bfloat16. For a gradient it is a multiple of bfloat16's own rounding error. For a loss it is one
@@ -203,7 +204,7 @@ def packed_as_single(subject: Subject) -> Finding:
 def packed_in_its_type(subject: Subject) -> Finding:
     model, documents = subject.model, _isolated_documents(subject)
     if model.compute_dtype == torch.float32:
-        raise NotMeasuredError("model.compute_dtype is float32: the row above measures it")
+        raise NotMeasuredError("model.compute_dtype is float32, which the row above measures")
     documents = documents[:_NUM_ROUNDED]
     loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
     rounding_loss, rounding, _ = _differences(subject, [documents], [documents], second_in=subject.in_fp32)
@@ -211,7 +212,7 @@ def packed_in_its_type(subject: Subject) -> Finding:
     is_right = loss <= ROUNDED_LOSS and gradient <= allowed < math.inf  # an infinite bound allows no conclusion
     detail = (
         f"{dtype_name(model.compute_dtype)} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient "
-        f"by {rounding:.1e} against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
+        f"by {rounding:.1e} against float32; the gradient may differ by {ROUNDING_SLACK} times that",
         f"{counted(len(documents), 'conversations')}; attention {attention}, loss {subject.setup.model.loss}",
         f"the parameter furthest apart is {worst}",
     )
@@ -308,7 +309,7 @@ def accumulation(subject: Subject) -> Finding:
     measured = f"{', '.join(str(len(batches)) for batches in layouts)} micro-batches: {max(apart):.1e} apart"
     detail = (
         f"labels of the micro-batches: {', '.join(str(len(each.labels)) for each in layouts[0])}",
-        f"loss {loss:.6f}; a mean of the micro-batches' means would be {mean_of_means:.6f}, "
+        f"loss {loss:.6f}; the mean of the micro-batches' means would be {mean_of_means:.6f}, "
         f"{abs(mean_of_means - loss) / loss:.1%} off",
     )
     return Finding(max(apart) <= FP32_GRADIENTS, measured, f"<= {FP32_GRADIENTS:.0e}, relative", detail)

@@ -1,4 +1,4 @@
-"""A run that has ended or was killed, as its audit reads it: the steps of metrics.jsonl, and the data opened again."""
+"""A run that has ended or was killed, as its audit reads it: the steps of metrics.jsonl, and the reopened data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RecordedStep:
 def read_steps(folder: Path) -> list[RecordedStep]:
     """Returns the steps of metrics.jsonl that have digests. Raises ValueError if none has.
 
-    A step that was made again counts as it was made last, and ends those after it.
+    If a resume repeated a step, its last record counts, and later steps recorded before it do not.
     """
     steps: list[RecordedStep] = []
     for record in intact_records(folder / "metrics.jsonl"):
@@ -58,8 +58,8 @@ def read_steps(folder: Path) -> list[RecordedStep]:
             steps.append(RecordedStep.of(record))
     if not steps:
         raise ValueError(
-            f"{folder}: no step in metrics.jsonl has a digest of its rows, so nothing can be proven; the run has made "
-            "no step, or an earlier version of sftron made it"
+            f"{folder}: no step in metrics.jsonl has a digest of its rows, so nothing can be proven: the run made no "
+            "step, or an earlier version of sftron made it"
         )
     return steps
 
@@ -68,7 +68,7 @@ class OpenedRun:
     """A run that has ended or was killed, with its recorded steps and its reopened data.
 
     Args:
-        overrides: Replacements for values of the run's configuration, for instance if the data has moved.
+        overrides: Replacements for values of the run's configuration, for example if the data has moved.
 
     Raises:
         ValueError: The run has no digests, or its data cannot be opened.
@@ -98,5 +98,5 @@ class OpenedRun:
         self.saved_state = read_state(checkpoints / f"step-{self.saved_steps[-1]}") if self.saved_steps else {}
 
     def has_data_of(self, step: RecordedStep) -> bool:
-        """Returns whether the current data is that of the step."""
+        """Returns whether the current data is the data that the step used."""
         return step.digests["data"] == self._data

@@ -54,9 +54,9 @@ EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a file as for `evaluation.prompts`. Raises ValueError with the line of one that is none."""
+    """Reads prompts from a file, as `evaluation.prompts` does. Raises ValueError with the line of an invalid one."""
     if not path.is_file():
-        raise ValueError(f"{path}: does not exist, or is no regular file; give a JSONL file of prompts")
+        raise ValueError(f"{path}: is not a regular file, or does not exist; give a JSONL file of prompts")
     if not (questions := read_questions(str(path))):
         raise ValueError(f'{path}: holds no prompt; write lines such as {{"messages": [{{"role": "user", ...}}]}}')
     return [
@@ -102,12 +102,12 @@ def check_parity(
     """Compares LlamaForSFT with transformers on the model in `folder`. Both models are held in memory in fp32.
 
     Args:
-        prompts: The prompts, which are rendered by the model's own chat template.
+        prompts: The prompts; the model's own chat template renders them.
         max_new_tokens: The maximum length of each greedy generation.
         dtype: The compute type of LlamaForSFT; the reference always computes in fp32.
         device: The device, by default the CPU.
-        native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, such as an export.
-        adapter: A folder in peft's format, whose adapter both models get; transformers' model gets it from peft.
+        native_folder: Where LlamaForSFT reads its weights, if not in `folder`; for example, an export.
+        adapter: The folder of an adapter in peft's format for both models; peft loads it into transformers' model.
 
     Raises:
         ValueError: The folder, a prompt or the template cannot be used, the adapter does not fit the model, or peft is
@@ -229,11 +229,11 @@ def _check_packing(
 
 
 def check_neighbors(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
-    """Changes the second half of every second document. No bit of another document's logits may change, and those of
-    experts no more than by four times their rounding."""
+    """Changes the second half of every second document. No bit of another document's logits may change; with experts,
+    they may change by four times the rounding."""
     name = "logits when a packed neighbor changes"
     if len(documents) == 1:
-        return Check(name, None, "not measured: one prompt has no neighbor", "0, to the bit")
+        return Check(name, None, "not measured: a single prompt has no neighbor", "0, to the bit")
     lengths, longest = [len(ids) for ids in documents], max(documents, key=len)
     found = isolation_of_pack(
         lambda ids: torch.cat(native_logits(native, [each.tolist() for each in ids.split(lengths)])),
@@ -248,10 +248,10 @@ _NUM_COPIES = (2, 3, 5)
 
 
 def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Sequence[Tensor]]) -> float:
-    """Returns how much neighbors may change outputs by rounding: 0.0 but for experts whose products are a loop.
+    """Returns how much neighbors may change outputs by rounding: 0.0, except for experts that are computed in a loop.
 
-    The products of an expert have more rows if the pack has copies of a document, from which nothing leaks. A product
-    rounds otherwise by its number of rows and by a row's place in it, so several numbers and all places are measured.
+    The products of an expert have more rows if the pack has copies of a document, from which nothing leaks. Rounding
+    depends on a product's number of rows and on a row's place in it, so several numbers and all places are measured.
 
     Args:
         outputs: Returns the outputs of each of this number of copies in a pack.
@@ -260,7 +260,7 @@ def rounding_of_experts(model: LlamaForSFT, outputs: Callable[[int], Sequence[Te
         return 0.0
     (alone,) = outputs(1)
     largest = max((alone - copy).abs().max().item() for number in _NUM_COPIES for copy in outputs(number))
-    # The copies may round alike by chance, where neighbors do not: sums in fp32 then differ by some of its spacings.
+    # Copies may round alike by chance where neighbors do not; fp32 sums then differ by a few units in the last place.
     least = max(torch.finfo(model.compute_dtype).eps / 4, 2 * torch.finfo(torch.float32).eps)
     return max(largest, least * alone.abs().max().item())
 
@@ -276,8 +276,8 @@ def check_generation(
     stop_ids: dict[int, None],
     tolerance: float,
 ) -> tuple[Check, list[Ids]]:
-    """Compares greedy generations token by token. They may diverge where the two best logits tie up to rounding, that
-    is, differ by at most twice the tolerance.
+    """Compares greedy generations token by token. They may diverge at a tie, where the two best logits differ by at
+    most twice the tolerance.
 
     Returns the check, whose details are the divergences, and transformers' new tokens for each prompt.
     """
@@ -299,8 +299,8 @@ def check_generation(
     # The argmax of NaN logits is an ordinary id, which the reference may choose as well.
     num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in generations)
     measured = f"{len(expected) - len(divergences)} of {len(expected)} equal"
-    measured += f", {num_ties} part at a tie" if num_ties else ""
-    measured += f", {num_unsound} of logits that are not finite" if num_unsound else ""
+    measured += f", {num_ties} diverge at a tie" if num_ties else ""
+    measured += f", {num_unsound} with logits that are not finite" if num_unsound else ""
     measured += f" ({counted(sum(map(len, expected)), 'tokens')})"
     passed = num_ties == len(divergences) and not num_unsound
     name = "greedy generation vs generate(do_sample=False)"
@@ -322,7 +322,7 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
 
 
 def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
-    """Checks the export in `native_folder`, or if that is `folder`, the export that it would have."""
+    """Checks the export in `native_folder` or, if that is `folder`, the export that it would get."""
     source, is_export = ExportSource.read(folder), native_folder != folder
     config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
     measured = "all in config.json"

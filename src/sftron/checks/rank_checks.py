@@ -1,4 +1,4 @@
-"""Checks that several processes train as one does: ranks with packs of their own, and ranks that share them (law 8)."""
+"""Checks that several processes train as one does, whether each rank has its own packs or ranks share them (law 8)."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def context(subject: Subject) -> Finding:
 
 
 def first_hidden_states(trainer: Trainer) -> Tensor:
-    """Returns the hidden states of the first pack, fp32 [T, H] on the CPU, or those of this rank's part of it."""
+    """Returns the hidden states of the first pack, or of this rank's part of it, fp32 [T, H] on the CPU."""
     dataset = trainer.setup.data.dataset
-    dataset.seek(0, {})  # the main rank has shown a pack; the loader seeks again
+    dataset.seek(0, {})  # the main rank has drawn a pack to show it; the loader seeks again
     batch = collate(next(iter(dataset)), keep_tail=False, context=trainer.ranks.context)
     with torch.no_grad(), whole_head(trainer.model):
         return hidden_states(trainer.model, batch).float().cpu()
@@ -125,11 +125,11 @@ def first_hidden_states(trainer: Trainer) -> Tensor:
 
 def _require_devices(subject: Subject, num_ranks: int) -> None:
     if is_gpu(subject.ranks.device) and num_gpus() < num_ranks:
-        raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs; there are {num_gpus()}")
+        raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs, but this machine has {num_gpus()}")
 
 
 def _launch(subject: Subject, config: Config, num_ranks: int) -> tuple[Path, int, tuple[str, ...]]:
-    """Trains with so many ranks. Returns the file of the configuration, the status, and the end of the output."""
+    """Trains with this number of ranks. Returns the configuration file, the exit status, and the end of the output."""
     script, file = subject.scratch / "rank.py", subject.scratch / f"{config.general.run_name}.yaml"
     script.write_text(_SCRIPT, encoding="utf-8")
     file.write_text(dump_config(config), encoding="utf-8")
@@ -146,7 +146,7 @@ def _launch(subject: Subject, config: Config, num_ranks: int) -> tuple[Path, int
 def _compare_steps(
     of_one: Sequence[Mapping[str, Any]], of_ranks: Sequence[Mapping[str, Any]], key: str, others: str
 ) -> tuple[float, list[str]]:
-    """Returns the largest relative difference of a number of the steps, and a line for each step."""
+    """Returns the largest relative difference of a number over the steps, and a line for each step."""
     pairs = [(a[key], b[key]) for a, b in zip(of_one, of_ranks, strict=True)]
     # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
     apart = torch.tensor([abs(a - b) / a for a, b in pairs], dtype=torch.float64).max().item()
@@ -157,14 +157,14 @@ def _compare_steps(
 def _compare_adapters(
     of_one: Mapping[str, Tensor], of_ranks: Sequence[Mapping[str, Tensor]]
 ) -> tuple[float, tuple[str, ...]]:
-    """Returns the largest relative distance of a rank's tensor from one process's, and those that differ in a bit
-    between ranks."""
+    """Returns the largest relative distance between a rank's tensor and the single process's, and the names of tensors
+    that differ in any bit between ranks."""
     distances, unlike = [], []
     for name, value in of_one.items():
         found = [each[name] for each in of_ranks]
         distances += [(each - value).norm() / value.norm() for each in found]
         if not all(each.equal(found[0]) for each in found):
-            unlike.append(f"{name} is not the same on all ranks")
+            unlike.append(f"{name} differs between ranks")
     return torch.stack(distances).max().item(), tuple(unlike)
 
 

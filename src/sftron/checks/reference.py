@@ -1,4 +1,4 @@
-"""transformers' own model, with an adapter by peft if one is given, to which the native one is compared."""
+"""The reference for the native model: transformers' own model, with an adapter loaded by peft if one is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
     """Loads transformers' own model with eager attention, without the generation settings of its folder.
 
     Raises:
-        ValueError: peft does not load the adapter whole, or is not installed.
+        ValueError: peft does not load the whole adapter, or is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     from transformers.utils.quantization_config import Mxfp4Config
@@ -40,7 +40,9 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
     # Otherwise generate() would take sampling or a repetition penalty from the model's folder.
     model.generation_config = GenerationConfig()
     if adapter is not None and (wrong := attach_adapter(model, adapter)):
-        raise ValueError(f"{adapter}: peft does not load it whole: {', '.join(wrong[:3])} ({len(wrong)} such keys)")
+        raise ValueError(
+            f"{adapter}: peft does not load the whole adapter: {', '.join(wrong[:3])} ({len(wrong)} such keys)"
+        )
     return model
 
 
@@ -60,12 +62,12 @@ def load_rounded_reference(setup: Setup) -> Any:
 def attach_adapter(reference: Any, folder: Path) -> list[str]:
     """Adds the adapter in `folder` to transformers' model with peft, in place.
 
-    Returns the keys that the folder lacks or that peft does not know. Raises NotMeasuredError without peft.
+    Returns the keys that the folder lacks or that peft does not know. Raises NotMeasuredError if peft is not installed.
     """
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise NotMeasuredError(f"needs the package peft ({error}): pip install 'sftron[lora]'") from error
+        raise NotMeasuredError(f"peft is missing ({error}): pip install 'sftron[lora]'") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft, about keys that are reported here
         adapted: Any = PeftModel.from_pretrained(reference, folder)
@@ -77,6 +79,6 @@ def attach_adapter(reference: Any, folder: Path) -> list[str]:
 
 
 def _in_file(name: str) -> str:
-    """Returns the name in an adapter's file of a parameter of peft's model."""
+    """Returns a parameter's name in an adapter's file, given its name in peft's model."""
     name = name.replace(".modules_to_save.default", "").replace(".default", "")
     return name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name

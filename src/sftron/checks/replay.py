@@ -1,7 +1,7 @@
-"""Audit of a run: makes the packs of every step again from the data, and counts every row once per epoch (law 6).
+"""Audit of a run: rebuilds the packs of every step from the data, and counts every row once per epoch (law 6).
 
-A pack is a pure function of data, settings and index (law 5), so the packs that are made again must have the digests
-that metrics.jsonl has for their steps (data/digest.py). Their rows are then those that the run trained.
+A pack is a pure function of data, settings and index (law 5), so the rebuilt packs must have the digests in
+metrics.jsonl (data/digest.py). If they do, the run trained exactly their rows.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _NUM_WORDS = 12
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """How often each row of a data set was in the packs of an epoch, and how many were dropped for which reason."""
+    """How often each row of a data set occurs in an epoch's packs, and how many rows were dropped for each reason."""
 
     rows: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
 
 class Replay:
-    """The packs of a run, made again from the current data; steps of other data are left out.
+    """The packs of a run, rebuilt from the current data. Steps that used other data are left out.
 
     Attributes:
-        num_steps: The number of steps that were made again.
-        problems: The differences from what the run has written.
-        packs_of_step: The packs of `wanted_step`, if it was made again.
-        counts: The rows by first epoch of the data, and then by epoch and data set.
+        num_steps: The number of rebuilt steps.
+        problems: The differences from the run's records.
+        packs_of_step: The packs of `wanted_step`, if it was rebuilt.
+        counts: The rows by the data's first epoch, then by epoch and data set.
     """
 
     def __init__(self, run: OpenedRun, wanted_step: int | None = None) -> None:
@@ -69,7 +69,8 @@ class Replay:
                         self.packs_of_step = packs
 
     def _packs(self, steps: Sequence[RecordedStep]) -> Iterator[tuple[RecordedStep | None, list[Pack]]]:
-        """Yields each step with its packs, and None with the packs between two steps, which hold no conversation."""
+        """Yields each step with its packs, and None with the packs between two steps, which must hold no
+        conversation."""
         lanes: dict[int, str] = {}
         at = steps[0].first if steps[0].first_epoch else 0
         num_epochs, packs = steps[0].num_epochs, self._packs_from(at, steps[0], lanes)
@@ -78,11 +79,11 @@ class Replay:
                 self.problems.append(f"step {step.step} has pack {step.first}, but the next one is pack {at}")
                 return
             between = list(islice(packs, step.first - at))
-            # Where the steps before it are missing, that is another check's problem.
+            # Another check reports missing earlier steps.
             if any(pack.keys for pack in between) and step is not self._run.steps[0]:
                 self.problems.append(f"packs {at} to {step.first - 1} hold conversations, but belong to no step")
             yield None, between
-            if step.num_epochs != num_epochs:  # the end of an epoch that is the last one is packed without the next
+            if step.num_epochs != num_epochs:  # the last epoch's end is packed without a following epoch
                 num_epochs, packs = step.num_epochs, self._packs_from(step.first, step, lanes)
             yield step, list(islice(packs, step.end - step.first))
             at = step.end
@@ -94,7 +95,8 @@ class Replay:
                 yield None, [pack]
 
     def _packs_from(self, number: int, step: RecordedStep, lanes: dict[int, str]) -> Iterator[Pack]:
-        """Yields the packs from this number on, as the start that made the step had them; notes the lanes' states."""
+        """Yields the packs from this number on as the run's start for this step saw them, and records the lanes'
+        states."""
         self._dataset.num_epochs = step.num_epochs
         self._dataset.seek(number, dict(lanes), step.first_epoch)
         for pack in self._dataset:
@@ -105,9 +107,9 @@ class Replay:
         made = joined([pack_digest(pack) for pack in packs])
         where = f"step {step.step} (packs {step.first} to {step.end - 1})"
         if made["keys"] != step.digests["keys"]:
-            self.problems.append(f"{where} has trained other rows than those that the data gives it")
+            self.problems.append(f"{where} trained rows that differ from the data's")
         elif made["tokens"] != step.digests["tokens"]:
-            self.problems.append(f"{where} has trained its rows with other tokens or weights")
+            self.problems.append(f"{where} trained its rows with different tokens or weights")
 
 
 # --- The audit ---
@@ -115,19 +117,19 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class EpochCount:
-    """The rows of one data set and epoch in the packs that were made again."""
+    """The rows of one data set and epoch in the rebuilt packs."""
 
     dataset: str
     epoch: int
     rows: int | None
-    """The number of rows in the data set; None, as is `missing`, for a stream that was not read to its end."""
+    """The number of rows in the data set. For a stream that was not read to its end, this and `missing` are None."""
     trained: int
     dropped: dict[str, int]
     missing: int | None
     twice: int
     """The number of repeated rows."""
     is_due: bool
-    """Whether the epoch must be complete, because the run has completed."""
+    """Whether the epoch must be complete because the run has completed it."""
 
     @property
     def verdict(self) -> str:
@@ -175,7 +177,7 @@ class NamedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunAudit(Report):
-    """The checks of an audit, the rows of each epoch, and those of the step that was asked for."""
+    """The checks of an audit, the rows of each epoch, and the rows of the requested step."""
 
     epochs: tuple[EpochCount, ...] = ()
     step: NamedStep | None = None
@@ -196,7 +198,7 @@ class RunAudit(Report):
 def audit_run(run: OpenedRun, step: int | None = None) -> RunAudit:
     """Compares metrics.jsonl with the data, the checkpoints and result.json, and names the rows of `step`.
 
-    Raises ValueError if that step cannot be named.
+    Raises ValueError if the step's rows cannot be determined.
     """
     replay = Replay(run, step)
     unknown = sum(not run.has_data_of(each) for each in run.steps)
@@ -223,11 +225,13 @@ def _check(name: str, problems: Sequence[str], measured: str) -> Check:
 
 
 def _steps_are_recorded(run: OpenedRun) -> Check:
-    """Checks that no step is missing up to the last checkpoint and to the end in result.json, and none before it."""
+    """Checks that no step is missing before the last checkpoint or before the end that result.json states."""
     found = {step.step for step in run.steps}
     ended = run.result.get("step")
     last = max(*found, *run.saved_steps, ended if type(ended) is int else 0)
-    missing = (f"step {step} has no line with a digest of its rows" for step in range(1, last + 1) if step not in found)
+    missing = (
+        f"step {step} has no record with a digest of its rows" for step in range(1, last + 1) if step not in found
+    )
     problems = list(islice(missing, _MOST_NAMED + 1))
     return _check(
         "each step is recorded", problems, f"{counted(len(found), 'steps')}, {counted(run.steps[-1].end, 'packs')}"
@@ -241,7 +245,7 @@ def _data_is_unchanged(run: OpenedRun) -> Check:
         rows = counted(num_rows, "rows") if num_rows else "streamed rows"
         return Check(name, True, f"{rows}, tokenizer, template and packing are unchanged")
     saved = {key: value for key, value in run.saved_state.get("fingerprint", {}).items() if not is_of_the_model(key)}
-    return _check(name, changes(saved=saved, now=run.fingerprint) or ["it has changed since"], "")
+    return _check(name, changes(saved=saved, now=run.fingerprint) or ["the data has changed since"], "")
 
 
 def _count_epochs(run: OpenedRun, replay: Replay, problems: list[str]) -> Iterator[EpochCount]:
@@ -252,7 +256,7 @@ def _count_epochs(run: OpenedRun, replay: Replay, problems: list[str]) -> Iterat
         for epoch in sorted({epoch for epoch, _ in counts} | {*range(first_epoch, num_due)}):
             for source, dataset in enumerate(run.preparation.datasets):
                 count = counts[epoch, source]
-                # The number of rows of a stream is known once it was read to its end.
+                # The number of rows of a stream is known once it is read to its end.
                 size: int | None = dataset.num_rows or getattr(dataset.source, "num_rows", None)
                 wrong = [(row, "twice") for row, times in sorted(count.rows.items()) if times > 1]
                 if epoch < num_due:
@@ -273,7 +277,7 @@ def _count_epochs(run: OpenedRun, replay: Replay, problems: list[str]) -> Iterat
 
 
 def _ending(run: OpenedRun) -> Check:
-    """Reports how the run ended, if it has. For a killed run, this is also written to result.json."""
+    """Reports how the run ended, if it has. If it was killed, also writes this to result.json."""
     result = run.result
     status, how = result.get("status", "no result.json"), result.get("error", "")
     if status == "killed":
@@ -293,7 +297,7 @@ def _name(run: OpenedRun, number: int, replay: Replay) -> NamedStep:
     if step is None:
         raise ValueError(f"{run.folder} has no step {number}; the last one is {run.steps[-1].step}")
     if not replay.packs_of_step:
-        raise ValueError(f"step {number} of {run.folder} cannot be made again: the data has changed since")
+        raise ValueError(f"step {number} of {run.folder} cannot be rebuilt: the data has changed since")
     keys = [(pack.index, key, None) for pack in replay.packs_of_step for key in pack.keys]
     keys += [(pack.index, drop.key, drop.reason) for pack in replay.packs_of_step for drop in pack.dropped_rows]
     for dataset in run.preparation.datasets:

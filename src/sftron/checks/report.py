@@ -17,11 +17,11 @@ from sftron.report.tokens import on_one_line
 from sftron.visible_text import visible_text
 
 TRAINING, EVALUATION = "training", "evaluation"
-"""The parts of a trainer's data, whose batches are checked apart."""
+"""The parts of a trainer's data; each is checked separately."""
 
 
 class NotMeasuredError(ValueError):
-    """There is nothing to measure. The table shows the message as the reason, and never counts this as a pass."""
+    """There is nothing to measure. The table shows the message as the reason and never counts it as a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Check:
         seconds: The duration of the check; None if it is not measured.
         proves: The meaning of a pass.
         remedy: The meaning of a failure for training, and what fixes it; empty unless the check failed.
-        raised: Whether an exception ended the check, which shows nothing; a report with such a check has not passed.
-        value: The number that was measured, if it is one.
-        faults: The names of the faults that were found; the remedy is that of the first.
+        raised: Whether an exception ended the check. It then proves nothing, and its report does not pass.
+        value: The measured value, if it is a number.
+        faults: The names of the faults found; the remedy belongs to the first.
         part: "evaluation" if only the evaluation's batches have the fault, else "training".
     """
 
@@ -55,7 +55,7 @@ class Check:
 
     @classmethod
     def of(cls, rule: Rule, found: Finding, seconds: float, library: str = "") -> Check:
-        """Returns the row of what a rule has found in a trainer of this library."""
+        """Returns the row for a rule's finding in a trainer of this library."""
         has_failed = found.passed is False
         return cls(
             rule.name,
@@ -95,9 +95,9 @@ class Finding:
     allowed: str = ""
     detail: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
-    """What is wrong, the fault whose remedy is shown first; without faults, the remedy is that of the rule."""
+    """The faults found, with the one whose remedy is shown first; without faults, the rule's remedy is shown."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """The values of the places in the first fault's texts."""
+    """The values for the placeholders in the first fault's texts."""
     part: str = TRAINING
     raised: bool = False
     value: float | None = None
@@ -138,8 +138,8 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
     """Yields each row as soon as it is measured.
 
     Args:
-        is_own_code: Whether the rules run sftron's own code alone, in which an exception is a failure. In a trainer of
-            another library, it may have any cause, so it shows nothing.
+        is_own_code: Whether the rules run only sftron's own code, so that an exception is a failure. In another
+            library's trainer, an exception may have any cause and proves nothing.
     """
     for rule in rules:
         started = time.perf_counter()
@@ -157,7 +157,7 @@ def carry_out(rules: Sequence[Rule], subject: object, *, is_own_code: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All rows of the table; `facts` describe, by name, the subject of the checks."""
+    """All rows of the table; `facts` describe the subject of the checks by name."""
 
     title: str
     facts: dict[str, Any]
@@ -170,11 +170,11 @@ class Report:
     def script(self, name: str | None = None) -> str:
         """Returns a program without sftron that shows the fault of a failed row, by default of the first one.
 
-        It is made as small as it can be, by running it again and again, and confirmed in a process of its own. It exits
-        with 1 if the fault shows, and with 0 if it does not.
+        The program is minimized by running it repeatedly, and confirmed in its own process. It exits with 1 if the
+        fault shows, else with 0.
 
         Raises:
-            ValueError: The row has not failed, or no program shows its fault; the message says why.
+            ValueError: The row has not failed, or no program could show its fault; the message says why.
         """
         if self.make_script is None:
             raise ValueError("only a report of verify_trainer has programs")
@@ -182,7 +182,7 @@ class Report:
 
     @property
     def card_line(self) -> str:
-        """One line for a model card, with a hash of the facts and the rows; the JSON of a trainer's report has it."""
+        """One line for a model card, with a hash of the facts and the rows; a trainer's JSON report contains it."""
         num_passed = sum(check.passed is True for check in self.checks)
         rows = [[check.name, check.status.lower(), check.measured, check.allowed] for check in self.checks]
         content = json.dumps([self.facts, rows], sort_keys=True)
@@ -197,7 +197,7 @@ class Report:
 
     @property
     def missing(self) -> list[str]:
-        """The names of the checks without which the report cannot pass: required ones, and those that raised."""
+        """The names of unmeasured checks that keep the report from passing: required ones, and ones that raised."""
         open_checks = [check for check in self.checks if check.passed is None]
         return [check.name for check in open_checks if check.raised or check.name in self.required]
 
@@ -224,7 +224,7 @@ class Report:
 
     @property
     def not_measured(self) -> str:
-        """The names of the checks that were not measured, as a sentence after the verdict; empty if there are none."""
+        """A sentence after the verdict that names the checks that were not measured; empty if all were."""
         names = [check.name for check in self.checks if check.passed is None]
         return f"Not measured: {', '.join(names)}." if names else ""
 
@@ -280,7 +280,7 @@ _NAME, _MEASURED, _ALLOWED = 18, 48, 18
 
 
 class Table:
-    """Prints the table while it is measured, each line at once, because the next check may take a while."""
+    """Prints the table while it is measured. It flushes each line, because the next check may take a while."""
 
     def __init__(self) -> None:
         self._has_color = wants_color(sys.stdout)

@@ -27,7 +27,7 @@ def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[s
     """Compares every tensor in `folder` with the native one, which is split and cast to the stored type.
 
     Args:
-        apart_from: The tensors that an adapter replaces.
+        apart_from: The tensors to skip because an adapter replaces them.
     """
     with SafetensorsFolder(folder) as source:
         names = set(source.names()) - set(apart_from)
@@ -48,7 +48,7 @@ def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[s
 
 
 def _in_one_type(tensor: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both in the stored type, or in that of a frozen matrix, to which loading rounds."""
+    """Returns both in the stored type or, for a frozen matrix, in the type to which loading rounds it."""
     if tensor.dtype == torch.float32:
         return tensor.to(stored.dtype), stored
     return tensor, to_stored(stored, tensor.dtype)

@@ -38,11 +38,11 @@ NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
 _NUM_CHECKPOINTS = 3.5
 """The disk space of three checkpoints of 12 bytes for each trained parameter: its fp32 value and two moments."""
 _CHECKPOINTS_PER_WEIGHTS = _NUM_CHECKPOINTS * 6
-"""The same relative to the model's files in bf16."""
+"""The same, relative to the model's files in bf16."""
 
 
 def short_run(subject: Subject, name: str, **tokens: Any) -> Config:
-    """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs."""
+    """Returns the configuration with few steps and layers, a scratch folder, and only what a resume needs."""
     config = subject.with_layers(subject.setup.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if is_gpu(subject.ranks.device):
@@ -122,7 +122,7 @@ def resume(subject: Subject) -> Finding:
     free = shutil.disk_usage(subject.scratch).free
     if needed > free:
         disk = f"{subject.scratch.parent}, which has {free / 1e9:.0f}"
-        raise NotMeasuredError(f"needs {needed / 1e9:.0f} GB in {disk}: set TMPDIR")
+        raise NotMeasuredError(f"needs {needed / 1e9:.0f} GB in {disk}: set TMPDIR to a larger disk")
     whole = train(config)
     checkpoints = config.checkpoints.model_copy(update={"resume": str(config.run_dir / f"checkpoints/step-{_HALF}")})
     resumed = train(short_run(subject, "resumed").model_copy(update={"checkpoints": checkpoints}))
@@ -149,7 +149,7 @@ def _differences(whole: Trace, resumed: Trace) -> list[str]:
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens", "rows")
     for a, b in zip(whole.steps[_HALF:], resumed.steps, strict=True):
         unlike = [key for key in keys if a[key] != b[key]]
-        wrong += [f"step {a['step']}: {key} is {a[key]} without a stop and {b[key]} after one" for key in unlike]
+        wrong += [f"step {a['step']}: {key} is {a[key]} uninterrupted, {b[key]} resumed" for key in unlike]
     changed = sorted(name for name, _ in whole.digests.items() ^ resumed.digests.items())
     if changed:
         wrong.append(f"{len(set(changed))} of {len(whole.digests)} tensors differ, such as {changed[0]}")
@@ -162,7 +162,7 @@ _NUM_UPDATES, _MOST_TOKENS = 6, 256
 _SURE = 0.9
 """A stop token with at least this probability need not become more likely."""
 _SHOWN = 0.0005
-"""The least probability that is shown with one decimal of a percent."""
+"""The smallest probability to show with one decimal of a percent."""
 
 
 def learning(subject: Subject) -> Finding:
@@ -199,7 +199,7 @@ def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
 
 
 def _is_learned(before: float, after: float) -> bool:
-    """Returns whether a stop token became more likely: twice as likely at least, if it stays below 0.05%."""
+    """Returns whether a stop token became more likely; at least twice as likely, if it stays below 0.05%."""
     return after >= _SURE or after > (before if after >= _SHOWN else 2 * before)
 
 

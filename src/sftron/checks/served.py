@@ -1,4 +1,4 @@
-"""Comparison of an export with what serves it: prompt ids, greedy answers, and where answers stop (laws 1, 2 and 9).
+"""Comparison of an export with its server: prompt ids, greedy answers, and where answers stop (laws 1, 2 and 9).
 
 Templates and stop tokens are where served answers differ from trained ones. The folder's own template renders the
 prompts and LlamaForSFT answers them in fp32; servers.py requests the answers of the server, or of the GGUF file.
@@ -26,25 +26,25 @@ from sftron.models.llama import LlamaForSFT, attention_of_layers
 from sftron.visible_text import counted
 
 QUANTIZED_BOUND = 1.0
-"""Where an answer of a quantized file parts from that of the weights, its token is at most this much less likely, in
-nats: it is one that the model might have chosen. Answers to another prompt or of another model part by more."""
+"""Where a quantized file's answer diverges from the weights', its token may be at most this much less likely, in nats,
+so the model might have chosen it. Answers to another prompt, or from another model, diverge by more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The answers to one prompt; those of the native model are `own`. Neither has its stop token."""
+    """The answers to one prompt, without their stop tokens; `own` is the native model's."""
 
     prompt_ids: Ids
     own: Ids
     own_stop: int | None
     served: ServedAnswer
     num_equal: int
-    """The number of leading tokens that are equal."""
+    """The number of equal leading tokens."""
     served_next: Ids
-    """The served token after these, in a list; an empty list if the answer has ended."""
+    """The next served token, in a list; empty if the answer has ended."""
     gap: float = 0.0
-    """Where they part, the native log probability of the own token, which may be the stop, minus that of the served
-    one; infinite if it is the same token, which ends one of them alone."""
+    """Where they diverge, the native log probability of the own token (it may be the stop) minus the log probability of
+    the served token. Infinite if both are the same token and only one answer ends there."""
 
     @property
     def has_same_prompt(self) -> bool:
@@ -53,7 +53,7 @@ class _Compared:
 
     @property
     def part_at(self) -> str:
-        """Where the answers part: at a token, at a stop that comes too early or late in what is served, or nowhere."""
+        """Where the answers diverge: at a token, at a served stop that comes too early or too late, or nowhere."""
         is_over = self.served.finish == "stop" and not self.served_next
         if self.num_equal < len(self.own):
             return "early stop" if is_over and self.has_same_prompt else "token"
@@ -71,27 +71,27 @@ def check_served(
     served_model: str | None = None,
     timeout: float = 120.0,
 ) -> Report:
-    """Compares the model in `folder` with what serves it.
+    """Compares the model in `folder` with its server.
 
     Args:
-        prompts: The prompts, which each side renders with its own template.
+        prompts: The prompts; each side renders them with its own template.
         against: `("vllm", URL)`, `("vllm", folder)`, for which `vllm serve` is started, or `("gguf", file)`.
         max_new_tokens: The maximum length of each greedy answer.
-        dtype: The type that a server computes in, by default bfloat16, or float32 if it is started here, which decides
-            how close two tokens must be to be a tie; a GGUF file states its own.
+        dtype: The type that the server computes in; it decides how close two tokens must be to count as a tie. By
+            default bfloat16, or float32 for a server started here; a GGUF file states its own.
         served_model: The name of the model on a server that serves several.
-        timeout: The seconds in which each reply of a server must be complete.
+        timeout: The seconds within which a server must complete each reply.
 
     Raises:
-        ValueError: The folder or a prompt cannot be used, nothing is served there, or a reply is not what is expected.
+        ValueError: The folder or a prompt cannot be used, no server answers, or a reply is invalid.
     """
     device = device or torch.device("cpu")
     architecture = read_config(folder)
     chat = ChatTokenizer.from_pretrained(folder)
     prompt_ids = [chat.encode_prompt([_message(each) for each in prompt]) for prompt in prompts]
     num_positions = max(map(len, prompt_ids)) + max_new_tokens
-    # The server comes first: one that does not answer ends this before the weights are read, and one that was started
-    # here has ended by then, with the memory that it takes.
+    # The server comes first: if it does not answer, the weights need not be read; and a server started here has ended
+    # and freed its memory by then.
     with open_served(
         against,
         num_positions=num_positions,
@@ -152,7 +152,7 @@ def _compare(
 
 
 def _equal_text(chat: ChatTokenizer, own: Ids, text: str) -> tuple[int, Ids]:
-    """Returns how many tokens of `own` a served text begins with, and the ids of the rest of the text."""
+    """Returns how many leading tokens of `own` the served text has, and the ids of the rest of the text."""
     num_equal = max(n for n in range(len(own) + 1) if text.startswith(_text(chat, own[:n])))
     rest = text[len(_text(chat, own[:num_equal])) :]
     return num_equal, chat.tokenizer.encode(rest, add_special_tokens=False) if rest else []
@@ -196,7 +196,7 @@ def _rounding(native: LlamaForSFT, compared: Sequence[_Compared], dtype: torch.d
 
 def _check_prompts(chat: ChatTokenizer, compared: Sequence[_Compared]) -> Check:
     wrong = [(number, each) for number, each in enumerate(compared) if not each.has_same_prompt]
-    by_length = "" if compared[0].served.prompt_ids is not None else " in length, as it gives no ids"
+    by_length = "" if compared[0].served.prompt_ids is not None else " in length (the server gives no ids)"
     measured = f"{len(compared) - len(wrong)} of {len(compared)} equal{by_length} ({compared[0].served.source})"
     causes = [_cause(chat, each) for _, each in wrong]
     detail = tuple(f"prompt {number}: {what}" for (number, _), (what, _) in zip(wrong, causes, strict=True))
@@ -204,19 +204,19 @@ def _check_prompts(chat: ChatTokenizer, compared: Sequence[_Compared]) -> Check:
 
 
 _TEMPLATE = (
-    "It has another template than tokenizer_config.json or chat_template.jinja of the folder. Serve it without "
-    "another template, or convert it to GGUF again. A template that writes today's date differs every day."
+    "Its template is not the one in the folder's tokenizer_config.json or chat_template.jinja. Serve the folder's "
+    "template, or convert the folder to GGUF again. A template that writes today's date differs every day."
 )
 _BOS = (
-    "The template writes the BOS token, and the tokenizer adds it again. Set add_bos_token to false where it is served "
-    "(GGUF: tokenizer.ggml.add_bos_token), or leave the token out of the server's own template."
+    "The template writes the BOS token, and the tokenizer adds it again. Set add_bos_token to false for serving "
+    "(GGUF: tokenizer.ggml.add_bos_token), or remove the token from the server's own template."
 )
-_NO_BOS = "The template of the folder writes a BOS token, and what is served has none. " + _TEMPLATE
+_NO_BOS = "The folder's template writes a BOS token, but the served prompt has none. " + _TEMPLATE
 _SAME_TEXT = (
-    "A message spells a control token, which is text here and control there (law 3), or the tokenizer is another one. "
-    "Take the message out of --prompts, and serve the folder's own tokenizer."
+    "A message spells a control token, which is text here and control there (law 3), or the tokenizers differ. "
+    "Remove the message from --prompts, and serve the folder's own tokenizer."
 )
-_NO_PROMPT = "Its template, or a setting of the server, leaves out the generation prompt: set add_generation_prompt."
+_NO_PROMPT = "Its template or a server setting leaves out the generation prompt. Set add_generation_prompt."
 
 
 def _cause(chat: ChatTokenizer, each: _Compared) -> tuple[str, str]:
@@ -226,7 +226,7 @@ def _cause(chat: ChatTokenizer, each: _Compared) -> tuple[str, str]:
         number = each.served.num_prompt_tokens
         what = f"{len(own)} ids here and {number} there"
         likely = _BOS if number == len(own) + 1 else _TEMPLATE
-        return what, f"The numbers alone are known. {likely}"
+        return what, f"The server reports only the number of ids. {likely}"
     if theirs[1:] == own and theirs[0] == bos:
         return f"{'a second' if own[0] == bos else 'a'} BOS token ({bos}) comes first", _BOS
     if own[1:] == theirs and own[0] == bos:
@@ -234,7 +234,7 @@ def _cause(chat: ChatTokenizer, each: _Compared) -> tuple[str, str]:
     if theirs == own[: len(theirs)]:
         return f"{_quoted(chat, own[len(theirs) :])} is missing at the end", _NO_PROMPT
     if chat.decode(own) == chat.decode(theirs):
-        return "the same text in other ids", _SAME_TEXT
+        return "the same text, but different ids", _SAME_TEXT
     at = _num_common(own, theirs)
     return f"at id {at}: {_quoted(chat, own[at:])} here, {_quoted(chat, theirs[at:])} there", _TEMPLATE
 
@@ -246,7 +246,7 @@ def _quoted(chat: ChatTokenizer, ids: Ids) -> str:
 def _check_answers(
     chat: ChatTokenizer, compared: Sequence[_Compared], bound: float, is_quantized: bool, penalty: str
 ) -> Check:
-    """Compares the answers up to the stop; one that stops elsewhere fails the next row, unless rounding decides."""
+    """Compares the answers up to the stop. A different stop fails the next row, unless it is due to rounding."""
     apart = [each for each in compared if each.part_at == "token" or (each.part_at and each.gap <= bound)]
     wrong = [each for each in apart if not (each.has_same_prompt and each.gap <= bound)]
     measured = f"{len(compared) - len(apart)} of {len(compared)} equal"
@@ -262,9 +262,9 @@ def _check_answers(
             f"  here:  {json.dumps(_text(chat, each.own), ensure_ascii=False)}",
             f"  there: {json.dumps(each.served.text, ensure_ascii=False)}",
         ]
-    remedy = "Other weights are served, or tokens are sampled or penalized. Is it this model, in --dtype?" + penalty
+    remedy = "It serves other weights, or samples or penalizes tokens. Check the served model and --dtype." + penalty
     if any(each.served.finish == "length" and not each.served_next for each in wrong):
-        remedy = "The server cuts answers after fewer tokens than --max-new-tokens; raise its limit."
+        remedy = "The server cuts answers off before --max-new-tokens; raise its limit."
     if any(not each.has_same_prompt for each in wrong):
         remedy = "The prompts differ: fix those first."
     allowed = f"all, or apart by <= {bound:.2g} nats" + (" (quantized)" if is_quantized else "")
@@ -272,7 +272,7 @@ def _check_answers(
 
 
 def _penalty(folder: Path) -> str:
-    """Returns a sentence if generation_config.json makes servers answer otherwise than greedily."""
+    """Returns a sentence if generation_config.json makes servers answer non-greedily."""
     path = folder / "generation_config.json"
     penalty = read_json(path).get("repetition_penalty", 1.0) if path.exists() else 1.0
     return "" if penalty in (None, 1.0) else f" generation_config.json has repetition_penalty: {penalty}; remove it."
@@ -296,23 +296,23 @@ def _check_stops(
     detail = tuple(
         f"prompt {compared.index(each)}: "
         + (
-            f"{_quoted(chat, [each.own_stop or 0])} ends it here, and it goes on there (ends by {each.served.finish})"
+            f"{_quoted(chat, [each.own_stop or 0])} ends it here, but it goes on there (finish: {each.served.finish})"
             if each.part_at == "late stop"
-            else f"it ends after {counted(each.num_equal, 'tokens')} there, and goes on here"
+            else f"it ends after {counted(each.num_equal, 'tokens')} there, but goes on here"
         )
         for each in wrong
     )
     names = sorted({chat.decode([each.own_stop]) for each in known if each.own_stop is not None})
-    measured = f"{len(known) - len(wrong)} of {len(known)} answers end as here"
+    measured = f"{len(known) - len(wrong)} of {len(known)} answers end alike"
     measured += f", at {', '.join(names)}" if names else ""
     stated = {*stop_ids_of(folder)}
     lacking = [token_id for token_id in chat.stop_ids if token_id not in stated]
     remedy = (
-        f"generation_config.json of {folder} lacks {chat.decode(lacking)} {lacking} in eos_token_id: add it, and serve "
-        "or convert the folder again."
+        f"generation_config.json of {folder} lacks {chat.decode(lacking)} {lacking} in eos_token_id: add it, then "
+        "serve or convert the folder again."
         if lacking
-        else f"What is served stops at other tokens than {sorted(stop_ids)}. Is its eos_token_id (GGUF: "
-        "tokenizer.ggml.eos_token_id) that of generation_config.json? vLLM reads it unless started with "
+        else f"The server does not stop at {sorted(stop_ids)}. Set its eos_token_id (GGUF: "
+        "tokenizer.ggml.eos_token_id) as in generation_config.json; vLLM reads that file unless started with "
         "--generation-config vllm."
     )
     return Check("stop", not wrong, measured, "all", detail, remedy=remedy)

@@ -1,6 +1,6 @@
-"""Software that serves a model: vLLM or another OpenAI-like server over HTTP, or llama.cpp.
+"""Servers of a model: vLLM or another OpenAI-like server over HTTP, or llama.cpp in this process.
 
-Each gives its answer to a prompt, with the ids that it made of the prompt if it gives them.
+Each returns its answer to a prompt, and the prompt's ids if it knows them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from sftron.report.tokens import on_one_line
 
 _MAX_REPLY_BYTES = 16 * 2**20
 _START_SECONDS = 600
-"""The time in which `vllm serve` has to be ready; vLLM gives its own engine as long."""
+"""How long `vllm serve` may take to become ready; vLLM gives its own engine as long."""
 _END_SECONDS = 20
-"""The time that it gets to end before it is killed."""
+"""How long it may take to end before it is killed."""
 _NUM_LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAnswer:
-    """A greedy answer of what serves the model. Ids are None if it does not give them."""
+    """A server's greedy answer. Ids are None if the server does not return them."""
 
     source: str
     """Where the prompt's ids, or their number, come from."""
@@ -68,38 +68,43 @@ def open_served(
     served_model: str | None,
     timeout: float,
 ) -> Iterator[Server | GgufFile]:
-    """Opens what `--against KIND WHERE` names. Raises ValueError with the remedy if it cannot be used."""
+    """Opens the server that `--against KIND WHERE` names. Raises ValueError with the remedy if that fails."""
     kind, where = against
     if kind == "gguf":
         yield GgufFile(Path(where), num_positions)
     elif kind != "vllm":
-        raise ValueError(f"--against: {kind} is neither vllm nor gguf")
+        raise ValueError(f"--against: unknown kind {kind}; give vllm or gguf")
     elif urllib.parse.urlsplit(where).scheme in ("http", "https"):
         yield Server(where, served_model, timeout, vocab_size)
     elif Path(where).is_dir():
         if served_model:
-            raise ValueError(f"--served-model is {served_model}, but a folder is the only model of its server")
+            raise ValueError(
+                f"--served-model is {served_model}, but a folder's server has only one model; remove the option"
+            )
         dtype = dtype or torch.float32
-        # Twice as many positions: another template may make the prompts longer.
+        # Twice the positions, because another template may make longer prompts.
         positions = str(min(2 * num_positions, max_positions))
         options = ["--dtype", dtype_name(dtype), "--enforce-eager", "--max-model-len", positions]
         with _vllm_serve(where, options) as url:
             yield Server(url, None, timeout, vocab_size, dtype)
     else:
-        raise ValueError(f"--against vllm: {where} is neither a folder nor a URL, such as http://localhost:8000")
+        raise ValueError(
+            f"--against vllm: {where} is neither a folder nor a URL; give one, such as http://localhost:8000"
+        )
 
 
 @contextmanager
 def _vllm_serve(folder: str, options: list[str]) -> Iterator[str]:
-    """Serves a folder on a free port of this machine, and ends the server with all its processes, also on a signal.
+    """Serves a folder on a free port of this machine. Ends the server and all its processes afterward, also on a
+    signal.
 
-    Yields the URL. Raises ValueError with the server's last lines if it does not become ready; a ValueError of the
-    block gets these lines too.
+    Yields the URL. Raises ValueError with the server's last lines if it does not become ready, and adds these lines to
+    a ValueError of the block.
     """
     if (program := shutil.which("vllm")) is None:
         raise ValueError(
-            f"--against vllm {folder}: serving a folder needs vLLM, and no `vllm` is on PATH; install it in an "
-            "environment of its own and put its bin folder on PATH, or start it elsewhere and give its URL"
+            f"--against vllm {folder}: serving a folder needs vLLM, but `vllm` is not on PATH; install it in its own "
+            "environment and put that environment's bin folder on PATH, or start it elsewhere and give its URL"
         )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,7 +112,7 @@ def _vllm_serve(folder: str, options: list[str]) -> Iterator[str]:
     command = [program, "serve", folder, "--host", "127.0.0.1", "--port", str(port), *options]
     with tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log") as log, _ended_by_signals():
         show(f"starting {shlex.join(command)}; its output is in {log.name}", to=sys.stderr)
-        # In a process group of its own, all its processes can be ended.
+        # A process group of its own, so that all its processes can be ended.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
             url = f"http://127.0.0.1:{port}"
@@ -129,7 +134,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
             return
         if time.monotonic() > deadline:
             raise ValueError(
-                f"`vllm serve` is not ready after {_START_SECONDS:g} s ({url}/health); start it yourself, and give "
+                f"`vllm serve` is not ready after {_START_SECONDS:g} s ({url}/health); start it yourself and give "
                 "its URL"
             )
         time.sleep(0.2)
@@ -152,7 +157,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and its group; what has not ended in time is killed."""
+    """Ends a process and its group, and kills what has not ended in time."""
     try:
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGTERM)
@@ -171,10 +176,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _fetch(request: urllib.request.Request, timeout: float) -> bytes:
-    """Returns the content of a reply; a request to this machine does not use the proxy of the environment.
+    """Returns the content of a reply. Requests to this machine bypass the environment's proxy.
 
-    Raises TimeoutError if the reply is not complete in time. A socket has a timeout for each read alone, and a server
-    that sends a byte a second would never reach it; therefore, a thread reads, and is left alone after the timeout.
+    Raises TimeoutError if the reply is not complete in time. A socket's timeout applies to each read, so a server that
+    sends a byte per second would never exceed it. Therefore a thread reads, and is abandoned after the timeout.
     """
     is_here = urllib.parse.urlsplit(request.full_url).hostname in ("localhost", "127.0.0.1", "::1")
     opener = urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_here else []))
@@ -192,7 +197,7 @@ def _fetch(request: urllib.request.Request, timeout: float) -> bytes:
 
 
 class RefusedError(ValueError):
-    """A server answered with another HTTP status than 200."""
+    """A server answered with an HTTP status other than 200."""
 
     def __init__(self, url: str, error: urllib.error.HTTPError) -> None:
         with error:
@@ -208,14 +213,14 @@ class RefusedError(ValueError):
 
 
 class Server:
-    """A server that speaks OpenAI's protocol, such as `vllm serve`. $VLLM_API_KEY, if set, is its key.
+    """A server that speaks OpenAI's protocol, such as `vllm serve`. Its key, if any, is in $VLLM_API_KEY.
 
-    vLLM gives the ids of prompt and answer (return_token_ids, and /tokenize in old versions); others give their number.
+    vLLM returns the ids of prompt and answer (return_token_ids, and /tokenize in old versions); others return counts.
 
     Args:
-        timeout: The seconds in which each reply must be complete.
-        vocab_size: The number of ids of the model that it should serve; a reply with another id is refused.
-        dtype: The type that it computes in, if it is known.
+        timeout: The seconds within which each reply must be complete.
+        vocab_size: The number of ids of the expected model; a reply with any other id is refused.
+        dtype: The type that it computes in, if known.
     """
 
     is_quantized = False
@@ -243,7 +248,7 @@ class Server:
         except RefusedError as error:
             if error.status not in (400, 422):
                 raise
-            reply = self._request(path, request | limits)  # some servers refuse keys that they do not know
+            reply = self._request(path, request | limits)  # some servers refuse unknown keys
         with self._as_expected(path):
             choice, source = reply["choices"][0], "prompt_token_ids"
             prompt_ids = self._ids(reply.get("prompt_token_ids"))
@@ -259,14 +264,14 @@ class Server:
             )
 
     def _tokenize(self, request: dict[str, Any]) -> Ids | None:
-        """Returns the ids of vLLM's /tokenize; None if the server has no such path, or one for plain text."""
+        """Returns the ids of vLLM's /tokenize; None if the server lacks that path, or its path takes plain text."""
         try:
             return self._ids(self._request("/tokenize", request | {"add_generation_prompt": True}).get("tokens"))
         except RefusedError:
             return None
 
     def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Returns the JSON value that the server replies. Raises ValueError with the remedy."""
+        """Returns the JSON value of the server's reply. Raises ValueError with the remedy."""
         url, key = self._url + path, os.environ.get("VLLM_API_KEY", "").strip()
         if not key.isprintable():
             raise ValueError("VLLM_API_KEY holds a character that no request can carry, such as a line end; correct it")
@@ -285,14 +290,16 @@ class Server:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{url}: {content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
+            raise ValueError(
+                f"{url}: {content[:60]!r} is not JSON; check that this is an OpenAI-like server"
+            ) from error
 
     def _ids(self, value: Any) -> Ids | None:
         """Returns the ids of a reply; None if it has none. Raises TypeError if one is not in the vocabulary."""
         if not value:
             return None
         if not isinstance(value, list):
-            raise TypeError(f"{value!r:.60} is no list of ids")
+            raise TypeError(f"{value!r:.60} is not a list of ids")
         for token_id in value:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise TypeError(f"{token_id!r:.60} is not an id from 0 to {self._vocab_size - 1}")
@@ -300,29 +307,31 @@ class Server:
 
     @contextmanager
     def _as_expected(self, path: str) -> Iterator[None]:
-        """Names the reply that is not what an OpenAI-like server of the model gives."""
+        """Raises ValueError about a reply that no OpenAI-like server of the model would give."""
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             problem = f"the reply lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{self._url}{path}: {problem}; is it an OpenAI-like server of this model?") from error
+            raise ValueError(
+                f"{self._url}{path}: {problem}; check that this is an OpenAI-like server of this model"
+            ) from error
 
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}
-"""The types in which llama.cpp computes with F32, F16 and BF16, by general.file_type; other files are quantized.
-With F32 too, it keeps keys and values in F16."""
+"""The types that llama.cpp computes in for F32, F16 and BF16 files, by general.file_type; other files are quantized.
+Even for F32, it keeps keys and values in F16."""
 
 
 class GgufFile:
-    """A GGUF file in llama.cpp, by llama-cpp-python's chat completion, which renders the template in the file."""
+    """A GGUF file in llama.cpp. llama-cpp-python's chat completion renders the template in the file."""
 
     def __init__(self, path: Path, num_positions: int) -> None:
         try:
             from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(
-                f"--against gguf: needs llama-cpp-python ({error}); pip install 'sftron[gguf]', which compiles it with "
-                "CMake and a C++ compiler"
+                f"--against gguf: llama-cpp-python is missing ({error}); pip install 'sftron[gguf]', which compiles it "
+                "with CMake and a C++ compiler"
             ) from error
         if not path.is_file():
             raise ValueError(f"--against gguf: {path} is not a file")
@@ -332,7 +341,7 @@ class GgufFile:
             raise ValueError(f"--against gguf: llama.cpp cannot load {path} ({error}); convert it again") from error
         metadata = self._llama.metadata
         if "tokenizer.chat_template" not in metadata:
-            raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
+            raise ValueError(f"{path} has no tokenizer.chat_template, so llama.cpp would guess one; convert it again")
         self.name = str(path)
         self.dtype: torch.dtype | None = _GGUF_TYPES.get(metadata.get("general.file_type", ""))
         self.is_quantized = self.dtype is None

@@ -1,4 +1,4 @@
-"""The subject of the checks of a run: rows and packs of the user's data, and the model, created lazily."""
+"""The subject of a run's checks: rows and packs of the user's data, and the model, all created lazily."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ from sftron.train.sample import sampled_keys
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
 _SHORTEST_CUT = 3
-"""The minimum length: a token before the first label, the labeled one, and the last one, whose label is removed."""
+"""The minimum length: the token before the first label, the labeled token, and the last token, which loses its
+label."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,16 +75,16 @@ class Row:
 
 
 class Subject:
-    """A configured run before it begins, with its data opened and its rows labeled.
+    """A run before it begins, with its data opened and its rows labeled.
 
     Args:
         scratch: An empty folder for the files of the checks.
         num_rows: The number of rows to look at.
-        num_layers: The number of the model's layers to compute; None for all. `config` has a model of only these, and
-            `whole_config` is the run's.
-        num_tokens: The number of tokens in one computation of the model; None to go by the device.
-        num_ranks: The number of processes in the check of ranks; None for two.
-        num_sharing: The number of processes that share each pack in the check of context; None for two.
+        num_layers: The number of the model's layers to compute; None for all. The model of `config` has only these
+            layers; `whole_config` is the run's configuration.
+        num_tokens: The number of tokens that the model computes at once; None to decide by the device.
+        num_ranks: The number of processes in the check `ranks`; None for two.
+        num_sharing: The number of processes that share each pack in the check `context`; None for two.
 
     Raises:
         ValueError: The configuration or the data cannot be used.
@@ -119,11 +120,12 @@ class Subject:
         self.rows = tuple(self._read_rows(num_rows))
 
     def first_layers(self, num_layers: int) -> int:
-        """Returns the number of layers to compute where the first `num_layers` suffice: all, if these are no model."""
+        """Returns the number of layers to compute where the first `num_layers` suffice, or all if these do not form a
+        model."""
         return self.num_layers if self._is_whole else min(num_layers, self.num_layers)
 
     def with_layers(self, config: Config, num_layers: int) -> Config:
-        """Returns the configuration with a model of only the first layers, at most as many as the subject has."""
+        """Returns the configuration with a model of only the first layers, at most the subject's."""
         num_layers = self.first_layers(num_layers)
         if num_layers == self.total_layers:
             return config
@@ -139,13 +141,13 @@ class Subject:
     def _lora_of_layers(self, lora: Lora | None, num_layers: int) -> Lora | None:
         """Returns the section `lora` for a model of only the first layers.
 
-        Raises NotMeasuredError if these have no adapter.
+        Raises NotMeasuredError if these layers have no adapter.
         """
         if lora is None:
             return None
         updates: dict[str, Any] = {}
         if lora.targets != ALL_LINEAR:
-            # A name or an expression may be that of a layer that the cut model does not have.
+            # A name or an expression may match only layers that the cut model lacks.
             kept = [
                 name
                 for name in match_targets(lora.targets, list(model_projections(read_config(self.model_folder))))
@@ -209,7 +211,7 @@ class Subject:
 
     @cached_property
     def chats(self) -> tuple[tuple[Conversation, Row], ...]:
-        """The rows that contain conversations rather than ids."""
+        """The rows that hold conversations rather than ids."""
         return tuple((row.parsed, row) for row in self.rows if isinstance(row.parsed, Conversation))
 
     @cached_property
@@ -235,7 +237,7 @@ class Subject:
 
     @cached_property
     def own_stop_ids(self) -> frozenset[int]:
-        """The ids that end generations according to the model's own files, and the tokenizer's end of text."""
+        """The ids that end a generation according to the model's own files, and the tokenizer's end-of-text token."""
         eos = self.chat_tokenizer.tokenizer.eos_token_id
         return frozenset(stop_ids_of(self.model_folder)) | ({eos} if isinstance(eos, int) else set())
 
@@ -243,7 +245,7 @@ class Subject:
 
     @cached_property
     def setup_or_refusal(self) -> Setup | ValueError:
-        """The run's setup, or the error with which `sftron train` would refuse to begin."""
+        """The run's setup, or the error with which `sftron train` would refuse it."""
         try:
             return open_run(self.config, self.ranks, find_places(self.config), self.extension)
         except ValueError as error:
@@ -251,14 +253,16 @@ class Subject:
 
     @property
     def setup(self) -> Setup:
-        """The run's setup. Raises NotMeasuredError if `sftron train` would refuse to begin; then there is no model."""
+        """The run's setup. Raises NotMeasuredError if `sftron train` would refuse the run, because it then has no
+        model."""
         if isinstance(self.setup_or_refusal, ValueError):
             raise NotMeasuredError("`sftron train` would refuse this run: see start-up")
         return self.setup_or_refusal
 
     @cached_property
     def model(self) -> LlamaForSFT:
-        """The model. Adapters that start at zero are given random values, because a mistake in one would not show."""
+        """The model. Adapters that start at zero get random values, because a mistake in a zero adapter would not
+        show."""
         model = load_run_model(self.setup)
         if self.config.lora is not None and self.config.lora.adapter is None:
             self._start = {name: each.detach().clone() for name, each in trained_parameters(model).items()}
@@ -267,7 +271,7 @@ class Subject:
 
     @contextmanager
     def at_start(self) -> Iterator[LlamaForSFT]:
-        """Temporarily gives what is trained the values with which the run starts."""
+        """Temporarily gives the trained parameters the values with which the run starts."""
         trained = trained_parameters(self.model) if self.config.lora is not None else {}
         before = {name: each.detach().clone() for name, each in trained.items()}
         try:
@@ -301,7 +305,7 @@ class Subject:
 
     @cached_property
     def documents(self) -> tuple[LabeledConversation, ...]:
-        """Conversations from the first packs, limited to what the model can compute in seconds; long ones are cut."""
+        """Conversations from the first packs, as many as the model can compute in seconds; long ones are cut."""
         room = self._num_tokens
         longest, documents = max(_SHORTEST_CUT, room // 3), []
         for key in (key for pack in self.packs for key in pack.keys):
@@ -320,7 +324,7 @@ class Subject:
         return self.documents
 
     def batch(self, documents: Sequence[LabeledConversation], *, isolated: bool | None = None) -> Batch:
-        """Returns a batch of one pack filled with the documents; `isolated` is by default that of the run."""
+        """Returns a batch of one pack with the documents; `isolated` defaults to the run's setting."""
         pack = lay_out(
             documents,
             token_budget=sum(map(len, documents)),
@@ -347,8 +351,8 @@ _SHARE_OF_WEIGHTS = 0.1
 
 @torch.no_grad()
 def _randomize_adapters(model: LlamaForSFT) -> None:
-    """Gives each lora_B values with which its adapter changes the weights by about a tenth, and changes every other
-    trained tensor but lora_A by about a tenth."""
+    """Gives each lora_B values that make its adapter change the weights by about a tenth. Changes every other trained
+    tensor, except lora_A, by about a tenth too."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in trained_parameters(model).items():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)

@@ -255,7 +255,7 @@ class Audit:
         if turns.num_empty:
             yield "assistant turns training nothing else", self.empty_turns
         if masks.num_rows:
-            yield "masks as found a second way", _of(masks.num_equal, masks.num_rows)
+            yield "masks matching an independent method", _of(masks.num_equal, masks.num_rows)
         if masks.not_compared:
             yield "masks that could not be compared", masks.reasons
         yield "boundary tokens, not trained", f"{self._counts['num_boundary_tokens']:,}"
