@@ -105,15 +105,15 @@ BROKEN: list[tuple[str, str, str, str]] = [
     # What is not YAML, or more than plain values.
     (LR, f"{LR}\n  learning_rate: 2e-5", ":13: optimizer.learning_rate", "given twice, first on line 12"),
     ("optimizer:", "evaluation: &a {}\ncheckpoints: *a\noptimizer:", ":12: is not YAML", "only short single values"),
-    ("1e-5", "!!python/object/apply:os.getcwd []", ":12: is not YAML", "is not read here"),
+    ("1e-5", "!!python/object/apply:os.getcwd []", ":12: is not YAML", "is not supported"),
     ("1e-5", "[1e-5", ":13: is not YAML", "expected ',' or ']'"),
     (
         MODEL,
         f"{MODEL}\n   loss: native",
         ":5: is not YAML",
-        "column 4, 'loss': it is read as a part of the value",
+        "column 4, 'loss': YAML reads it as part of the value",
     ),
-    (MODEL, f"{MODEL}\n loss: native", ":5: is not YAML", "column 2, 'loss': its indentation is that of no key above;"),
+    (MODEL, f"{MODEL}\n loss: native", ":5: is not YAML", "column 2, 'loss': its indentation matches no key above;"),
     (MODEL, f"{MODEL}\n\tloss: native", ":5: is not YAML", "column 2, 'loss': a tab; indent with spaces"),
     (MODEL, "path: a: b", ":4: is not YAML", "column 9, 'a': mapping values are not allowed here; put quotes around"),
     # One item where a list is wanted.
@@ -284,7 +284,7 @@ def test_a_text_may_have_special_spaces(tmp_path):
 def test_a_variable_of_the_shell_is_explained_once(tmp_path, old, new, key, name):
     (problem,) = problems_of(tmp_path, GOOD.replace(old, new))
     assert re.match(
-        rf"run\.yaml:\d+: {re.escape(key)}: {re.escape(name)} is not replaced here; write its value, ", problem
+        rf"run\.yaml:\d+: {re.escape(key)}: {re.escape(name)} is not expanded here; write its value, ", problem
     )
 
 
@@ -293,7 +293,7 @@ def test_a_variable_in_braces_on_one_line_is_explained(tmp_path):
         "tokens:\n  sequence_length: 128\n  train_steps: 100", "tokens: {sequence_length: ${N}, train_steps: 3}"
     )
     (problem,) = problems_of(tmp_path, text)
-    assert "${N} is not replaced here" in problem
+    assert "${N} is not expanded here" in problem
 
 
 def test_a_dollar_that_is_no_variable_stays(tmp_path):
@@ -352,17 +352,17 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
         ("--optimizer.epss=1", "optimizer.epss: ", "did you mean eps?"),
         ("--optimizer.eps=a", "optimizer.eps: ", 'found "a" (text); wanted a number above 0'),
         ("--data.datasets.1.path=x", "data.datasets: ", "no item 1; wanted an index below 1"),
-        ("--tokens.train_steps.x=1", "tokens.train_steps: ", "is 100 (a whole number), which holds no keys"),
+        ("--tokens.train_steps.x=1", "tokens.train_steps: ", "is 100 (a whole number), which has no keys"),
         ("--lora.r=8", "lora.r: ", "unknown key; write lora.rank"),
         ("--lorra.rank=8", "lorra: ", "did you mean lora?"),
         ("--lora=[rank]", "lora: ", "wanted a mapping with the keys rank, alpha"),
         ("--general.seed.x=8", "general.seed: ", 'found {"x": 8} (a mapping); wanted a whole number from 0 to'),
         ("--tokens.train_epochs=0", "tokens.train_epochs: ", "found 0 (a whole number); wanted a whole number above 0"),
-        ("--tokens.train_steps=null", "tokens.train_steps: ", "neither train_steps nor train_epochs is given"),
+        ("--tokens.train_steps=null", "tokens.train_steps: ", "set train_steps or train_epochs"),
         (
             "--data.datasets=[{path: a, weight: 1}, {path: b}]",
             "data.datasets: ",
-            "give all data sets a weight, or none",
+            "give every data set a weight, or none",
         ),
         ("--optimizer.betas=[", "", "is not YAML: expected the node content"),
         ("--data.packing={strategy: none, strategy: pool}", "data.packing.strategy: ", "given twice"),
@@ -490,7 +490,7 @@ def test_what_was_built_in_code_is_checked_as_well():
         "tokens": {"sequence_length": 8},
         "optimizer": {"learning_rate": 1.0},
     }
-    with pytest.raises(ValidationError, match="neither train_steps nor train_epochs"):
+    with pytest.raises(ValidationError, match="set train_steps or train_epochs"):
         Config.model_validate(good)
     good["tokens"]["train_steps"] = 1
     assert Config.model_validate(good).lora is None
@@ -631,10 +631,10 @@ def test_a_key_in_braces_stands_for_its_value_as_given_or_by_default(tmp_path, n
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("{data.remove_cross_atention}", "is no key; did you mean remove_cross_attention?"),
+        ("{data.remove_cross_atention}", "is not a key; did you mean remove_cross_attention?"),
         ("{data.datasets}", "which cannot be part of a name"),
-        ("{general.run_name}", "holds itself"),
-        ("{}", "{} is no key"),
+        ("{general.run_name}", "refers to itself"),
+        ("{}", "{} is not a key"),
         ("{data.overlong", "wanted a plain name"),
     ],
 )

@@ -41,7 +41,7 @@ class Tokenizer(Section):
     path: PathText | None = None
     """A local folder or Hub id; null means model.path."""
     revision: Revision | None = None
-    """As model.revision, for the tokenizer; null: that of the model or, with path, the branch main."""
+    """Like model.revision, for the tokenizer; null: the model's revision or, with path, the branch main."""
     chat_template: PathText | None = None
     """A .jinja file, or chatml, hermes, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own."""
     add_tokens: Texts = ()
@@ -55,7 +55,7 @@ class Tokenizer(Section):
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         lora = before.get("lora")
-        # An adapter to go on from brings its own modules_to_save; they are checked when it is read.
+        # An adapter to continue from has its own modules_to_save; they are checked when it is read.
         if self.add_tokens and lora and lora.adapter is None and "embed_tokens" not in lora.modules_to_save:
             problem = f"adds {', '.join(self.add_tokens)}, but with lora their embeddings would not be trained"
             yield (
@@ -74,7 +74,7 @@ class Rows(Section):
     split: Text = "train"
     """The split of a Hub data set or a folder of splits. Or a part of it: train[:5%], train[100:200], train[-10%:]."""
     config: HubConfig | None = None
-    """The configuration of a Hub data set that has several, also of a downloaded one; null: its default one."""
+    """The configuration of a Hub data set (or its local copy) that has several; null: the default one."""
     revision: Revision | None = None
     """The branch, tag or commit of a Hub data set, as model.revision; null: the branch main."""
     format: RowFormatName = "auto"
@@ -85,7 +85,7 @@ class Rows(Section):
     prompt_template: Text | None = None
     """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
     columns: Names = Field({})
-    """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
+    """Renames columns: maps the format's names to the data's, {messages: dialogue}."""
     max_samples: Positive | None = None
     """Take only the first rows; null: all."""
 
@@ -112,7 +112,7 @@ class EvaluationDataset(Rows):
 
 
 class Packing(Section):
-    """How conversations are put together into packs."""
+    """How conversations are combined into packs."""
 
     strategy: Literal["pool", "minibatch", "none"] = "pool"
     """pool fills packs to the brim; minibatch flattens tokens.micro_batch_size conversations; none takes one."""
@@ -134,11 +134,12 @@ class Data(Section):
     remove_cross_attention: bool = True
     """Conversations in one pack do not see each other. false: plain causal attention over the pack."""
     train_on_roles: TrainedRoles = ("assistant",)
-    """Whose text is trained. assistant is all the model generates; answer, reasoning and tool_call are its parts."""
+    """Whose text is trained. assistant is everything the model generates; answer, reasoning and tool_call are its
+    parts."""
     train_on_turns: Literal["all", "last"] = "all"
     """last trains only the last turn of a trained role in each conversation."""
     reasoning: Literal["keep", "last", "strip"] = "keep"
-    """Which of the assistant's reasoning the template gets: all, that of its last turn, or none."""
+    """Which of the assistant's reasoning the template gets: all of it, the last turn's, or none."""
     allow_control_tokens: TextsByRole = Field({})
     """Control tokens that the text of a role may write, as {assistant: ["<think>", "</think>"]}; others are text."""
     overlong: Literal["drop", "truncate_turns", "error"] = "drop"
@@ -152,7 +153,8 @@ class Data(Section):
     num_workers: Workers = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
-    """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""
+    """Streams in which rows are packed; ranks x workers must divide it. auto: a number that suits most; 48 for large
+    sets."""
     packing: Packing = Packing()
 
     @property
@@ -167,11 +169,11 @@ class Data(Section):
         without = [f"data.datasets.{index}.weight" for index, each in enumerate(self.datasets) if each.weight is None]
         if self.has_weights and without:
             problem = f"{', '.join(without)} missing, while others are given"
-            yield "data.datasets", f"{problem}; give all data sets a weight, or none"
+            yield "data.datasets", f"{problem}; give every data set a weight, or none"
         elif len(without) > 1 and self.streams:
-            yield "data.datasets", "one is streamed, so it cannot be joined with the others; give all a weight"
+            yield "data.datasets", "a streamed data set cannot be joined with the others; give every data set a weight"
         if self.packing.pool_size != POOL_SIZE and self.packing.strategy != "pool":
-            problem = f"is read by strategy pool only, and strategy is {self.packing.strategy}: remove the key"
+            problem = f"works only with strategy pool, but strategy is {self.packing.strategy}: remove the key"
             yield "data.packing.pool_size data.packing.strategy", problem
 
 
@@ -192,7 +194,7 @@ class Tokens(Section):
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         lengths, data = "tokens.train_steps tokens.train_epochs", before.get("data")
         if self.train_steps is None and self.train_epochs is None:
-            yield lengths, "neither train_steps nor train_epochs is given; set one of them"
+            yield lengths, "set train_steps or train_epochs; neither is given"
         if self.train_steps is not None and self.train_epochs is not None:
             problem = f"train_steps is {self.train_steps} and train_epochs is {self.train_epochs}; keep one of them"
             yield lengths, problem
@@ -200,7 +202,7 @@ class Tokens(Section):
             problem = f"a pack of {self.micro_batch_size} x {self.sequence_length} tokens is more than any device holds"
             yield "tokens.micro_batch_size tokens.sequence_length", f"{problem}; lower it"
         if self.train_epochs is not None and data is not None and (data.has_weights or data.streams):
-            why = "data sets with weights end at different times"
-            why = why if data.has_weights else "where a streamed data set ends is not known"
+            why = "weighted data sets end at different times"
+            why = why if data.has_weights else "the end of a streamed data set is unknown"
             problem = f"is {self.train_epochs}, but {why}; set train_steps"
             yield "tokens.train_epochs data.datasets", problem

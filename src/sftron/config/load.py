@@ -87,7 +87,7 @@ class _Draft:
         self._origins: dict[KeyPath, _Origin] = {(): (0, 0)}
         self._problems: list[tuple[_Origin, str]] = []
         self._explained = set[KeyPath]()
-        """The values that are wrong for a reason that has been reported, whatever else is wrong with them."""
+        """The values with a reported problem; no further problems are reported for them."""
 
     @property
     def problems(self) -> list[str]:
@@ -162,7 +162,7 @@ class _Draft:
     def override(self, number: int) -> None:
         """Applies `--section.key=value`; list items are given by index, as in `--data.datasets.0.path=x`.
 
-        An override of train_steps removes the file's train_epochs, and the other way round.
+        An override of train_steps removes the file's train_epochs, and vice versa.
         """
         origin = (number, 0)
         match = re.fullmatch(r"--([^=\s]+)=(.*)", self._overrides[number - 1], re.DOTALL)
@@ -184,7 +184,7 @@ class _Draft:
             elif isinstance(holder, list):
                 return self._add(origin, path, f"no item {part}; wanted an index below {len(holder)}")
             else:
-                return self._add(origin, path, f"is {describe_value(holder)}, which holds no keys")
+                return self._add(origin, path, f"is {describe_value(holder)}, which has no keys")
             path = (*path, key)
         if self._origins.get(path, (0, 0))[0]:
             self._add(origin, path, "given twice; keep one")
@@ -260,7 +260,7 @@ class _Draft:
                 return PLAIN_VALUES[node.tag][2](node.value)
             except ValueError:
                 pass
-        raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(problem=f"{node.tag} is not supported", problem_mark=node.start_mark)
 
     def fill_in_run_name(self) -> None:
         """Replaces each `{section.key}` in the run name by its value: `lr_{optimizer.learning_rate}` -> `lr_0.0004`.
@@ -279,17 +279,17 @@ class _Draft:
     def _fill_in(self, key: str) -> str:
         path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
         if key == "general.run_name":
-            raise ValueError("holds itself; name other keys in the braces")
+            raise ValueError("refers to itself; name another key in the braces")
         if locate(path)[1] is None:
-            raise ValueError(f"{{{key}}} is no key; {suggest_key(path)}")
+            raise ValueError(f"{{{key}}} is not a key; {suggest_key(path)}")
         value = self._value_at(path)
         if isinstance(value, (dict, list, tuple)):
             found = describe_value(value)
-            raise ValueError(f"{{{key}}} is {found}, which cannot be part of a name; take one of its keys")
+            raise ValueError(f"{{{key}}} is {found}, which cannot be part of a name; name one of its keys")
         return re.sub(r"[^A-Za-z0-9_.-]", "-", value if isinstance(value, str) else json.dumps(value))
 
     def report_invalid(self, error: ValidationError) -> None:
-        """Reports pydantic's errors by key, and the contradictions between values of valid sections."""
+        """Reports pydantic's errors by key, and contradictions between valid sections."""
         invalid: set[KeyPath] = set()
         for detail in error.errors(include_url=False):
             if detail["type"] == "contradictions":
@@ -342,7 +342,7 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
 
 
 def _as_list(field: FieldInfo | None, value: Any) -> str:
-    """Returns the remedy for a single item where a list is wanted; "" if it is none."""
+    """Returns the remedy for a single item where a list is wanted, else ""."""
     if field is None or get_origin(field.annotation) is not tuple:
         return ""
     section, first = section_in(field.annotation), next(iter(value), "") if isinstance(value, dict) else ""
@@ -356,7 +356,8 @@ def _wanted(field: FieldInfo | None) -> str:
 
 
 def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
-    """Adds the sections that are absent, or null because all their keys are commented out; optional ones as null."""
+    """Adds missing sections, including ones that are null because all their keys are commented out; optional ones as
+    null."""
     for name, field in keys_of(section).items():
         if inner := section_of(field.annotation):
             if tree.get(name) is None:
@@ -377,5 +378,5 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
             overrides.append(argument)
     if len(paths) != 1 or not paths[0]:
         found = len(paths) if all(paths) else "--config without a file"
-        raise ConfigError([f"one --config FILE is needed, found {found}: --config FILE [--section.key=value ...]"])
+        raise ConfigError([f"give exactly one --config FILE, not {found}: --config FILE [--section.key=value ...]"])
     return paths[0], overrides

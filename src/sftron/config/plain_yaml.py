@@ -21,7 +21,7 @@ class Loader(yaml.SafeLoader):
         mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
         node = super().compose_node(parent, index)
         if mark is not None and (not isinstance(node, yaml.ScalarNode) or len(node.value) > _LONGEST_ALIASED):
-            problem = "only short single values can be aliased: write it out"
+            problem = "only short single values can be aliased; write the value out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return node
 
@@ -52,7 +52,7 @@ _FREE_TEXTS = {"prompt_template", "add_tokens", "allow_control_tokens", "columns
 
 
 def odd_space(text: str, *, anywhere: bool = False) -> str | None:
-    """Returns the problem of a space that YAML takes for a letter, at an edge or behind a colon; else None."""
+    """Returns the problem with a space that YAML takes for a letter, at an edge or after a colon; else None."""
     found = re.search(_ODD_SPACE, text) if anywhere else _AT_EDGE.search(text)
     if found is None:
         return None
@@ -61,14 +61,12 @@ def odd_space(text: str, *, anywhere: bool = False) -> str | None:
 
 
 def variable_problem(text: str, path: Sequence[str | int] = ()) -> str | None:
-    """Returns the problem of a value that names a variable of the shell; None if there is none."""
+    """Returns the problem with a value that names a shell variable; else None."""
     found = None if _FREE_TEXTS.intersection(path) else _VARIABLE.search(text)
     if found is None:
         return None
     name = found[0].lstrip("/")
-    return (
-        f'{name} is not replaced here; write its value, or an override in which the shell replaces it: --KEY="{name}"'
-    )
+    return f'{name} is not expanded here; write its value, or let the shell expand it in an override: --KEY="{name}"'
 
 
 def first_odd_space(text: str) -> tuple[int, str] | None:
@@ -81,7 +79,7 @@ def first_odd_space(text: str) -> tuple[int, str] | None:
 
 
 def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
-    """Returns PyYAML's problem with the word at `column` of the first line, and with the remedy of common mistakes."""
+    """Returns PyYAML's problem with the word at `column` of the first line, and the remedy for common mistakes."""
     words = [word for word in re.finditer(r"[^\s:]+", lines[0]) if word[0].strip("-")] if lines else []
     if not words:
         return problem
@@ -89,9 +87,9 @@ def syntax_problem(problem: str, lines: Sequence[str], column: int) -> str:
     if "mapping values" in problem and ":" in lines[0][:column]:
         problem += "; put quotes around a value with a colon and a space"
     elif "mapping values" in problem:
-        problem = "it is read as a part of the value above; indent it like the keys beside it, each with a colon"
+        problem = "YAML reads it as part of the value above; indent it like the keys beside it, each with a colon"
     elif "<block mapping start>" in problem:
-        problem = "its indentation is that of no key above; indent it like the keys beside it"
+        problem = "its indentation matches no key above; indent it like the keys beside it"
     elif variable := variable_problem(lines[0]):
         problem = variable
     elif "'\\t'" in problem:

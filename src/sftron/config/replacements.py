@@ -1,4 +1,4 @@
-"""Keys that the configuration does not have, and their replacements: removed ones, and those of other trainers."""
+"""Keys that the configuration lacks, and their replacements: removed keys, and keys of other trainers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ REMOVED: dict[str, str] = {
     "optimizer.state": "write optimizer.name: adamw for fp32, adamw_8bit for 8bit",
     "model.loss=cce": "write native, or liger with the package liger-kernel",
 }
-"""By `section.key`, or by `section.key=value`: the sentence after "was removed". A row is read once its key has
-left the schema, and may be written before."""
+"""By `section.key`, or by `section.key=value`: the sentence after "was removed". A row takes effect once its key has
+left the schema, and may be added earlier."""
 
 _REPLACEMENTS = """
 adapter peft peft_config use_peft qlora = write a section lora: {rank: 16}; for QLoRA, also model.frozen_dtype: nf4
 finetuning_type = write a section lora: {rank: 16} to train adapters; without it, all weights are trained
 r rank lora_r lora_rank = write lora.rank
 alpha lora_alpha = write lora.alpha
-lora_dropout dropout = only lora.dropout: 0 is supported, which is the default: remove the key
+lora_dropout dropout = lora.dropout supports only 0, the default: remove the key
 target_modules lora_target_modules = write lora.targets: all-linear, a list of names or a regular expression
 lora_target_linear = write lora.targets: all-linear, which is the default
 layers_to_transform layers_pattern exclude_modules peft_layers_to_transform = write lora.targets, a regular expression
@@ -23,19 +23,19 @@ rslora use_rslora peft_use_rslora = write lora.rslora
 dora use_dora peft_use_dora = write lora.dora
 lora_modules_to_save trainable_token_indices = write lora.modules_to_save, a list of embed_tokens or lm_head
 init_lora_weights peft_init_lora_weights = write lora.init, default or gaussian
-lora_model_dir adapter_name_or_path = write lora.adapter, the folder of the adapter to go on from
-merge_lora merge_and_unload = write lora.merge, which is true by default
+lora_model_dir adapter_name_or_path = write lora.adapter, the folder of the adapter to continue from
+merge_lora merge_and_unload = write lora.merge (true by default)
 rank_pattern alpha_pattern = all adapters have one lora.rank and one lora.alpha; patterns are read from lora.adapter
 lora_target_parameters target_parameters = only linear layers have adapters, by lora.targets: remove the key
 bias lora_bias = biases are not trained with lora: remove the key
 task_type lora_task_type peft_type = adapters are always LoRA for a causal language model: remove the key
-fan_in_fan_out lora_fan_in_fan_out = the layout of weights is known: remove the key
+fan_in_fan_out lora_fan_in_fan_out = sftron knows the layout of weights: remove the key
 relora use_galore use_badam = the adapters are LoRA, rsLoRA and DoRA: remove the key
 loraplus_lr_ratio = A and B have one rate, optimizer.learning_rate: remove the key
 load_in_4bit bnb_4bit_quant_type bnb_config_kwargs quantization_config = write model.frozen_dtype: nf4, with lora
 bnb_4bit_compute_dtype bnb_4bit_quant_storage = write model.compute_dtype; model.frozen_dtype is the type of storage
 bnb_4bit_use_double_quant use_bnb_nested_quant = write model.frozen_dtype: nf4
-load_in_8bit = there are no 8-bit weights: write model.frozen_dtype: bfloat16 or nf4, with lora
+load_in_8bit = 8-bit weights are not supported: write model.frozen_dtype: bfloat16 or nf4, with lora
 push_to_hub hub_model_id = write hub.push_to, the name of the repository, and hub.every
 report_to use_wandb use_tensorboard use_mlflow = write logging.to, as in [wandb], or [] for none
 wandb = write the section logging.wandb
@@ -73,15 +73,15 @@ train_on_eos train_on_eot eot_tokens = a turn's stop token is always trained; da
 chat_template_kwargs enable_thinking = write tokenizer.template_kwargs, a mapping such as {enable_thinking: false}
 split_thinking field_thinking = write data.reasoning: keep, last or strip
 roles_to_train = write data.train_on_roles; for the last answer only, data.train_on_turns: last
-roles = the roles of each format are known, the page on data lists them; data.train_on_roles are the trained ones
+roles = sftron knows each format's roles (the page on data lists them); data.train_on_roles names the trained ones
 prompt_template = write prompt_template below the path of a data set in data.datasets, or tokenizer.chat_template
 formatting_func = write the rows as messages, or prompt and completion; plain text has format: text
 pretraining_dataset = write format: text below the path of a data set in data.datasets
 message_field_training message_field_training_detail train_detail = a message has the key weight, 0 or 1
 min_sample_len drop_system_message default_system_message dataset_exact_deduplication = \
-rows are trained as they are: change them before, and remove the key
-dataset_prepared_path = rows are tokenized while training, and nothing is stored: remove the key
-dataset_kwargs = rows that are already tokenized have format: input_ids, with labels: remove the key
+sftron does not change rows: change them beforehand, and remove the key
+dataset_prepared_path = sftron tokenizes rows while training and stores nothing: remove the key
+dataset_kwargs = tokenized rows need format: input_ids, with labels: remove the key
 fix_untrained_tokens = rows of new tokens start as the mean of all others: remove the key
 strict = unknown keys are always refused: remove the key
 base_model model_name_or_path model_name model_id model.name model.id model_init_kwargs = \
@@ -99,7 +99,7 @@ eval_packing = evaluation sets are always packed, in documents that see only the
 save_steps save_strategy checkpoint_interval = write checkpoints.interval, in steps
 save_total_limit = write checkpoints.keep_last
 resume_from_checkpoint auto_resume_from_checkpoints resume_checkpoint_path = \
-the same command resumes by itself; checkpoints.resume names another checkpoint
+the same command resumes automatically; checkpoints.resume names another checkpoint
 logging_steps = write logging.interval
 gradient_checkpointing activation_offloading = write model.activation_checkpointing: none, selective or full
 attention attn_implementation flash_attention flash_attn sdp_attention flex_attention = \
@@ -109,23 +109,23 @@ use_liger_kernel = write model.loss: liger
 dp deepspeed fsdp fsdp_config zero_stage dp_shard_size dp_replicate_size = \
 write parallelism.dp_shard and parallelism.dp_replicate
 cp context_parallel_size sequence_parallel_size = write parallelism.context, the number of ranks that share a pack
-tokenizer_name_or_path = write tokenizer.path; without it, the model's own tokenizer is taken
-output_dir checkpoints_path = write general.output_dir; a run is in its folder general.run_name
+tokenizer_name_or_path = write tokenizer.path; without it, the run uses the model's own tokenizer
+output_dir checkpoints_path = write general.output_dir; each run has the folder general.run_name in it
 tp pp ep tensor_parallel_size = \
-there is no tensor, pipeline or expert parallelism: a model is sharded by parallelism.dp_shard
-dataset_num_proc = rows are tokenized while training, by data.num_workers processes a rank
+tensor, pipeline and expert parallelism are not supported: write parallelism.dp_shard to shard a model
+dataset_num_proc = sftron tokenizes rows while training: write data.num_workers, processes per rank
 neftune_noise_alpha = noise on embeddings is not supported: remove the key
-trust_remote_code = code in a model's folder is never run: remove the key
+trust_remote_code = sftron never runs code from a model's folder: remove the key
 template chat_template_path chat_template_jinja = \
-write tokenizer.chat_template; without it, the model's own template is taken
+write tokenizer.chat_template; without it, the run uses the model's own template
 stage = every run is supervised fine-tuning (SFT): remove the key
 special_tokens tokens.tokens = write tokenizer.add_tokens, a list of control tokens
 eos_token pad_token pad_to_multiple_of pad_to_sequence_len = \
-the template's own stop tokens are found, and packs need no padding: remove the key
+sftron finds the template's stop tokens, and packs need no padding: remove the key
 """
 """Well-known keys of other trainers, and their replacements; docs/migrating.md has all.
 
-`optimizer.type` is `type` in the section optimizer only. `seed` is a key, and this is its advice in other sections."""
+`optimizer.type` means `type` in the section optimizer only. `seed` is a key; its row is advice for other sections."""
 
 VALUES_OF_OTHERS: dict[str, str] = {
     "optimizer.schedule=constant_with_warmup": "write constant; every schedule warms up over optimizer.warmup_steps",
@@ -136,8 +136,8 @@ VALUES_OF_OTHERS: dict[str, str] = {
     "model.attention=flex_attention": "write flex",
     "model.attention=eager": "write sdpa",
     "model.compute_dtype=bf16": "write bfloat16",
-    "model.compute_dtype=fp16": "there is no training in float16: write bfloat16, or float32",
-    "model.compute_dtype=float16": "there is no training in float16: write bfloat16, or float32",
+    "model.compute_dtype=fp16": "training in float16 is not supported: write bfloat16, or float32",
+    "model.compute_dtype=float16": "training in float16 is not supported: write bfloat16, or float32",
     "model.compute_dtype=fp32": "write float32",
     "model.frozen_dtype=4bit": "write nf4",
     "data.packing.strategy=bfd": "write pool",
@@ -153,4 +153,4 @@ OTHER_TRAINERS: dict[str, str] = {
     for keys, sentence in (line.split(" = ") for line in _REPLACEMENTS.strip().splitlines())
     for key in keys.split()
 }
-"""By key: the replacement, or the statement that there is none."""
+"""By key: the replacement, or a statement that none exists."""

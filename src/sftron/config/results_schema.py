@@ -39,7 +39,8 @@ class Checkpoints(Section):
     asynchronous: Annotated[bool, Field(alias="async")] = False
     """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it during the next steps."""
     allow_data_change: bool = False
-    """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
+    """Continue although data, tokenizer or packing have changed: weights and step are kept, and the next epoch
+    begins."""
     export_hf: bool = True
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
     export_interval: Positive | None = None
@@ -58,14 +59,14 @@ class Checkpoints(Section):
 
 
 class Hub(Section):
-    """Pushing of exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
+    """Pushes exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
 
     push_to: Repository | None = None
-    """The repository, which is made if it does not exist; null: nothing is pushed."""
+    """The repository; it is created if it does not exist. null: nothing is pushed."""
     private: bool = True
-    """Whether a repository that is made is private."""
+    """Whether a new repository is private."""
     every: Literal["exports", "end"] | Positive = "end"
-    """exports: every export (see checkpoints.export_interval); end: the last one; a number: those of every so many
+    """exports: every export (see checkpoints.export_interval); end: the last one; a number N: exports at multiples of N
     steps, and the last one."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
@@ -86,7 +87,7 @@ class Hub(Section):
 
 
 class Evaluation(Section):
-    """Losses on rows that are not trained on, and answers to prompts: before training, on the way and at the end."""
+    """Losses on rows that are not trained on, and answers to prompts: before, during and after training."""
 
     share: Annotated[float, Field(ge=0, lt=1), Wanted("a number from 0, below 1")] = 0.0
     """Share of every data set's rows that is kept out of training, always the same rows: the set held_out."""
@@ -99,9 +100,9 @@ class Evaluation(Section):
     tokens_per_batch: Positive | None = None
     """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
     patience: Positive | None = None
-    """Stop training after so many evaluations in a row without a better value of metric; null: train to the end."""
+    """Stop training after this many evaluations in a row without a better value of metric; null: train to the end."""
     metric: Text | None = None
-    """What patience watches, as eval/held_out/loss; losses should fall, other metrics rise. null: that of
+    """The metric that patience watches, as eval/held_out/loss; losses should fall, others rise. null: the metric of
     checkpoints.keep_best or, without it, the loss of the first set."""
     prompts: PathText | None = None
     """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
@@ -129,7 +130,7 @@ class Evaluation(Section):
                     keys = f"{key} evaluation.share evaluation.datasets evaluation.prompts"
                     yield keys, f"{problem}, or remove the key"
         elif self.patience is not None and self.interval is None:
-            problem = f"is {self.patience}, but interval is null, so there is no evaluation on the way"
+            problem = f"is {self.patience}, but interval is null, so nothing is evaluated during training"
             yield "evaluation.patience evaluation.interval", f"{problem}: set evaluation.interval"
 
 
@@ -146,22 +147,22 @@ class Wandb(Section):
     entity: Text | None = None
     """The user or team; null: the account's default."""
     group: Text | None = None
-    """Puts runs together, for example those of one ablation."""
+    """Groups runs, for example the runs of an ablation."""
     job_type: Text | None = None
-    """What kind of run it is within its group, for example sft."""
+    """The kind of run within its group, for example sft."""
     tags: Texts = ()
     """Labels to filter runs by."""
     notes: Text | None = None
     """A description of the run."""
     sample: bool = True
-    """Also send the first pack, as the page samples.html: text of your data."""
+    """Also send the first pack as the page samples.html, which contains text of your data."""
 
 
 class Logging(Section):
-    """What is reported while training. metrics.jsonl in the run directory is always written."""
+    """What a run reports while training. It always writes metrics.jsonl in its run directory."""
 
     to: Trackers = ()
-    """Where the numbers are sent too, by rank 0: any of these, each with its own package. No failure ends the run."""
+    """Where rank 0 also sends the numbers: any of these, each with its own package. No failure ends the run."""
 
     interval: Positive = 1
     """Steps between printed lines."""
@@ -178,7 +179,7 @@ class Logging(Section):
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         if len(set(self.to)) < len(self.to):
-            yield "logging.to", f"has one of {', '.join(self.to)} twice; name each logger once"
+            yield "logging.to", f"{', '.join(self.to)} has a logger twice; name each logger once"
         if self.wandb.mode == "disabled" and "wandb" in self.to:
             yield "logging.wandb.mode logging.to", "is disabled, but logging.to has wandb: remove one of them"
         if self.wandb_mode == "online" and self.wandb.project is None:

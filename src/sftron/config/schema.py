@@ -59,13 +59,13 @@ class Model(Section):
     path: PathText
     """A local folder in Hugging Face format, or a Hub id."""
     revision: Revision | None = None
-    """The branch, tag or commit of a Hub id; null: the branch main. A run asks the Hub once which commit that is: it
-    writes the commit to its config.yaml, and a resume uses it."""
+    """The branch, tag or commit of a Hub id; null: the branch main. A run asks the Hub once which commit this is, and
+    writes it to its config.yaml for later resumes."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
     """The attention backend; auto takes for each layer the first that supports it and works on this device, and the run
     prints it. flash_attn: the newest of the flash-attention packages (2, 3, 4) that works; auto takes no 4."""
     loss: Literal["auto", "native", "liger"] = "auto"
-    """Whose cross entropy; auto is native, the only one that needs no package and never waits for the device."""
+    """The implementation of cross entropy; auto is native, which needs no package and never waits for the device."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """selective recomputes norms and SwiGLU in the backward pass, and no matrix product: a third less of activations.
     full recomputes every block: a seventeenth of them, and a third more compute. The gradients are the same."""
@@ -75,8 +75,8 @@ class Model(Section):
     """The type of the forward and backward pass; trained weights are always float32."""
     router_aux_loss_coef: NonNegativeNumber | None = None
     """For mixtures of experts: the factor of the loss that balances the experts, over the real tokens of the step. null
-    is that of config.json: its router_aux_loss_coef if its output_router_logits is true, else 0. With accumulation, a
-    factor above 0 costs one more forward pass of all micro-batches but one."""
+    takes it from config.json: router_aux_loss_coef if output_router_logits is true, else 0. With accumulation, a factor
+    above 0 costs one more forward pass of all micro-batches but one."""
     freeze_router: bool = False
     """For mixtures of experts: do not train the weights of the routers."""
     frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
@@ -92,9 +92,9 @@ class Lora(Section):
     defaults; without the section, or with null, all weights are trained."""
 
     rank: Rank | None = None
-    """The rank of every adapter; null: 16, or that of the adapter to go on from."""
+    """The rank of every adapter; null: 16, or the rank of the adapter to continue from."""
     alpha: PositiveNumber | None = None
-    """Adapters are scaled by alpha / rank; null: twice the rank, or that of the adapter to go on from."""
+    """Adapters are scaled by alpha / rank; null: twice the rank, or the alpha of the adapter to continue from."""
     dropout: Dropout = 0.0
     """Only 0: dropped elements would depend on the packing, the number of ranks and the resumes of the run."""
     targets: Targets = "all-linear"
@@ -111,7 +111,7 @@ class Lora(Section):
     modules_to_save: ModulesToSave = ()
     """Layers that are trained in full besides the adapters, and saved with them: embed_tokens, lm_head."""
     adapter: PathText | None = None
-    """A folder in peft's format to go on from; null: new adapters. It decides rank, alpha, targets, rslora, dora and
+    """A folder in peft's format to continue from; null: new adapters. It decides rank, alpha, targets, rslora, dora and
     modules_to_save: leave them at their defaults, or give the same values."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
@@ -121,7 +121,7 @@ class Lora(Section):
 
 
 class Parallelism(Section):
-    """Ranks, as torchrun starts them. dp_replicate x dp_shard x context is their number."""
+    """Ranks, as torchrun starts them. Their number is dp_replicate x dp_shard x context."""
 
     dp_replicate: Positive = 1
     """Copies of the model; more than 1 is HSDP: sharded within a copy, gradients summed over copies."""
@@ -132,7 +132,7 @@ class Parallelism(Section):
     """Ranks that share each pack, for long conversations: each has a part of its tokens and of the heads (Ulysses,
     arXiv 2309.14509). They share a copy too. At most as many as query heads; packs and losses do not depend on it."""
     timeout_seconds: Positive = 600
-    """How long a rank waits for the others, or for its loader workers, before it takes them for dead and all end."""
+    """How long a rank waits for the others, or for its loader workers, before it considers them dead and all end."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         tokens = before.get("tokens")
@@ -174,7 +174,7 @@ class Optimizer(Section):
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         tokens = before.get("tokens")
         if self.decay_share != DECAY_SHARE and self.schedule != "wsd":
-            problem = f"is read by schedule wsd only, and schedule is {self.schedule}: remove the key"
+            problem = f"works only with schedule wsd, but schedule is {self.schedule}: remove the key"
             yield "optimizer.decay_share optimizer.schedule", problem
         if self.min_learning_rate_ratio and self.schedule == "constant":
             problem = f"is {self.min_learning_rate_ratio}, but schedule constant never falls: remove the key"

@@ -17,7 +17,7 @@ from sftron.regular_file import expand_home
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a value must be, in words that end the sentence "wanted ..."."""
+    """What a value must be, in words that complete the sentence "wanted ..."."""
 
     words: str
 
@@ -43,7 +43,7 @@ def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str
 def _refuse_dropout(dropout: float) -> float:
     if dropout:
         raise _refused(
-            f"is {dropout}, but only 0 is supported: which elements are dropped would depend on the packing, the "
+            f"is {dropout}, but only 0 is supported, because the dropped elements would depend on the packing, the "
             "number of ranks and the resumes of the run; remove the key"
         )
     return dropout
@@ -58,9 +58,9 @@ def _require_day(date: str) -> str:
 
 
 def _require_inside(name: str) -> str:
-    """Refuses a name that would lead out of the Hub's cache, in which the libraries make paths of it."""
+    """Refuses a name that would lead out of the Hub's cache, because the libraries turn it into a path there."""
     if {"", ".", ".."} & {*name.split("/")} or not name.isprintable():
-        raise _refused(f"{name!r} is no name on the Hub, as it has an empty part, dots alone or a control character")
+        raise _refused(f"{name!r} cannot be a name on the Hub: it has an empty part, only dots, or a control character")
     return name
 
 
@@ -162,7 +162,7 @@ Contradictions = Iterator[tuple[str, str]]
 
 
 class Section(BaseModel):
-    """Frozen and strict: an unknown key, a quoted number or a bool for a number is an error."""
+    """Frozen and strict: an unknown key, a quoted number, or a bool for a number is an error."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -174,9 +174,9 @@ class Section(BaseModel):
     )
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
-        """Yields the contradictions of values that are valid alone.
+        """Yields contradictions between values that are valid by themselves.
 
         Args:
-            before: The sections above this one in `Config`, by name, without those that are invalid.
+            before: The valid sections above this one in `Config`, by name.
         """
         return iter(())
