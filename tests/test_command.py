@@ -81,11 +81,11 @@ def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> No
         *(
             (
                 f"{command} --model m --device {kind}",
-                f"--device: '{kind}' is no device that torch {metadata.version('torch')} can use here; give ",
+                f"--device: torch {metadata.version('torch')} cannot use a device '{kind}' here; give ",
             )
             for command, kind in (("check", "gpu"), ("check", "cuda:99"), ("generate", "mps"), ("generate", "xpu:1"))
         ),
-        ("generate --model m --device meta", "--device: 'meta' is no device that"),
+        ("generate --model m --device meta", "cannot use a device 'meta' here"),
         ("convert a b --stop-token-ids 1;2", "argument --stop-token-ids: '1;2' is not a list of whole numbers"),
         ("generate --model m --max-new-tokens 0", "argument --max-new-tokens: invalid positive value: '0'"),
     ],

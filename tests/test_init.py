@@ -199,15 +199,15 @@ def test_a_streamed_base_is_suggested_where_only_it_fits(
             ["chats.jsonl", "no/model"],
             "no/model is not a local folder in {home}, and it cannot be downloaded from the Hub",
         ),
-        (["chats.jsonl", "chats.jsonl"], "chats.jsonl is a file, not the folder of a model; the order is DATA MODEL"),
+        (["chats.jsonl", "chats.jsonl"], "chats.jsonl is a file, not a model folder; give DATA first, then MODEL"),
         (["chats.jsonl", "no_tokenizer"], "no_tokenizer has no tokenizer.json"),
         (["chats.jsonl", "models"], "config.json"),
         (["answers.csv", "models/tiny"], "set `columns: {prompt: a, completion: b}`, or if `b` is the user's"),
         (["questions.jsonl", "models/tiny"], "rows were dropped, more than data.max_dropped_share"),
-        (["long.jsonl", "models/tiny"], "longer than the 4,096 tokens for which models/tiny has positions; shorten"),
+        (["long.jsonl", "models/tiny"], "longer than the 4,096 positions of models/tiny; shorten"),
         (
             ["chats.jsonl", "models/tiny", "--out", "models"],
-            "models is a folder; name a file in it: --out models/sft.yaml",
+            "models is a folder; give a file in it: --out models/sft.yaml",
         ),
         (["chats.jsonl", "models/tiny", "--out", "taken.yaml"], "taken.yaml exists; remove it, or choose another"),
     ],
@@ -249,7 +249,7 @@ def test_the_sizes_leave_at_most_one_row_in_a_hundred_out(
 ) -> None:
     num_beyond = sum(each > positions for each in lengths)
     if num_beyond > 0.05 * len(lengths):
-        with pytest.raises(ValueError, match="shorten them, or take a model with more"):
+        with pytest.raises(ValueError, match="shorten them, or use a model with more"):
             first_config._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
         return
     sizes = first_config._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)

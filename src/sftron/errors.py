@@ -39,10 +39,10 @@ _MAX_TOKEN_FILE_BYTES = 2**20
 
 
 def redacted(text: str) -> str:
-    """Replaces secrets by ***: passwords in URLs, the Hub's tokens, and those of the environment and of logins.
+    """Replaces secrets by ***: passwords in URLs, Hub tokens, and secrets of the environment and of logins.
 
-    A secret is found without the space around it, because libraries strip it, by each of its lines, and as URLs, JSON
-    and Python spell it.
+    It finds a secret without surrounding space (libraries strip it), line by line, and in the spellings of URLs, JSON
+    and Python.
     """
     for secret in _secrets():
         for spelling in _spellings(secret):
@@ -51,9 +51,9 @@ def redacted(text: str) -> str:
 
 
 def _secrets() -> Iterator[str]:
-    """Yields the values of environment variables that are named as secrets, and the tokens of `hf` and `wandb login`.
+    """Yields the values of environment variables with the names of secrets, and the tokens of `hf` and `wandb login`.
 
-    The paths are those of huggingface_hub and of wandb, which take long to import.
+    The paths repeat huggingface_hub's and wandb's, because both are slow to import.
     """
     yield from (value for name, value in os.environ.items() if f"_{name.upper()}".endswith(_SECRET_NAMES))
     hub = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface"
@@ -65,7 +65,7 @@ def _secrets() -> Iterator[str]:
 
 @cache
 def _content(path: str) -> str:
-    """Returns the content of a file that a login has written; empty if it cannot be read."""
+    """Returns the content of a file that a login wrote; empty if it cannot be read."""
     try:
         return read_regular(Path(path), _MAX_TOKEN_FILE_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ def _content(path: str) -> str:
 
 @cache
 def _spellings(secret: str) -> list[str]:
-    """Returns the secret and its lines as they are, and as in a URL, in JSON and in a Python literal, longest first."""
+    """Returns the secret and its lines, plain and as spelled in URLs, JSON and Python literals, longest first."""
     parts = [part.strip() for part in (secret, *secret.splitlines())]
     parts = [part for part in parts if len(part) >= _SHORTEST_SECRET]
     spelled = [(part, quote(part, safe=""), quote(part), json.dumps(part)[1:-1], repr(part)[1:-1]) for part in parts]
@@ -87,7 +87,7 @@ def without_secrets(facts: Any) -> Any:
 
 
 def map_texts(change: Callable[[str], str], value: Any) -> Any:
-    """Returns a copy of JSON values in which every string, also each name, is what `change` makes of it."""
+    """Returns a copy of JSON values with `change` applied to every string, including keys."""
     if isinstance(value, Mapping):
         return {change(str(name)): map_texts(change, each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -111,8 +111,8 @@ def show(text: str = "", *, to: TextIO | None = None, end: str = "\n", is_visibl
         text: The text.
         to: The stream; by default, standard output.
         end: The string that is printed after the text.
-        is_visible: Whether the text has already been through `visible_text`, so that its only escape sequences are the
-            colors of this program.
+        is_visible: Whether the text has been through `visible_text`, so that its only escape sequences are this
+            program's colors.
     """
     print(redacted(text) if is_visible else printable(text), file=to, end=end, flush=True)
 
@@ -120,7 +120,7 @@ def show(text: str = "", *, to: TextIO | None = None, end: str = "\n", is_visibl
 def refuse(error: Exception, tool: str | None = None) -> int:
     """Prints the error of bad input on standard error. Returns the exit status.
 
-    Raises a BrokenPipeError again: the reader of standard output has gone, which `exit_with` ends without a message.
+    Re-raises a BrokenPipeError (the reader of standard output is gone), for which `exit_with` prints no message.
     """
     if isinstance(error, BrokenPipeError):
         raise error
@@ -129,7 +129,7 @@ def refuse(error: Exception, tool: str | None = None) -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the line at which an exception began: the innermost one of the user's own code, if there is any."""
+    """Returns the line where an exception began: the innermost line of the user's own code, if any."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frame = (_user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
@@ -179,9 +179,9 @@ def print_any_text() -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit status that `main` returns, or with 1 and a traceback if `main` fails.
 
-    A rank of several ends at once, without Python's own shutdown.
+    One of several ranks ends at once, without Python's own shutdown.
 
-    An OSError, such as a full disk, is one line, because a traceback says nothing about the machine.
+    An OSError, such as a full disk, prints one line, because a traceback says nothing about the machine.
     """
     print_any_text()
     if isinstance(stream := sys.stderr, io.TextIOWrapper) and stream is sys.__stderr__:

@@ -1,4 +1,4 @@
-"""Revisions of repositories on the Hub: a branch or a tag may move, a commit never changes."""
+"""Revisions of repositories on the Hub: a branch or a tag may move; a commit never changes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def commit_of(repository: str, kind: Literal["model", "dataset"], revision: str | None) -> str:
-    """Returns the commit that a branch, tag or commit of a repository is now; None is the branch main.
+    """Returns the commit that a branch, tag or commit of a repository names now; None is the branch main.
 
-    If the Hub cannot be reached, it is what the revision was when it was last asked for. Raises the errors of
-    huggingface_hub.
+    If the Hub cannot be reached, returns the commit of the last successful request. Raises huggingface_hub's errors.
     """
     if revision is not None and COMMIT.fullmatch(revision):
         return revision

@@ -18,10 +18,10 @@ _FOLDERS = re.compile(rf"(?:(?<![\w.~/:-])|(?<=file://))(?:~(?:{_NAME})*|(?:{_NA
 
 
 def without_folders(value: Any, folders: Sequence[str]) -> Any:
-    """Returns JSON values in whose texts each path has no folders.
+    """Returns JSON values with the folders of each path in their texts removed.
 
     Args:
-        folders: The known ones, the longest first: a space in a path cannot be recognized in text.
+        folders: Known folders, the longest first. Text alone does not show whether a space belongs to a path.
     """
     home = os.path.expanduser("~")  # noqa: PTH111  (Path.home raises an exception if there is none)
 
@@ -34,7 +34,7 @@ def without_folders(value: Any, folders: Sequence[str]) -> Any:
 
 
 def path_names(value: Any) -> Any:
-    """Returns JSON values in which the last component stands for each text that is a local path as a whole."""
+    """Returns JSON values in which each text that is a whole local path is replaced by its last component."""
 
     def change(text: str) -> str:
         leads_out = Path(text).is_absolute() or text.startswith("~") or ".." in Path(text).parts

@@ -1,9 +1,9 @@
-"""Regular expressions of others that select modules by name, as peft reads them, in a bounded number of steps.
+"""Untrusted regular expressions that select modules by name, matched as peft does but in a bounded number of steps.
 
 The engine of `re` tries one way after another: `((([a-z_.0-9])+)+)+!` takes longer than any run for one name, and
 nothing interrupts it. Here, a pattern moves the set of all positions that it can have reached, one bit for each, so
-that a position is never tried twice from the same place. What `re` matches is matched, except for back references,
-conditions, and atomic groups, which are refused.
+that it never tries a position twice from the same place. It matches what `re` matches, but refuses back references,
+conditions and atomic groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_STEPS = 1_500_000
 MOST_CHARACTERS = 200_000
 _PLAIN = r"(?:[\w./-]|\\\.)+"
 _IS_SIMPLE = re.compile(rf"\^?\(?(?:\?:)?{_PLAIN}(?:\|{_PLAIN})*\)?\$?")
-"""Matches a list of names, for which `re` has one way for each: there may be hundreds of them, and of their keys."""
+"""Matches plain names with `re`, which is safe for them; there may be hundreds of names and keys."""
 _FLAGS = re.UNICODE.value | re.IGNORECASE.value | re.DOTALL.value | re.ASCII.value
 _SETS = {
     ops.CATEGORY_DIGIT: str.isdecimal,
@@ -35,18 +35,18 @@ _OTHERS = {
 
 
 class NamePatterns:
-    """Patterns of which each is matched with a whole name, or with its end behind a dot."""
+    """Patterns, each matched against a whole name, or against its end after a dot."""
 
     def __init__(self, patterns: Iterable[str], *, is_end: bool = False) -> None:
         """Reads the patterns.
 
         Args:
             patterns: The regular expressions; all names are matched in MOST_STEPS steps together.
-            is_end: Whether a pattern may match the end of a name, from behind a dot on: peft's `rank_pattern` and
-                `alpha_pattern`, which it matches as `(.*\\.)?(PATTERN)$`.
+            is_end: Whether a pattern may match the end of a name after a dot, as peft matches `rank_pattern` and
+                `alpha_pattern`: `(.*\\.)?(PATTERN)$`.
 
         Raises:
-            ValueError: A pattern is not a regular expression, or has what is not matched here.
+            ValueError: A pattern is not a regular expression, or uses an unsupported feature.
         """
         self._steps = MOST_STEPS
         prefix = r"(?:.*\.)?" if is_end else ""
@@ -76,7 +76,7 @@ class NamePatterns:
 def _parsed(pattern: str, prefix: str) -> Any:
     if len(pattern) > MOST_CHARACTERS:
         raise ValueError(
-            f"{pattern[:40]!r}... has {len(pattern)} characters, at most {MOST_CHARACTERS}; list the names"
+            f"{pattern[:40]!r}... has {len(pattern)} characters, but may have at most {MOST_CHARACTERS}; list the names"
         )
     try:
         with warnings.catch_warnings():
@@ -118,7 +118,7 @@ _MATCHED = {
 
 
 class _Match:
-    """A name and the steps that are left. Positions are the bits of a number: bit 0 is before the first character."""
+    """A name and the remaining steps. Positions are the bits of a number: bit 0 is before the first character."""
 
     def __init__(self, name: str, flags: int, steps: int, pattern: str) -> None:
         self._name, self.steps, self._pattern = name, steps, pattern
@@ -126,7 +126,7 @@ class _Match:
         self._where: dict[Any, int] = {}
 
     def ends(self, items: Any, starts: int) -> int:
-        """Returns the positions behind a sequence that begins at any of these."""
+        """Returns the positions after a sequence that begins at any of these."""
         for operator, value in items:
             if not starts:
                 break

@@ -1,3 +1,3 @@
-"""For the tests of a training script: `from sftron.testing import assert_trainer_is_sound`."""
+"""Helpers for testing a training script: `from sftron.testing import assert_trainer_is_sound`."""
 
 from sftcheck.testing import assert_trainer_is_sound as assert_trainer_is_sound

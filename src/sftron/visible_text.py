@@ -34,7 +34,7 @@ def _written_out(match: re.Match[str]) -> str:
 
 
 def counted(number: int, nouns: str) -> str:
-    """Returns a number with its nouns, or the singular behind 1: `1,200 rows`, `1 row`, `1 copy`, `1 batch`."""
+    """Returns a number with its noun, which is singular after 1: `1,200 rows`, `1 row`, `1 copy`, `1 batch`."""
     if number != 1:
         return f"{number:,} {nouns}"
     if nouns.endswith("ies"):

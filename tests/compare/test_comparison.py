@@ -258,7 +258,7 @@ def test_what_cannot_be_plotted_is_refused(tmp_path: Path, capsys: pytest.Captur
     file.write_text("")
     for arguments, problem in (
         ([tmp_path], f"{tmp_path} is not a run directory"),
-        ([folder, tmp_path / "link"], "a run is given twice"),
+        ([folder, tmp_path / "link"], "has a run twice"),
         ([folder, "--out", file / "x"], f"{file}/x cannot be written: "),
         ([folder, "--out", tmp_path / "out", "--json", file / "x"], f"{file}/x cannot be written: "),
     ):

@@ -81,14 +81,14 @@ def test_what_is_not_done_here_is_refused_by_name_and_all_of_it_at_once(
                 "1: command: is missing: write command: [${interpreter}, -m, sftron, train, --config, FILE, ${args}]",
                 '1: method: found "random" (text); write method: grid',
                 '2: parameters.optimizer.learning_rate: found {"min": "1e-5", "max": "1e-3"} (a mapping); a grid needs '
-                "the values themselves: write {values: [...]}, of numbers, texts, true or false",
+                "explicit values: write {values: [...]} with numbers, texts, true or false",
             ],
         ),
         (
             "program: train.py\nmethod: grid\nparameters:\n  general.seed: [1, 2]\n  tokens.train_steps: 5\n"
             "  optimizer:\n    parameters: {eps: {value: 1}}\ncommand: python train.py\n",
             [
-                '1: program: found "train.py" (text); a program is not started by its name: write command: '
+                '1: program: found "train.py" (text); programs cannot be started by name: write command: '
                 "[${interpreter}, -m, sftron, train, --config, FILE, ${args}]",
                 "4: parameters.general.seed: found [1, 2] (a list); write {values: [1, 2]}",
                 "5: parameters.tokens.train_steps: found 5 (a whole number); write {values: [5]}",
@@ -98,8 +98,8 @@ def test_what_is_not_done_here_is_refused_by_name_and_all_of_it_at_once(
                 "--config, FILE, ${args}]",
             ],
         ),
-        ("", ["1: found null; wanted the keys method, parameters and command"]),
-        ("- a\n", ['1: found ["a"] (a list); wanted the keys method, parameters and command']),
+        ("", ["1: found null; write the keys method, parameters and command"]),
+        ("- a\n", ['1: found ["a"] (a list); write the keys method, parameters and command']),
     ],
 )
 def test_wandbs_own_files_are_answered_by_line_key_and_remedy(tmp_path: Path, text: str, problems: list[str]) -> None:
@@ -133,7 +133,7 @@ def test_the_ablation_of_the_toggles_has_twelve_configurations_with_a_directory_
 def test_runs_that_would_share_a_directory_are_refused_with_a_name_to_use(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2]}})
     with_command(path, without="run_name")
-    with pytest.raises(ValueError, match=r"two runs would share .*run-\{general.seed\} into the"):
+    with pytest.raises(ValueError, match=r"two runs would share .*run-\{general.seed\} to the command"):
         plan(path)
 
 
@@ -146,7 +146,7 @@ def test_a_bad_configuration_of_any_run_is_refused_before_the_first_begins(tmp_p
 @pytest.mark.parametrize("added", [["${args_no_boolean_flags}"], ["${args}", "--model.path=${envvar:X}"], []])
 def test_arguments_that_would_not_arrive_are_refused(tmp_path: Path, added: list[str]) -> None:
     path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
-    with pytest.raises(ValueError, match=r"is for `wandb agent`|command: \$\{args\} is missing"):
+    with pytest.raises(ValueError, match=r"works only in `wandb agent`|command: add \$\{args\}"):
         plan(with_command(path, *added, without="${args}"))
 
 
@@ -169,7 +169,7 @@ def test_a_directory_is_new_begun_completed_or_of_another_run_whatever_is_logged
         write_run(tmp_path / "runs" / f"run-{seed}", f"--general.seed={seed}", *overrides, status=status)
     *runs, another = plan(path)
     assert [run.state() for run in runs] == ["new", "begun", "completed", "completed"]
-    with pytest.raises(ValueError, match=r"optimizer.learning_rate is 0.5 there and 0.001 in the sweep"):
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate is 0.5 there but 0.001 in the sweep"):
         another.state()
 
 
@@ -182,7 +182,7 @@ def test_a_sweep_over_a_key_of_an_optional_section_opens_it_and_tells_its_runs_f
     write_run(tmp_path / "runs" / "run-16", status="completed")
     merged, other_rank, whole = plan(path)
     assert merged.state() == "completed"
-    with pytest.raises(ValueError, match=r"lora\.rank is 2 there and 8 in the sweep"):
+    with pytest.raises(ValueError, match=r"lora\.rank is 2 there but 8 in the sweep"):
         other_rank.state()
-    with pytest.raises(ValueError, match=r"lora\.rank is none there and 16 in the sweep"):
+    with pytest.raises(ValueError, match=r"lora\.rank is none there but 16 in the sweep"):
         whole.state()

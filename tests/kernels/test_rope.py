@@ -159,7 +159,7 @@ def test_a_position_outside_the_table_is_an_error_on_a_cpu_and_poisons_its_token
     case = make_case(3, 1, 64)
     expected = turned(case)
     case.position_ids[3] = position
-    with pytest.raises(ValueError, match=rf"position_ids reach from .*{position}.*from 0 to 40"):
+    with pytest.raises(ValueError, match=rf"position_ids range from .*{position}.*from 0 to 40"):
         rotate_heads(*case)
     found = torch.full_like(case.qkv, torch.nan, device=DEVICES["triton"])
     launch("triton", case, split(case, case.qkv), split(case, found), inverse=False)

@@ -25,7 +25,7 @@ def inspected() -> str:
     for row, chat in enumerate(CHATS):
         audit.add_row(conversation(chat, row=row))
     audit.add_row(
-        Dropped("overlong", "chats.jsonl:9: 5,000 tokens, tokens.sequence_length is 4096", ConversationKey(0, 8))
+        Dropped("overlong", "chats.jsonl:9: 5,000 tokens, but tokens.sequence_length is 4096", ConversationKey(0, 8))
     )
     return Inspection((awkward_pack(), awkward_pack()), audit, decode, "chats: what is trained").as_html()
 

@@ -1,1 +1,1 @@
-"""The commands of `sftron`: each module is one of them, and its `main` returns the exit status."""
+"""The commands of `sftron`: one module per command, whose `main` returns the exit status."""

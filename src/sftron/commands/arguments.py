@@ -1,4 +1,4 @@
-"""What the commands have in common: the kinds of their arguments, the files that they write, and bad input."""
+"""What the commands share: types of arguments, written files, and errors of bad input."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 OVERRIDES = "--section.key=value overrides the configuration, as in `sftron train`."
-OVERRIDES_OF_RUN = "--section.key=value overrides the run's configuration, as for a model or data that has moved."
+OVERRIDES_OF_RUN = (
+    "--section.key=value overrides the run's configuration, for example if the model or the data has moved."
+)
 
 
 def make_parser(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Returns a parser that accepts no abbreviated options, and prints the description as it is written."""
+    """Returns a parser that refuses abbreviated options and prints the description unchanged."""
     return argparse.ArgumentParser(
         prog=f"sftron {command}",
         allow_abbrev=False,
@@ -35,7 +37,7 @@ Main = Callable[[list[str]], int]
 
 
 def refusing(*errors: type[Exception], tool: str | None = None) -> Callable[[Main], Main]:
-    """Makes a command print these errors of bad input, after the name of the tool, and return exit status 2."""
+    """Makes a command print these errors of bad input after the tool's name, and return exit status 2."""
 
     def decorate(main: Main) -> Main:
         @functools.wraps(main)
@@ -61,7 +63,7 @@ def positive(text: str) -> int:
 
 
 def as_path(text: str) -> Path:
-    """Parses a path; a shell leaves the `~` in `--out=~/x`, and in quotes."""
+    """Parses a path and expands `~`, which a shell leaves in `--out=~/x` and in quotes."""
     return Path(expand_home(text))
 
 
@@ -81,7 +83,7 @@ def integers(text: str) -> list[int]:
 
 
 def device(text: str) -> torch.device:
-    """Parses a device of torch, which has to be present."""
+    """Parses the name of a torch device that is present."""
     import torch  # argparse calls this only if a device is given, so --help takes no time
 
     from sftron.kernels.device import GPU_TYPES, gpu_functions
@@ -90,10 +92,10 @@ def device(text: str) -> torch.device:
         found = torch.empty(0, device=text).device
         if found.type == "meta":  # which holds no numbers
             raise RuntimeError
-    except (RuntimeError, AssertionError, ImportError):  # torch raises any of these for a device that is not there
+    except (RuntimeError, AssertionError, ImportError):  # torch raises any of these for an absent device
         kinds = ("cpu", *GPU_TYPES)
         seen = [kind for kind in kinds if kind == "cpu" or gpu_functions(torch.device(kind)).is_available()]
-        problem = f"{text!r} is no device that torch {torch.__version__} can use here"
+        problem = f"torch {torch.__version__} cannot use a device {text!r} here"
         raise argparse.ArgumentTypeError(f"{problem}; give {' or '.join(seen)}") from None
     return found
 
@@ -103,24 +105,24 @@ def device(text: str) -> torch.device:
 
 @contextlib.contextmanager
 def writing(path: Path, remedy: str = "choose another place with --out") -> Iterator[None]:
-    """Raises ValueError with the remedy in place of an OSError of writing to `path`."""
+    """Turns an OSError while writing to `path` into a ValueError with the remedy."""
     try:
         yield
     except OSError as error:
         at = Path(str(error.filename or path)).absolute()
         if isinstance(error, ConnectionError) or not at.is_relative_to(path.absolute().parent):
-            raise  # of the reader of standard output, of the Hub, or of another file
+            raise  # it concerns standard output, the Hub or another file
         raise ValueError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
 
 
 def write_report(path: Path, content: str, option: str) -> None:
-    """Writes the file that an option names, and makes its folder. Raises ValueError if that is not possible."""
+    """Writes the file that an option names, and makes its folder. Raises ValueError if it cannot."""
     with writing(path, f"choose another place with {option}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Writes the file of --json without secrets, if one is wanted. Raises ValueError if that is not possible."""
+    """Writes the file of --json, if any, without secrets. Raises ValueError if it cannot."""
     if path is not None:
         write_report(path, json.dumps(without_secrets(content), indent=2) + "\n", "--json")

@@ -3,7 +3,7 @@
     sftron audit runs/quickstart
     sftron audit runs/quickstart --step 17
 
-It makes the packs of each step again from the data, and compares them with the digests in metrics.jsonl. Exit status: 0
+It rebuilds the packs of each step from the data and compares them with the digests in metrics.jsonl. Exit status: 0
 passed, 1 a check failed, 2 the run or its data cannot be opened.
 """
 

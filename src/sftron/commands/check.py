@@ -1,4 +1,4 @@
-"""Compares LlamaForSFT with transformers on your own model, or an export with what serves it:
+"""Compares LlamaForSFT with transformers on your own model, or an export with its server:
 
     sftron check --model path/to/model
     sftron check --model path/to/model --against vllm http://localhost:8000
@@ -23,31 +23,31 @@ def main(arguments: list[str]) -> int:
     add("--model", type=as_path, required=True, help="folder of a Hugging Face model (safetensors)")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--native", type=as_path, help="compare the weights in this folder with --model, e.g. an export")
-    other.add_argument("--adapter", type=as_path, help="an adapter of --model in peft's format, compared with peft")
+    other.add_argument("--adapter", type=as_path, help="an adapter for --model in peft's format; the reference is peft")
     other.add_argument(
         "--against",
         nargs=2,
         type=expand_home,
         metavar=("KIND", "WHERE"),
-        help="compare --model with what serves it: `vllm` and the URL of a server, or a folder for which `vllm serve` "
-        "is started; `gguf` and a file",
+        help="compare --model with a server: `vllm` and its URL, or a folder for `vllm serve` to serve; `gguf` and "
+        "a file",
     )
-    add("--prompts", type=as_path, help="JSONL of `messages` ending in a user's (default: five examples)")
+    add("--prompts", type=as_path, help="JSONL of `messages` that end with a user's (default: five examples)")
     add("--limit", type=positive, help="use the first LIMIT prompts only")
     add("--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="the type that LlamaForSFT computes in (float32); with --against, that of the server (bfloat16; "
+        help="the type that LlamaForSFT computes in (float32); with --against, the server's type (bfloat16; "
         "float32 for a folder)",
     )
-    add("--served-model", metavar="NAME", help="the model of a server that serves several")
-    add("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
+    add("--served-model", metavar="NAME", help="which model of the server, if it serves several")
+    add("--timeout", type=positive, metavar="SECONDS", help="how long a reply of the server may take (120)")
     add("--device", type=device, help="cpu (default) or cuda")
     add("--json", type=as_path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(arguments)
     if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
-        parser.error("--served-model and --timeout belong to --against vllm URL")
+        parser.error("give --served-model and --timeout only with --against vllm URL")
     # Imported here, so that --help takes no time.
     import torch
     from transformers.utils.logging import disable_progress_bar

@@ -8,7 +8,7 @@ A checkpoint of adapters (LoRA) becomes a folder of peft or, with --merge, a mod
     sftron convert runs/my-lora/checkpoints/step-1000 exported/adapter
     sftron convert exported/adapter exported/merged --model models/SmolLM2-135M-Instruct
 
-Every tensor is then read back and compared by its bits. Exit status: 0 if all are the same, 1 if some are not, 2 if the
+It then reads every tensor back and compares its bits. Exit status: 0 if all are equal, 1 if some differ, 2 if the
 source cannot be read or the target cannot be written.
 """
 
@@ -22,12 +22,12 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("convert", __doc__, OVERRIDES_OF_RUN)
     add = parser.add_argument
     add("source", type=as_path, metavar="SOURCE", help="a checkpoint, a Hugging Face folder or an adapter")
-    add("target", type=as_path, metavar="TARGET", help="the folder to make")
+    add("target", type=as_path, metavar="TARGET", help="the folder to write")
     add(
         "--model",
         type=as_path,
         metavar="DIR",
-        help="the base of an adapter; for a checkpoint outside a run directory: the model's folder",
+        help="the base of an adapter, or the model's folder for a checkpoint outside a run directory",
     )
     add("--merge", action="store_true", help="merge a checkpoint of adapters into its base")
     add(
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         "--stop-token-ids",
         type=integers,
         metavar="ID,...",
-        help="the ids that end a turn (those that the run has trained)",
+        help="the ids that end a turn (default: the ones that the run trained)",
     )
     add("--json", type=as_path, metavar="FILE", help="write the result there too")
     options, overrides = parser.parse_known_args(arguments)

@@ -2,10 +2,10 @@
 
     sftron generate --model runs/quickstart/latest                     an exported folder
     sftron generate --model runs/my-run/checkpoints/step-1000          a checkpoint
-    sftron generate --model runs/my-run --temperature 0.7 --top-p 0.9  what is newest in a run directory
+    sftron generate --model runs/my-run --temperature 0.7 --top-p 0.9  the newest weights of a run directory
     echo "What is Fernwick?" | sftron generate --model runs/quickstart
 
-Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. What is piped in is one question.
+Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. Piped input is one question.
 Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --json cannot be written.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def show_answer(chat: Chat, question: str) -> None:
-    """Prints the answer while it is generated. Raises ValueError if the question is empty or refused."""
+    """Prints the answer as it is generated. Raises ValueError if the question is empty or refused."""
     is_terminal = sys.stdout.isatty()
     for part in chat.ask(question.encode("utf-8", "replace").decode()):
         if is_terminal:
@@ -59,14 +59,14 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("generate", __doc__)
     add = parser.add_argument
     add("--model", type=as_path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
-    add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
+    add("--prompt", action="append", default=[], help="ask this and end; repeat it for further turns")
     add("--system", help="the system message")
-    add("--max-new-tokens", type=positive, default=512, metavar="N", help="of an answer (%(default)s)")
+    add("--max-new-tokens", type=positive, default=512, metavar="N", help="limit of an answer (%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0, metavar="P", help="with a temperature (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
-    add("--dtype", choices=["float32", "bfloat16"], help="to compute in (float32; bfloat16 if there is a GPU)")
-    add("--device", type=device, help="where to compute (cuda if there is a GPU, else cpu)")
+    add("--dtype", choices=["float32", "bfloat16"], help="the type to compute in (bfloat16 on a GPU, else float32)")
+    add("--device", type=device, help="where to compute (cuda if a GPU is present, else cpu)")
     add("--json", type=as_path, metavar="FILE", help="write the conversation there at the end")
     options = parser.parse_args(arguments)
     # Imported here, so that --help takes no time.

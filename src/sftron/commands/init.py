@@ -3,9 +3,9 @@
     sftron init my.csv path/to/model         writes sft.yaml
     sftron init --quickstart                 copies README's quickstart here: configs/ and examples/quickstart/
 
-DATA is a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder or pattern of such, or a Hub id.
-MODEL is a folder in Hugging Face format, or a Hub id. A sample of the rows is checked as a run checks it.
---section.key=value gives a key of the configuration, as in `sftron train`; the file has a line for it.
+DATA is a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder or pattern of such files, or a Hub id.
+MODEL is a folder in Hugging Face format, or a Hub id. It checks a sample of the rows as a run does.
+--section.key=value sets a key of the configuration, as in `sftron train`, and writes it to the file.
 Exit status: 0, or 2 if the data or the model cannot be trained on, or a file would be overwritten.
 """
 
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quickstart", action="store_true", help="copy the files of the quickstart instead")
     options, overrides = parser.parse_known_args(arguments)
     if options.quickstart and overrides:
-        parser.error(f"--quickstart copies its files as they are; remove {overrides[0]}")
+        parser.error(f"--quickstart copies its files unchanged; remove {overrides[0]}")
     if options.quickstart == bool(options.data) or bool(options.data) != bool(options.model):
         parser.error("give DATA and MODEL, or --quickstart")
     if options.quickstart:
@@ -40,12 +40,12 @@ def main(arguments: list[str]) -> int:
             copy_quickstart(Path())
         return 0
     if Path(options.model).is_file():
-        raise ValueError(f"{options.model} is a file, not the folder of a model; the order is DATA MODEL")
+        raise ValueError(f"{options.model} is a file, not a model folder; give DATA first, then MODEL")
     # Imported here, so that --help takes no time.
     from sftron.train.text.first_config import write_first_config
 
     with writing(options.out):
-        folder = options.out.parent  # which is tried before all the data is read
+        folder = options.out.parent  # checked before all the data is read
         if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(options.out))
         write_first_config(options.data, options.model, options.out, overrides)
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def copy_quickstart(folder: Path) -> None:
-    """Copies the files of the quickstart, in which README's commands run, to the folder."""
+    """Copies the quickstart's files to the folder, so that README's commands run there."""
     files = [Path(root, name) for root, _, names in os.walk(_STARTER, followlinks=True) for name in sorted(names)]
     files = sorted(file.relative_to(_STARTER) for file in files if "__pycache__" not in file.parts)
     if known := [str(file) for file in files if (folder / file).exists()]:

@@ -1,11 +1,10 @@
-"""Shows the data as it will be trained on: packs in color, and an audit of the rows. Needs no weights.
+"""Shows the data as training will see it: packs in color, and an audit of the rows. Needs no weights.
 
-Proves, on the rows it reads: each conversation's ids are those of apply_chat_template (but for texts that spell control
-tokens, which are counted); every assistant turn trains its stop token; every label is the next token of the same
-conversation; and, on the first 400 conversations, each answer is trained from where its prompt, as transformers renders
-it, ends. Conversations that cannot be compared so are counted by reason; more than 5% of them are a problem. Rows that
-are held out of training are counted, not audited.
-Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
+Proves, on the rows it reads: each conversation has the ids of apply_chat_template (it counts texts that spell control
+tokens separately); every assistant turn trains its stop token; every label is the next token of the same conversation;
+and, on the first 400 conversations, each answer is trained from the end of its prompt as transformers renders it. It
+counts conversations that it cannot compare by reason; more than 5% of them are a problem. It counts rows that are held
+out of training but does not audit them. Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
 """
 
 import sys
@@ -22,7 +21,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-n", type=count, default=1, metavar="N", help="packs to show (default 1)")
     parser.add_argument("--packs", type=count, default=100, metavar="N", help="packs to count (default 100)")
     parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
-    parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
+    parser.add_argument("--all-tokens", action="store_true", help="show whole packs, however long")
     parser.add_argument("--html", type=as_path, metavar="OUT", help="also write one self-contained page")
     parser.add_argument("--json", type=as_path, metavar="FILE", help="also write the audit as JSON")
     options, overrides = parser.parse_known_args(arguments)

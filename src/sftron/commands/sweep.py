@@ -1,12 +1,14 @@
 """Runs the grid of a sweep file, one run after another: `sftron sweep configs/sweep_toggles.yaml`.
 
-`wandb sweep` takes the same file, and `wandb agent` runs what is no grid of plain values, or several runs at once.
+`wandb sweep` takes the same file. `wandb agent` also runs other sweeps than grids of plain values, and several runs
+at once.
 
-A completed run is skipped, and one that has begun continues from its own checkpoints: to continue a sweep, repeat the
-command. A run that fails is reported, and the others are run all the same. At Ctrl-C or SIGTERM the run saves and ends.
-At the end report.html, report.json and plots/*.png are written next to the runs.
+It skips completed runs, and continues begun ones from their own checkpoints: to continue a sweep, repeat the command.
+It reports a failed run and goes on with the others. At Ctrl-C or SIGTERM, the run saves and ends. At the end, it writes
+report.html, report.json and plots/*.png next to the runs.
 
-Exit status: 0 all completed, or stopped on request after saving; 1 a run failed; 2 the file or a configuration is bad.
+Exit status: 0 all completed, or stopped on request after saving; 1 a run failed; 2 the file or a configuration is
+invalid.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def run_all(waiting: Sequence[PlannedRun]) -> int:
                     env={**os.environ, "PATH": path},
                     start_new_session=True,
                 )
-            if is_stopping:  # it was asked to while this process was made
+            if is_stopping:  # a signal came while this process started
                 process.terminate()
             exit_status = _wait_for(process)
             ending = "completed" if exit_status == 0 and run.state() == "completed" else "failed"
@@ -112,8 +114,8 @@ def run_all(waiting: Sequence[PlannedRun]) -> int:
 
 
 def _wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Returns the exit status. Handlers of signals run in between, also if the system gives a signal to another thread,
-    as it does while the main one takes a SIGCHLD; that would not wake a wait without a limit."""
+    """Returns the exit status. Wakes regularly so that signal handlers run even if the system delivers a signal to
+    another thread, as it may while the main thread takes a SIGCHLD; that would not wake a wait without a limit."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=1)

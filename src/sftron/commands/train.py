@@ -3,8 +3,8 @@
     sftron train --config FILE [--section.key=value ...] [--dry-run]
     torchrun --nproc_per_node=N -m sftron train --config FILE ...
 
-Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
-traceback); 3 diverged, or no finite loss three times in a row or of the final weights.
+Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 invalid configuration or data (a message, no
+traceback); 3 diverged, or the loss was not finite three times in a row or for the final weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command in a process of its own, and hears signals from its start.
+    """Runs the command in a process of its own that handles signals from its start.
 
     The imports of `run` take seconds, during which torchrun may be killed or a scheduler may send a signal.
     """
@@ -101,5 +101,5 @@ def _refuse(error: ValueError | OSError) -> int:
 
 
 def _is_main() -> bool:
-    # A scheduler may leave RANK in the environment of a process that is alone.
+    # A scheduler may leave RANK in the environment of a single process.
     return os.environ.get("RANK", "0") == "0" or "MASTER_ADDR" not in os.environ

@@ -18,10 +18,15 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("verify", __doc__, OVERRIDES)
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="the run's configuration")
-    add("--only", action="append", default=[], metavar="NAME", help="this check alone; may be repeated")
+    add("--only", action="append", default=[], metavar="NAME", help="run only this check; repeat it for more")
     add("--rows", type=positive, default=400, metavar="N", help="rows to look at (default %(default)s)")
-    add("--layers", type=positive, metavar="N", help="compute the first N layers of the model alone")
-    add("--tokens", type=positive, metavar="N", help="tokens that the model computes at once (default: by the device)")
+    add("--layers", type=positive, metavar="N", help="compute only the first N layers of the model")
+    add(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="tokens per computation of the model (default: by the device)",
+    )
     add("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
     add("--context", type=positive, metavar="N", help="also train with N processes that share each pack")
     add("--html", type=as_path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
@@ -32,8 +37,8 @@ def main(arguments: list[str]) -> int:
         nargs="?",
         const=Path(),
         metavar="FILE",
-        help="write a card of all that was checked, with versions and hashes (without FILE: verify.yaml in the run "
-        "directory, which exports copy and link)",
+        help="write a card of everything checked, with versions and hashes (without FILE: verify.yaml in the run "
+        "directory; exports copy and link it)",
     )
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)

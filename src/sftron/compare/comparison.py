@@ -42,12 +42,12 @@ Series = Callable[[RecordedRun], ByStep]
 
 
 _CHART_FUNCTIONS = {each.__name__: each for each in (chart_images, line_color, line_dashes)}
-"""What the page's template calls."""
+"""The page's template calls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The number by which runs are sorted, by its name in wandb."""
+    """The metric by which runs are sorted, by its name in wandb."""
 
     name: str
     goal: Literal["minimize", "maximize"] = "minimize"
@@ -193,7 +193,7 @@ def _charts(groups: Sequence[Group]) -> Iterator[Chart]:
         title, note = "Training loss of the answers", _comparable([run.fingerprints.get("training") for run in runs])
         yield chart(f"{role}_loss_tokens", title, "tokens seen", "loss", series, note)
         yield chart(f"{role}_loss_time", f"{title}, against time", "minutes in steps", "loss", series)
-    note = "Over what each run trains: runs that train other tokens are not comparable here"
+    note = "Over the tokens that each run trains: runs that train different tokens are not comparable here"
     yield chart("loss_tokens", "Training loss, as trained", "tokens seen", "loss", _recorded("loss"), note)
     yield chart("loss_time", "Training loss, against time", "minutes in steps", "loss", _recorded("loss"), note)
     yield chart("tokens_per_second", "Speed", "step", "tokens/s", _recorded("tokens_per_second"), zero=True)
@@ -224,7 +224,7 @@ def _comparable(fingerprints: Sequence[str | None]) -> str:
 def _lines(group: Group, style: int, x: Series, y: Series) -> list[Line]:
     every = [points for run in group.runs if (points := _points(run, x, y))]
     whole = [points for run in group.completed if (points := _points(run, x, y))] or every
-    # Only steps that all runs have: a mean over fewer runs would jump at the end of one.
+    # Only steps that all runs have: a mean over fewer runs would jump where one ends.
     steps = [step for step in whole[0] if all(step in points for points in whole)] if whole else []
     mean = [mean_point([points[step] for points in whole]) for step in steps]
     singles = every if len(every) > 1 else []

@@ -44,7 +44,7 @@ class _Values(_Plain):
 
 
 class SweepFile(_Plain):
-    """A grid over dotted keys of the configuration. What else `wandb sweep` reads is its agent's, and refused."""
+    """A grid over dotted keys of the configuration. It refuses anything else that `wandb sweep` reads."""
 
     method: Literal["grid"]
     parameters: Annotated[dict[str, _Value | _Values], Field(min_length=1)]
@@ -69,9 +69,9 @@ class SweepFile(_Plain):
         }
         words = [word for word in self.command if not word.startswith(_LOGGING)]
         if unknown := [word for word in words if "${" in word and word not in macros]:
-            raise ValueError(f"command: {unknown[0]} is for `wandb agent`; the macros here are {', '.join(macros)}")
+            raise ValueError(f"command: {unknown[0]} works only in `wandb agent`; choose from {', '.join(macros)}")
         if "${args}" not in words:
-            raise ValueError("command: ${args} is missing, so no run would get its parameters: add it")
+            raise ValueError("command: add ${args}, without which no run gets its parameters")
         return [*itertools.chain(*(macros.get(word, [word]) for word in words)), f"{_LOGGING}disabled"]
 
 
@@ -91,36 +91,36 @@ class PlannedRun:
         return self.config.general.run_name
 
     def state(self) -> Literal["new", "begun", "completed"]:
-        """Returns how far the run is; one that has begun continues from its own checkpoints.
+        """Returns the run's state; a begun run continues from its own checkpoints.
 
         Raises:
-            ValueError: The folder has a run with another configuration, which must neither be skipped nor continued.
+            ValueError: The folder holds a run with another configuration, so it can neither be skipped nor continued.
         """
         if not (self.folder / "config.yaml").exists():
             return "new"
         recorded = flat_config(load_config(self.folder / "config.yaml"))
         planned = flat_config(pin(self.config, read_commits(self.folder)))
         changed = [
-            f"{key} is {value_text(recorded.get(key))} there and {value_text(planned.get(key))} in the sweep"
+            f"{key} is {value_text(recorded.get(key))} there but {value_text(planned.get(key))} in the sweep"
             for key in recorded | planned
             if recorded.get(key) != planned.get(key) and decides_training(key)
         ]
         if changed:
             problem = f"{self.folder} holds a run with another configuration: {'; '.join(changed)}"
-            raise ValueError(f"{problem}; choose another general.output_dir, or remove that folder")
+            raise ValueError(f"{problem}; choose another general.output_dir, or remove the folder")
         return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
 
 
 _COMMAND = "write command: [${interpreter}, -m, sftron, train, --config, FILE, ${args}]"
 _REMEDIES = {
-    "": "wanted the keys method, parameters and command",
+    "": "write the keys method, parameters and command",
     "method": "write method: grid",
-    "program": f"a program is not started by its name: {_COMMAND}",
+    "program": f"programs cannot be started by name: {_COMMAND}",
     "command": _COMMAND,
     "parameters": "write dotted keys and their values, as in optimizer.learning_rate: {values: [1e-5, 1e-4]}",
     "metric": "write metric: {name: eval/held_out/loss, goal: minimize}",
 }
-"""What to write, by the key of a sweep file. Other keys that are unknown are to be removed."""
+"""What to write, by the key of a sweep file. Other unknown keys should be removed."""
 
 
 def read_sweep_file(path: Path) -> SweepFile:
@@ -131,14 +131,14 @@ def read_sweep_file(path: Path) -> SweepFile:
         tree = None if (node := loader.get_single_node()) is None else loader.construct_document(node)
         return SweepFile.model_validate(tree)
     except ValidationError as error:
-        # Behind the name of a parameter, pydantic names the branches of a union.
+        # After a parameter's name, pydantic adds the branches of a union.
         found = {problem["loc"][:2]: problem for problem in error.errors()}
         problems = sorted(
             (_line_of(node, keys), ": ".join([*filter(None, [dotted(keys)]), _problem(tree, keys, problem)]))
             for keys, problem in found.items()
         )
         lines = [f"{path}:{line}: {problem}" for line, problem in problems]
-        remedy = "a grid of plain values runs here; `wandb sweep` and `wandb agent` run what else they read"
+        remedy = "`sftron sweep` runs grids of plain values; use `wandb sweep` and `wandb agent` for anything else"
         raise ValueError("\n".join([*lines, remedy])) from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -158,7 +158,7 @@ def _line_of(node: yaml.Node | None, keys: Sequence[Any]) -> int:
 
 
 def _problem(tree: Any, keys: Sequence[Any], problem: Mapping[str, Any]) -> str:
-    """Returns a problem that pydantic has found at `keys`, and what to write instead."""
+    """Returns a problem that pydantic found at `keys`, and what to write instead."""
     remedy = _REMEDIES.get(str(keys[0]) if keys else "")
     if problem["type"] == "missing":
         return f"is missing: {remedy}"
@@ -168,12 +168,12 @@ def _problem(tree: Any, keys: Sequence[Any], problem: Mapping[str, Any]) -> str:
     found = f"found {describe_value(value)}"
     if keys[:1] != ("parameters",) or len(keys) == 1:
         if problem["type"] == "extra_forbidden" and not remedy:
-            return f"{found}, which is not read here: remove the key"
+            return f"{found}, which `sftron sweep` does not read; remove the key"
         return f"{found}; {remedy or 'write a text'}"
     if isinstance(value, dict) and isinstance(inner := value.get("parameters"), dict):
         return f"{found}; write dotted keys, as in {keys[1]}.{next(iter(inner), 'key')}: {{values: [...]}}"
     if isinstance(value, dict) or value in (None, []):
-        return f"{found}; a grid needs the values themselves: write {{values: [...]}}, of numbers, texts, true or false"
+        return f"{found}; a grid needs explicit values: write {{values: [...]}} with numbers, texts, true or false"
     return f"{found}; write {{values: {json.dumps(value if isinstance(value, list) else [value], default=str)}}}"
 
 
@@ -181,7 +181,7 @@ def plan_runs(path: Path, sweep: SweepFile) -> list[PlannedRun]:
     """Returns the runs of the grid.
 
     Raises:
-        ValueError: Configurations have problems, all of which are listed, or runs would share a directory.
+        ValueError: Configurations have problems (the message lists all), or runs would share a directory.
     """
     runs: dict[Path, PlannedRun] = {}
     problems: dict[str, None] = {}
@@ -194,7 +194,7 @@ def plan_runs(path: Path, sweep: SweepFile) -> list[PlannedRun]:
             continue
         if run.folder in runs:
             name = "-".join([run.name, *(f"{{{key}}}" for key in settings)])
-            problems[f"two runs would share {run.folder}; put --general.run_name={name} into the command"] = None
+            problems[f"two runs would share {run.folder}; add --general.run_name={name} to the command"] = None
         runs[run.folder] = run
     if problems:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -205,5 +205,5 @@ def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the configuration file and the overrides of a command. Raises ConfigError if it does not train."""
     starts = [number for number, word in enumerate(command) if word == "train" or word.endswith(".py")]
     if not starts:
-        raise ConfigError([f"command: wanted `sftron train` or run_train.py in {' '.join(command)}"])
+        raise ConfigError([f"command: give `sftron train` or run_train.py in place of {' '.join(command)}"])
     return split_arguments(command[starts[0] + 1 :])

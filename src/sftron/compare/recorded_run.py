@@ -31,7 +31,7 @@ _CHANGE_NO_WEIGHT = (
 )
 
 _LEAST_SHARE_OF_RANKS = 0.1
-"""The share of the steps that a number of ranks has at least."""
+"""The smallest share of the steps at which a number of ranks counts."""
 
 Numbers = Mapping[str, float]
 """Numbers by their names in wandb, such as "roles/assistant/loss"."""
@@ -48,7 +48,7 @@ class RecordedRun:
     status: str
     """The status in result.json, or `unknown`."""
     error: str
-    """The reason of a failure, if it is recorded."""
+    """The recorded reason for a failure, if any."""
     steps: Mapping[int, Numbers]
     """The content of metrics.jsonl, by increasing step."""
     evaluations: Mapping[int, Numbers]
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> RecordedRun:
     """Reads a run directory.
 
     Raises:
-        ValueError: It is not a run directory, or its configuration cannot be read.
+        ValueError: The folder is not a run directory, or its configuration cannot be read.
     """
     if not (folder / "config.yaml").is_file():
         raise ValueError(
@@ -122,7 +122,7 @@ def read_run(folder: Path) -> RecordedRun:
 def _ranks(records: Sequence[Mapping[str, Any]], config: Config) -> int | list[int] | None:
     """Returns the number of ranks, from the packs of the steps (`rows.packs`).
 
-    A few steps also have the packs before them that held no conversation, so rare numbers do not count.
+    A few steps also count preceding packs without a conversation, so rare numbers are ignored.
     """
     accumulation, counts = config.tokens.batch_accumulation_per_replica, Counter[int]()
     for record in records:
@@ -134,7 +134,7 @@ def _ranks(records: Sequence[Mapping[str, Any]], config: Config) -> int | list[i
 
 
 def _numbers(record: Mapping[str, Any]) -> Numbers:
-    """Returns the finite numbers of a record by flat name; a run writes no others."""
+    """Returns the finite numbers of a record by flat name; a run writes no other numbers."""
     return {name: value for name, value in flat_numbers(record).items() if abs(value) <= sys.float_info.max}
 
 

@@ -17,7 +17,7 @@ from sftron.kernels.swiglu import swiglu, swiglu_backward
 
 
 class Activation(NamedTuple):
-    """A function of each element, and its derivative times a gradient."""
+    """An elementwise function, and its derivative times a gradient."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": _SILU,
     "swish": _SILU,
     "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward.default),
-    # Three names of one formula (arXiv 1606.08415); transformers computes each by other operations.
+    # Three names of one formula (arXiv 1606.08415); transformers computes each with different operations.
     "gelu_pytorch_tanh": _GELU_TANH,
     "gelu_new": _GELU_TANH,
     "gelu_fast": _GELU_TANH,

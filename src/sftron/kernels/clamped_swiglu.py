@@ -35,7 +35,7 @@ def clamped_swiglu_backward(
     """Returns the gradient of gate_up, and the recomputed product [T, F], bit for bit.
 
     An input beyond its bound has no gradient. An input at its bound has the gradient of the installed torch's clamp,
-    with which transformers computes.
+    which transformers uses.
     """
     grad_gate_up_T2F, output_TF = torch.empty_like(gate_up_T2F), torch.empty_like(grad_TF)
     for grad_BF, gate_up_B2F, grad_gate_up_B2F, output_BF in _blocks(grad_TF, gate_up_T2F, grad_gate_up_T2F, output_TF):

@@ -30,7 +30,7 @@ def runs_kernels(tensor: Tensor) -> bool:
 
 
 def gpu_functions(device: torch.device) -> Any:
-    """Returns the module of a GPU's functions, which is torch.cuda."""
+    """Returns the module with a GPU's functions, torch.cuda."""
     return torch.get_device_module(device)
 
 
@@ -71,8 +71,8 @@ def free_memory(device: torch.device) -> int:
 def expand_segments() -> None:
     """Lets torch's allocator grow its segments of GPU memory, unless the user has set one of its variables.
 
-    The sizes of some tensors change from step to step. With segments of a fixed size, the holes that they leave are
-    reserved in addition. Setting a variable here would have no effect: torch reads them when it is imported.
+    The sizes of some tensors change from step to step. Segments of a fixed size would leave reserved holes. Setting a
+    variable here would have no effect: torch reads them when it is imported.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -1,7 +1,7 @@
 """Operators of torch for functions that launch kernels; torch.compile and fake tensors take each as a single node.
 
 They are registered with torch.library.Library, because a call of a `torch.library.custom_op` costs the host three times
-as much (`normalize`: 11 us, not 4, on one core of an EPYC). Steps of small models are bound by such costs.
+as much (`normalize`: 11 us instead of 4 us, on one core of an EPYC). Such costs limit the speed of small models.
 """
 
 from collections.abc import Callable, Sequence

@@ -51,9 +51,9 @@ def rotate_heads(
     head_dim, rest = divmod(qkv_TW.shape[1], num_all_heads)
     if position_ids.shape != qkv_TW.shape[:1] or rest or head_dim < rotary_dim:
         raise ValueError(
-            f"qkv_TW has shape {tuple(qkv_TW.shape)}, which is not that of {num_heads} query and twice {num_kv_heads} "
+            f"qkv_TW has shape {tuple(qkv_TW.shape)}, which does not fit {num_heads} query and twice {num_kv_heads} "
             f"key-value heads of at least {rotary_dim} dimensions at position_ids {tuple(position_ids.shape)}. Give "
-            "one position a token, and the RoPE table of the same model."
+            "one position per token, and the RoPE table of the same model."
         )
     sizes = num_heads, num_kv_heads, interleaved
     if torch.is_grad_enabled():
@@ -105,7 +105,7 @@ _rotate_heads_backward = operator("rotate_heads_backward", _fused_gradient, fake
 
 
 class _RotateHeads(torch.autograd.Function):
-    """A call costs the host a third of one with `torch.library.register_autograd` (25 us, not 76)."""
+    """A call costs the host a third of a call with `torch.library.register_autograd` (25 us instead of 76 us)."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, *sizes: Any) -> Heads:
@@ -141,8 +141,8 @@ def rotate_on_cpu(
     lowest, highest = (int(x) for x in position_ids.aminmax()) if len(position_ids) else (0, 0)
     if lowest < 0 or highest >= num_positions:
         raise ValueError(
-            f"position_ids reach from {lowest} to {highest}, the RoPE table from 0 to {num_positions - 1}. Shorten the "
-            "documents, or build a table of more positions."
+            f"position_ids range from {lowest} to {highest}, but the RoPE table from 0 to {num_positions - 1}. Shorten "
+            "the documents, or build a table with more positions."
         )
     cos, sin = table_PD[position_ids][:, None].chunk(2, dim=-1)
     sin = -sin if inverse else sin

@@ -64,7 +64,7 @@ class LongRopeScaling:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalScaling:
     """The scaling `rope_type: proportional` (Gemma 4): all but the first `num_rotated` pairs of a head stay as they
-    are. Unlike with a smaller `rotary_dim`, pairs and frequencies are those of the whole head."""
+    are. Unlike a smaller `rotary_dim`, this keeps the pairs and frequencies of the whole head."""
 
     num_rotated: int
     factor: float = 1.0
@@ -91,7 +91,7 @@ class RopeSpec:
 
     theta: float
     rotary_dim: int
-    """The number of dimensions of each head that are rotated, which are its first; the others stay as they are."""
+    """The number of rotated dimensions of each head, its first ones; the others stay unchanged."""
     interleaved: bool = False
     """Whether dimension 2i is rotated together with 2i + 1, rather than i with i + rotary_dim / 2."""
     scaling: RopeScaling | None = None
@@ -116,7 +116,7 @@ def build_rope_table(num_positions: int, spec: RopeSpec) -> Tensor:
 
 
 def _frequencies(wavelengths: Tensor, spec: RopeSpec, num_positions: int) -> list[Tensor]:
-    """Returns the frequencies of the rows; the wavelengths are without a scaling, divided by 2 pi."""
+    """Returns the frequencies of the rows, given the unscaled wavelengths divided by 2 pi."""
     match spec.scaling:
         case LinearScaling(factor=factor):
             return [1.0 / wavelengths / factor]
@@ -146,7 +146,7 @@ def _by_llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _by_yarn(wavelengths: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
     def dimension(num_turns: float) -> float:
-        """Returns the dimension that turns as often within the original positions."""
+        """Returns the dimension that makes this many turns within the original positions."""
         turns = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
         return spec.rotary_dim * math.log(turns) / (2 * math.log(spec.theta))
 
@@ -182,7 +182,7 @@ table. None is the index of layers without a rope, which have no table."""
 
 
 def _dynamic_table(position_ids: Tensor, spec: RopeSpec, scaling: DynamicScaling) -> tuple[Tensor, Tensor]:
-    """Returns a row for each token, and the table of them, as frequencies differ with the lengths of documents."""
+    """Returns a row for each token, and a table of these rows, because frequencies depend on the documents' lengths."""
     dim, original = spec.rotary_dim, scaling.original_max_position_embeddings
     lengths = document_lengths(position_ids).clamp(min=original)[:, None]
     growth = scaling.factor * lengths / original - (scaling.factor - 1)
@@ -205,13 +205,13 @@ class RopeTables:
 
     @property
     def most_cached(self) -> int | None:
-        """The largest number of tokens up to which each new one leaves the frequencies as they are, but for a single
-        change (see `changes`); None if that is any."""
+        """The largest number of tokens up to which a new token leaves the frequencies unchanged, except for a single
+        change (see `changes`); None if there is no limit."""
         dynamic = (spec.scaling for spec in self._specs if isinstance(spec.scaling, DynamicScaling))
         return min((scaling.original_max_position_embeddings for scaling in dynamic), default=None)
 
     def changes(self, num_tokens: int, num_more: int) -> bool:
-        """Returns whether the first `num_tokens` of a document are rotated differently if it has `num_more`."""
+        """Returns whether the first `num_tokens` of a document rotate differently if it has `num_more` more."""
         long = (spec.scaling for spec in self._specs if isinstance(spec.scaling, LongRopeScaling))
         bounds = [scaling.original_max_position_embeddings for scaling in long]
         return any(num_tokens <= bound < num_tokens + num_more for bound in bounds)

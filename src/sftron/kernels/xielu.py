@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BETA, EPS = 0.5, -1e-6
-"""The exponential is that of min(x, EPS), and has no gradient above EPS, as in transformers."""
+"""The exponential takes min(x, EPS) and has no gradient above EPS, as in transformers."""
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:

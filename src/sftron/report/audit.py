@@ -28,7 +28,7 @@ from sftron.report.tokens import (
 from sftron.visible_text import counted
 
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
-"""The result of preparing one row: the conversation before and after labels.py, or the reason why it was dropped."""
+"""The result of preparing one row: the conversation before and after labels.py, or the reason for dropping it."""
 
 _ROW_COUNTS = (
     *(
@@ -135,7 +135,7 @@ class Audit:
         self._check_labels(pack.input_ids[:0], pack.labels[pack.num_tokens :], f"the padding of pack {pack.index}")
 
     def _check_labels(self, input_ids: np.ndarray, labels: np.ndarray, where: str) -> None:
-        """Counts wrong labels: those that are not the next token of `input_ids`, and one at the last position."""
+        """Counts wrong labels: labels that are not the next token of `input_ids`, and a label at the last position."""
         next_ids = np.full(len(labels), IGNORE_INDEX)
         next_ids[: max(len(input_ids) - 1, 0)] = input_ids[1:]
         self._count("num_wrong_labels", int(((labels != IGNORE_INDEX) & (labels != next_ids)).sum()), where)
@@ -147,12 +147,12 @@ class Audit:
 
     @property
     def problems(self) -> list[str]:
-        """The reasons not to train on this data, one sentence each; empty if there are none."""
+        """The reasons not to train on this data, one sentence each."""
         return [*self.problems_of_labels, *filter(None, [self.problem_of_stops]), *self.masks.problems]
 
     @property
     def problem_of_stops(self) -> str:
-        """The answers whose stop token is not trained, in a sentence; "" if there are none."""
+        """A sentence about answers that do not train their stop token; "" if all do."""
         turns = self.turns
         if not turns.num_stop_not_trained:
             return ""
@@ -163,7 +163,7 @@ class Audit:
 
     @property
     def problems_of_labels(self) -> list[str]:
-        """The problems of what is trained, but for stop tokens."""
+        """The problems of the trained tokens, except for stop tokens."""
         return [*self._problems_of_labels()]
 
     def _problems_of_labels(self) -> Iterator[str]:
@@ -181,7 +181,7 @@ class Audit:
 
     @property
     def acquittal(self) -> str:
-        """A sentence that no problem was found, in the rows that were kept if some were dropped."""
+        """The sentence that no problem was found; it names the kept rows if some were dropped."""
         if num_dropped := self.dropped.total():
             return f"No problem found in the {counted(self.num_kept, 'rows')} kept (dropped: {num_dropped:,})."
         return "No problem found."
@@ -195,7 +195,7 @@ class Audit:
 
     @property
     def empty_turns(self) -> str:
-        """The number of empty answers and the location of the first one; "" if there are none."""
+        """The number of empty answers and the location of the first one; "" without any."""
         return f"{self.turns.num_empty:,}, the first in {self._first['empty turns']}" if self.turns.num_empty else ""
 
     def drops(self) -> list[tuple[str, int, str]]:

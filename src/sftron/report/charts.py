@@ -66,7 +66,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of several lines. Its name is also that of its file, and unique among the charts of a page."""
+    """A chart of several lines. Its name also names its file, and is unique on a page."""
 
     name: str
     title: str
@@ -88,12 +88,12 @@ def line_color(style: int) -> int:
 
 
 def line_dashes(style: int) -> tuple[int, ...]:
-    """Returns the lengths of the dashes and gaps of a style. Colors repeat after eight styles with other dashes."""
+    """Returns the lengths of a style's dashes and gaps. After eight styles, colors repeat with other dashes."""
     return DASHES[(style + style // len(COLORS)) % len(DASHES)]
 
 
 def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """Returns the points or, if they are more than `most`, their means over so many spans."""
+    """Returns the points or, if there are more than `most`, their means over `most` spans."""
     if len(points) <= most:
         return tuple(points)
     bounds = [number * len(points) // most for number in range(most + 1)]

@@ -15,7 +15,7 @@ from sftron.data.lanes.lane import PoolDelay
 from sftron.data.types import Pack, Role, TokenizedConversation
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
-"""The quantiles of the conversation lengths that are reported."""
+"""The reported quantiles of conversation lengths."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,8 @@ class LengthCount(Counter[int]):
     """The exact number of conversations of each length in tokens; memory grows only with the number of lengths."""
 
     def quantile(self, share: float) -> int:
-        """Returns the smallest length that at least `share` of the conversations do not exceed; 0 if there are none."""
+        """Returns the smallest length that at least `share` of the conversations do not exceed; 0 without
+        conversations."""
         ordered = sorted(self)
         sums = accumulate(self[length] for length in ordered)
         num_needed = share * self.total()
@@ -147,7 +148,7 @@ class PackingCount:
         }
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yields (name, value) as text for people; nothing if there are no packs."""
+        """Yields (name, value) as text for people; nothing without packs."""
         if not self.num_packs:
             return
         counts, per_pack = self.as_dict(), self.num_conversations / self.num_packs

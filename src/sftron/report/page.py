@@ -38,7 +38,7 @@ class Inspection:
         return self.audit.problems
 
     def as_text(self, *, color: bool, max_tokens: int | None = 1000) -> str:
-        """Returns the packs, then the audit, for a terminal; the arguments are those of `pack_as_text`."""
+        """Returns the packs, then the audit, for a terminal; `pack_as_text` describes the arguments."""
         packs = [
             pack_as_text(pack, self.decode, color=color, max_tokens=max_tokens, locate=self.audit.locate)
             for pack in self.packs
@@ -70,7 +70,7 @@ def inspect_packs(
     Args:
         rows: The result of each row, in order. At most `max_rows` are audited; one more is read to determine whether
             the audit is partial. Without rows, the audit covers only the packs.
-        audit: An audit without rows and packs, which are added to it; None creates one without options.
+        audit: An empty audit to add the rows and packs to; None creates one without options.
     """
     audit, remaining = audit or Audit(), iter(rows)
     for row in islice(remaining, max_rows):

@@ -45,9 +45,9 @@ _COLORS = {
 }
 _TRAINED, _FAINT = "1;4", "2"
 _NAME_COLUMNS = 9
-"""The width of the column for the speaker, which is that of the longest name."""
+"""The width of the speaker's column: the length of the longest name."""
 _LAST_LINES = 20
-"""The lines that are shown from the end of a pack that is longer than the terminal gets."""
+"""The number of last lines to show of a pack that exceeds the terminal's limit."""
 _WRITTEN_OUT = str.maketrans({"\t": "⇥   ", "\n": "↵\n"})
 _BRACKETS_WRITTEN_OUT = str.maketrans({"⟦": "<U+27E6>", "⟧": "<U+27E7>"})
 
@@ -75,11 +75,11 @@ def pack_as_text(
 
     Args:
         color: Whether to write escape sequences; see `wants_color`.
-        max_tokens: Only as many conversations from the beginning as have this many tokens, and at least one, are
-            shown, each whole, with a line that counts the others; None shows all.
-        max_lines: Of more lines than this, at least 40, only the first and the last ones are shown, with a line that
-            counts those between; None shows all.
-        whole_in: What shows the whole pack, for that line.
+        max_tokens: Shows only the first conversations up to this many tokens, at least one and each whole, and a line
+            that counts the others; None shows all.
+        max_lines: If there are more lines than this (at least 40), shows only the first and last ones, and a line that
+            counts the others; None shows all.
+        whole_in: Where to see the whole pack; that line names it.
         locate: Names the rows.
     """
     width = max(width, 40)

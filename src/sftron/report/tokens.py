@@ -28,7 +28,7 @@ class Span:
     role: Role
     """The role of the first token."""
     num_trained: int
-    """The number of trained tokens in the span; each is the label of the token before it."""
+    """The number of trained tokens in the span; each is the label of the preceding token."""
 
     @property
     def is_trained(self) -> bool:
@@ -152,12 +152,12 @@ Locate = Callable[[ConversationKey], str]
 
 
 def numbered_row(key: ConversationKey) -> str:
-    """Returns the location of a row whose data are not at hand."""
+    """Returns the location of a row whose data is not at hand."""
     return f"row {key.row:,} of data set {key.source}"
 
 
 def key_text(key: ConversationKey, locate: Locate) -> str:
-    """Returns the location of a conversation in one line, and its epoch after the first."""
+    """Returns the location of a conversation in one line, with its epoch if that is not the first."""
     return on_one_line(locate(key)) + (f", epoch {key.epoch}" if key.epoch else "")
 
 
