@@ -165,7 +165,7 @@ def test_wrong_offsets_and_a_file_that_shrinks_are_errors_and_do_not_kill_the_pr
         assert pool.apply_async(_error_of, [str(wrong), 0, False]).get(timeout=60)[0] == "broken_arrow"
         reason, message = pool.apply_async(_error_of, [shrinking, 1000, True]).get(timeout=60)
     assert reason == "file_changed"
-    assert message.startswith(f"{shrinking}: had {size} bytes when it was opened and has 100 now")
+    assert message.startswith(f"{shrinking}: had {size} bytes when it was opened, but has 100 now")
 
 
 BROKEN_ROWS = {

@@ -56,14 +56,14 @@ FOLLOWED = {
 }  # fmt: skip
 
 REFUSED = {
-    "{{ '%s' % messages[0].content }}": "cannot be followed: the operator % formats",
-    "{{ messages[0].content | wordwrap(4) }}": "cannot be followed: the filter 'wordwrap' rewrites",
-    "{{ messages[0].content | e }}": "cannot be followed: the filter 'e' rewrites",
-    "{{ '{}'.format(messages[0].content) }}": "cannot be followed: the string method format",
-    "{{ messages | tojson }}": "cannot be followed: the filter 'tojson' mixes",
-    "{{ ('<b>' | safe) + messages[0].content }}": "cannot be followed: the filter 'safe' makes + escape",
-    "{{ ('<b>' | safe).join([messages[0].content]) }}": "cannot be followed: the filter 'safe' makes a method escape",
-    "{{ messages[0].content + ('<b>' | safe) }}": "cannot be followed: the filter 'safe' makes + escape",
+    "{{ '%s' % messages[0].content }}": "loses the origin of text: the operator % formats",
+    "{{ messages[0].content | wordwrap(4) }}": "loses the origin of text: the filter 'wordwrap' rewrites",
+    "{{ messages[0].content | e }}": "loses the origin of text: the filter 'e' rewrites",
+    "{{ '{}'.format(messages[0].content) }}": "loses the origin of text: the string method format",
+    "{{ messages | tojson }}": "loses the origin of text: the filter 'tojson' mixes",
+    "{{ ('<b>' | safe) + messages[0].content }}": "loses the origin of text: the filter 'safe' makes + escape",
+    "{{ ('<b>' | safe).join([messages[0].content]) }}": "loses the origin of text: the filter 'safe' makes a method",
+    "{{ messages[0].content + ('<b>' | safe) }}": "loses the origin of text: the filter 'safe' makes + escape",
     "{{ raise_exception('no system turn, please') }}": "refuses this conversation: no system turn, please",
     "{% if %}": "Expected an expression",
     **dict.fromkeys(("{{ tools | length }}", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"), " this conversation: "),

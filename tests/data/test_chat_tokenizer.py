@@ -127,7 +127,9 @@ def test_private_use_characters_in_a_text_cannot_name_a_control_token(chat_token
     encoded = chat_tokenizer.encode(make_conversation([(text, "Yo")]))
 
     assert chat_tokenizer.decode(encoded.input_ids[encoded.turns[0].start : encoded.turns[0].end]) == text
-    with pytest.raises(DataError, match=r"test\.jsonl:1: the text holds .*, a private-use character that names"):
+    with pytest.raises(
+        DataError, match=r"test\.jsonl:1: the text contains .*, a private-use character that stands for"
+    ):
         chat_tokenizer.encode(make_conversation([(chr(0x10FFFC), "Yo")]))
 
 
@@ -182,9 +184,11 @@ def test_a_prompt_has_the_reference_ids_and_ends_in_the_assistants_header(
 
 def test_a_tokenizer_without_a_template_or_that_is_slow_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="is not a fast tokenizer"):
+    with pytest.raises(ValueError, match="is a slow tokenizer"):
         ChatTokenizer(SimpleNamespace(chat_template="x"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"found none; set tokenizer\.chat_template: one of chatml, hermes, llama3, "):
+    with pytest.raises(
+        ValueError, match=r"but has none; set tokenizer\.chat_template to one of chatml, hermes, llama3, "
+    ):
         ChatTokenizer(bare)
 
 
@@ -203,7 +207,7 @@ def test_a_control_token_that_the_copy_of_the_tokenizer_misses_is_an_error(conve
         PreTrainedTokenizerFast(tokenizer_object=backend), "{% for m in messages %}{{ m.content }}stop{% endfor %}"
     )
 
-    with pytest.raises(DataError, match="the template writes 2 control tokens here, and the tokenizer finds"):
+    with pytest.raises(DataError, match="the template writes 2 control tokens here, but the tokenizer finds"):
         chat_tokenizer.encode(conversation("user: hi", "assistant: yo"))
 
 
@@ -273,7 +277,7 @@ def test_a_role_may_be_allowed_a_control_token_that_others_still_cannot_write(
     assert allowing.encode(only_allowed).input_ids.tolist() == reference_ids(allowing, only_allowed)
     with pytest.raises(ValueError, match="is not a control token of the tokenizer"):
         ChatTokenizer(tokenizer, allow_control_tokens={"assistant": ["<thinking>"]})
-    with pytest.raises(ValueError, match="no role 'assistent'; the roles are system, user, assistant"):
+    with pytest.raises(ValueError, match="unknown role 'assistent'; choose from system, user, assistant"):
         ChatTokenizer(tokenizer, allow_control_tokens={"assistent": ["<think>"]})
 
 
@@ -428,7 +432,7 @@ def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer:
     for batch in ([empty], [full, empty], [empty, full]):
         for each, encoded in zip(batch, chat_tokenizer.encode_batch(batch), strict=True):
             assert isinstance(encoded, DataError) == (each is empty)
-            assert each is full or "the template writes nothing of this conversation" in str(encoded)
+            assert each is full or "the template writes no text of this conversation" in str(encoded)
 
 
 SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
@@ -462,7 +466,7 @@ def test_a_template_that_cannot_write_another_content_where_it_left_one_out_is_r
     checked = "{% for m in messages if m.content not in ('Be kind.', 'Hi', 'Yo') %}{{ raise_exception(m.content) }}"
     template = checked + "{% endfor %}" + END
     messages = (Message(Role.SYSTEM, "Be kind."), Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-    with pytest.raises(DataError, match="system content of message 1 in a way that cannot be followed"):
+    with pytest.raises(DataError, match="system content of message 1 in a way that loses its origin"):
         trained(ChatTokenizer(tokenizer, template), *messages)
 
 
@@ -502,9 +506,7 @@ def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_is_who
     )
     known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
     assert trained(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
-    with pytest.raises(
-        DataError, match=r"the header of message 2 \(assistant\) is not the one that the template's gen"
-    ):
+    with pytest.raises(DataError, match=r"the header of message 2 \(assistant\) differs from the template's gen"):
         trained(ChatTokenizer(tokenizer, body + "<think>{% endif %}"), *messages)
 
 

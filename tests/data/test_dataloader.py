@@ -222,7 +222,7 @@ def test_a_signal_to_the_process_group_does_not_reach_the_workers(make: Make, ex
 @pytest.mark.parametrize(
     ("number", "problem"),
     [
-        (signal.SIGSTOP, r"given nothing for 3 s \(parallelism\.timeout_seconds\)"),
+        (signal.SIGSTOP, r"sent nothing for 3 s \(parallelism\.timeout_seconds\)"),
         (signal.SIGKILL, r"died: .*lower data\.num_workers"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_worker_that_hangs_or_is_killed_ends_the_wait_in_time_with_a_remedy(
     with warnings.catch_warnings():
         # torch opens files to count them at the moment when its handler reports that a worker has been killed.
         warnings.simplefilter("ignore", ResourceWarning)
-        with pytest.raises(WorkerError, match=f"^a loader worker has {problem}") as caught:
+        with pytest.raises(WorkerError, match=f"^a loader worker {problem}") as caught:
             packs_of(batches, 200)
         caught.value.__traceback__ = caught.value.__context__ = None
         gc.collect()
@@ -252,7 +252,7 @@ def test_what_torch_says_of_a_dead_worker_has_the_remedy_wherever_it_is_raised()
     for text in ("DataLoader worker (pid 7) is killed by signal: Killed. ", "DataLoader worker (pid(s) 7, 8) exited"):
         error = loader_module.death_of_worker(RuntimeError(text))
         assert (
-            str(error) == f"a loader worker has died: {text}; if the machine ran out of memory, lower "
+            str(error) == f"a loader worker died: {text}; if the machine ran out of memory, lower "
             "data.num_workers or data.packing.pool_size"
         )
         assert loader_module.death_of_worker(error) is None, "once"
@@ -266,7 +266,7 @@ def test_a_worker_that_hangs_before_it_has_begun_ends_the_start_in_time(
     others = multiprocessing.active_children()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        with pytest.raises(WorkerError, match=r"^a loader worker has given nothing for 2 s") as caught:
+        with pytest.raises(WorkerError, match=r"^a loader worker sent nothing for 2 s") as caught:
             iter(PackLoader(make(), num_workers=1, keep_tail=False, timeout_s=2))
         caught.value.__traceback__ = caught.value.__context__ = None
         gc.collect()
@@ -305,7 +305,7 @@ def test_without_room_for_the_queues_of_workers_the_remedy_is_named_and_no_worke
 
     before = multiprocessing.active_children()
     monkeypatch.setattr(synchronize.SemLock, "__init__", make_or_fail)
-    with pytest.raises(WorkerError, match=r"^no loader worker can be started .* need /dev/shm: enlarge it"):
+    with pytest.raises(WorkerError, match=r"^cannot start a loader worker .* need /dev/shm: enlarge it"):
         iter(load(make(), num_workers=2))
     monkeypatch.undo()
     gc.collect()

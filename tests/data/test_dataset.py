@@ -142,7 +142,7 @@ def test_a_layout_that_does_not_divide_the_lanes_is_refused_with_those_that_do(
     make: Make, num_ranks: int, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_worker(monkeypatch, 0, num_workers)
-    with pytest.raises(DataError, match=r"do not divide data\.num_lanes: 6; ranks x workers may be one of 1, 2, 3, 6"):
+    with pytest.raises(DataError, match=r"do not divide data\.num_lanes: 6; set ranks x workers to one of 1, 2, 3, 6"):
         next(iter(make(dp_world_size=num_ranks)))
 
 
@@ -186,9 +186,9 @@ def test_rows_of_which_none_fits_are_an_error_and_no_empty_loop(chat_tokenizer: 
     ("options", "problem"),
     [
         ({"sequence_length": 0}, "sequence_length is 0"),
-        ({"sequence_length": 9, "format": "x"}, "format is 'x'; it may be one of auto, messages"),
-        ({"sequence_length": 9, "overlong": "x"}, "overlong is 'x'; it may be one of drop"),
-        ({"sequence_length": 9, "packing": "x"}, "packing is 'x'; it may be one of pool"),
+        ({"sequence_length": 9, "format": "x"}, "unknown format 'x'; choose from auto, messages"),
+        ({"sequence_length": 9, "overlong": "x"}, "overlong is 'x'; choose from drop"),
+        ({"sequence_length": 9, "packing": "x"}, "packing is 'x'; choose from pool"),
         ({"sequence_length": 9, "token_budget": 8}, "token_budget is 8, and a pack may need 9 tokens"),
     ],
 )

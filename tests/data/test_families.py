@@ -175,7 +175,7 @@ def outcome_of(family: Family, folder: str, each: Given) -> str:
         return REFUSED
     if "tools" in missing and any("tool_calls" in message for message in each.messages):
         assert str(encoded).startswith("test.jsonl:1: the template does not write the tool calls of message")
-        assert str(encoded).endswith("take one that does (tokenizer.chat_template: hermes, or FILE)")
+        assert str(encoded).endswith("use one that does (tokenizer.chat_template: hermes, or FILE)")
         return NOT_WRITTEN
 
     assert isinstance(encoded, TokenizedConversation), encoded

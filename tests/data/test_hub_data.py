@@ -140,7 +140,7 @@ def test_without_the_hub_a_cache_gives_its_own_commit_and_no_other(tmp_path: Pat
             downloaded(GSM8K, config="main", revision="v1")
 
 
-UNCLEAR = "the datasets library cannot determine which files are meant:"
+UNCLEAR = "the datasets library cannot determine which files to read:"
 
 
 def test_a_downloaded_data_set_has_configurations_and_no_revision(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_a_downloaded_data_set_has_configurations_and_no_revision(tmp_path: Path
         for path, options, problem in (
             (tmp_path, {}, f"{UNCLEAR} Config name is missing."),
             (tmp_path, {"config": "more"}, f"{UNCLEAR} BuilderConfig 'more' not found."),
-            (tmp_path, {"config": "main", "revision": "v1"}, 'is local, and has no revision "v1"; remove'),
-            (tmp_path / "main", {"config": "main"}, 'README.md declares no configs, so there is no "main"; remove'),
-            (tmp_path / "main/train-*", {"config": "main"}, 'is no data set of the Hub, and has no config "main"'),
+            (tmp_path, {"config": "main", "revision": "v1"}, 'is local, so it has no revision "v1"; remove'),
+            (tmp_path / "main", {"config": "main"}, 'README.md declares no configs, so it has no "main"; remove'),
+            (tmp_path / "main/train-*", {"config": "main"}, 'is not a data set of the Hub, so it has no config "main"'),
         ):
             with pytest.raises(DataError) as caught:
                 read(str(path), **options)

@@ -78,7 +78,7 @@ def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_short_row(tmp_p
     path = write(tmp_path / "a.jsonl", lines_of(ROWS))
     source, size = open_source(path), Path(path).stat().st_size
     write(Path(path), "{}")
-    with pytest.raises(DataError, match=rf"a\.jsonl: had {size} bytes when it was opened and has 2 now") as caught:
+    with pytest.raises(DataError, match=rf"a\.jsonl: had {size} bytes when it was opened, but has 2 now") as caught:
         source[2]
     assert caught.value.reason == "file_changed"
 
@@ -148,14 +148,14 @@ def test_a_line_of_hundreds_of_megabytes_is_reported_in_a_hundred_of_memory(tmp_
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     *messages, peak = run.stdout.splitlines()
     for message, path in zip(messages, [line, line, archive, archive], strict=True):
-        assert f"{path}:2: is a row of {num_bytes} bytes, above data.max_row_bytes 4194304: " in message
+        assert f"{path}:2: has {num_bytes} bytes, but data.max_row_bytes is 4194304: " in message
     assert int(peak) < 100 * 2**20
 
 
 MANY = {
     "newlines": (b"\n", [{"n": 1}, {"n": 1}]),
     "spaces and newlines": (b" \r\n\t\n", [{"n": 1}, {"n": 1}]),
-    "lines of a character": (b"x\n", "more than 10,000,000 lines, of less than 8 bytes on average; wanted one JSON"),
+    "lines of a character": (b"x\n", "more than 10,000,000 lines with less than 8 bytes on average; wanted one JSON"),
 }
 MEASURE_MANY = """
 import resource, sys
@@ -255,7 +255,7 @@ WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... 
             ":1: is not JSON: Expecting property name enclosed in double quotes at character 2, "
             f'near "{{"; write {WHOLE_LINES}',
         ),
-        ("a.csv", "a,b\n1,2\n3\n", ":3: the row that ends here has 1 cells, and the header has 2"),
+        ("a.csv", "a,b\n1,2\n3\n", ":3: the row that ends here has 1 cells, but the header has 2"),
         (
             "a.csv",
             "a;b\n1;2\n3;4;5\n",
@@ -264,7 +264,7 @@ WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... 
         (
             "a.tsv",
             "a\tb\n1\t2, 3\n4\n",
-            ":3: the row that ends here has 1 cells, and the header has 2; quote cells that",
+            ":3: the row that ends here has 1 cells, but the header has 2; quote cells that",
         ),
         ("a.csv", 'a;b\n"1"2;3\n', ":2: is not CSV: ';' expected after '\"'; separate cells with semicolons, and"),
         ("a.csv", 'sep=|\na|b\n"1"2|3\n', ":3: is not CSV: '|' expected after '\"'; separate cells with vertical bars"),

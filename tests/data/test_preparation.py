@@ -47,8 +47,8 @@ def test_overlong_and_untrained_rows_are_dropped_with_a_reason_under_either_sett
     assert isinstance(overlong, Dropped)
     assert isinstance(untrained, Dropped)
     assert (overlong.reason, untrained.reason) == ("overlong", "no_trained_token")
-    assert re.match(r"rows\.jsonl:1: \d+ tokens, tokens\.sequence_length is 48", overlong.detail)
-    assert untrained.detail == "rows.jsonl:2: no text to train on, of role assistant, reasoning, tool_call"
+    assert re.match(r"rows\.jsonl:1: \d+ tokens, but tokens\.sequence_length is 48", overlong.detail)
+    assert untrained.detail == "rows.jsonl:2: no text to train on (role assistant, reasoning, tool_call)"
     assert isinstance(fine, LabeledConversation)
 
 
@@ -59,7 +59,9 @@ def test_the_length_itself_fits_and_one_token_more_is_dropped_or_an_error(chat_t
     assert isinstance(prepare(chat_tokenizer, row, sequence_length=length - 1).read(at(0)), Dropped)
     strict = prepare(chat_tokenizer, row, OVERLONG, overlong="error")
     kept(strict.read(at(0)))
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: \d+ tokens, tokens\.sequence_length is 48; raise") as caught:
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: \d+ tokens, but tokens\.sequence_length is 48; raise"
+    ) as caught:
         strict.read(at(1))
     assert caught.value.reason == "overlong"
 

@@ -48,7 +48,7 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
         ("blank.jsonl", "blank.jsonl: holds no rows"),
         (
             "owner/name",
-            'owner/name: is no local file or folder in {tmp}, and split "train" cannot be loaded from',
+            'owner/name: is not a local file or folder in {tmp}, and split "train" cannot be loaded from',
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_folder_that_is_not_whole_or_names_splits_for_some_files_only_is_refus
         write(tmp_path / name, lines_of(ROWS))
     for name in ("shards/train-00002-of-00003.jsonl", "shards/.hidden.jsonl"):
         write(tmp_path / name, lines_of(ROWS))
-    expected = "some: test.jsonl names a split, and math.jsonl does not; name the files you want by a pattern"
+    expected = "some: test.jsonl names a split, but math.jsonl does not; name the files you want by a pattern"
     assert str(refusal_of(tmp_path, str(tmp_path / "some"))).startswith(expected)
     assert len(open_source(str(tmp_path / "some" / "*.jsonl"))) == 2 * len(ROWS)
     refusal = str(refusal_of(tmp_path, str(tmp_path / "shards")))
@@ -144,7 +144,7 @@ def test_a_downloaded_data_set_of_the_hub_is_read_by_its_root(tmp_path, configs,
     assert 'set: has no split "validation", only train, test: ' in str(refusal_of(tmp_path, str(folder), "validation"))
 
 
-UNCLEAR = "set: the datasets library cannot determine which files are meant: "
+UNCLEAR = "set: the datasets library cannot determine which files to read: "
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_part_has_the_rows_lines_and_fingerprint_of_its_own(tmp_path) -> None:
     for outside in (-1, 4):
         with pytest.raises(IndexError, match="has 4 rows, no row"):
             part[outside]
-    assert 'a.jsonl: split "train[:0%]" takes none of its 200 rows' in str(refusal_of(tmp_path, path, "train[:0%]"))
+    assert 'a.jsonl: split "train[:0%]" selects none of its 200 rows' in str(refusal_of(tmp_path, path, "train[:0%]"))
 
 
 # --- Fingerprints and processes ---

@@ -190,9 +190,9 @@ def test_an_archive_that_is_cut_off_is_an_error_at_every_row_after_it_and_not_th
     [
         (lines_of(ROWS), "train[:5%]", 'split "train[:5%]" needs the number of rows'),
         (lines_of(ROWS), "train[-5:]", 'split "train[-5:]" needs the number of rows'),
-        (lines_of(ROWS), "train[200:]", 'split "train[200:]" holds no rows; name one that does'),
+        (lines_of(ROWS), "train[200:]", 'split "train[200:]" has no rows; name another split'),
         (lines_of(ROWS), "test", 'has no split "test", only train'),
-        (" [" + lines_of(ROWS[:1]) + "]", "train", "holds a JSON list, which has to be read to its end; write one"),
+        (" [" + lines_of(ROWS[:1]) + "]", "train", "holds a JSON list, which cannot be streamed; write one"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_when_opened(tmp_path: Path, content: str, split: str, message: str) -> None:
@@ -231,7 +231,7 @@ def test_a_file_that_is_gone_is_an_error_by_name(tmp_path: Path, kind: str) -> N
     source = open_stream(path)
     Path(path).unlink()
     source.seek(50)  # else the open file is read on
-    with pytest.raises(DataError, match=rf"^{path}: cannot be read any more: .*No such file") as caught:
+    with pytest.raises(DataError, match=rf"^{path}: can no longer be read: .*No such file") as caught:
         source[99]
     assert caught.value.reason == "file_changed"
 
@@ -252,7 +252,7 @@ def numbers(size: list[int], *, fail_at: list[int]) -> StreamedSource:
 def test_a_failure_on_the_way_is_raised_and_is_not_the_end() -> None:
     source = numbers([20], fail_at=[7])
     assert source[6] == {"n": 6}
-    with pytest.raises(DataError, match=r"^numbers: cannot be read any more: the network is gone; make it readable"):
+    with pytest.raises(DataError, match=r"^numbers: can no longer be read: the network is gone; make it readable"):
         source[12]
     assert read_from(source, 0) == [{"n": n} for n in range(20)]
 

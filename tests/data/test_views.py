@@ -26,7 +26,7 @@ def held_and_trained(num_rows: int, share: float) -> tuple[list[int], list[int]]
 def test_every_row_is_either_held_out_or_trained_in_its_order(num_rows: int, share: float) -> None:
     num_held = max(round(share * num_rows), 1 if share else 0)
     if num_held == num_rows:
-        with pytest.raises(DataError, match=rf"evaluation.share {share} of {num_rows} rows leaves none to train on"):
+        with pytest.raises(DataError, match=rf"evaluation.share {share} of {num_rows} rows leaves no row to train on"):
             held_and_trained(num_rows, share)
         return
     held, trained = held_and_trained(num_rows, share)

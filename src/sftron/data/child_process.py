@@ -13,7 +13,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def heard_signals() -> list[signal.Signals]:
-    """Returns those of STOP_SIGNALS that this process handles: all of them, except a SIGHUP that `nohup` ignores."""
+    """Returns the STOP_SIGNALS that this process handles: all, except a SIGHUP that `nohup` ignores."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignores_hangup]
 

@@ -105,7 +105,7 @@ class PackedDataset(IterableDataset[Pack]):
         """How long the conversations of this process's packs stayed in the pool."""
         self._own_lanes = range(self.num_lanes)
         self.is_best_fit = False
-        """Whether the planned packs are those of best-fit decreasing; known once the rows are measured."""
+        """Whether best-fit decreasing makes the planned packs; known once the rows are measured."""
         self.row_lengths: Sequence[int | str] | None = None
         if row_lengths is not None:
             self.plan(row_lengths)
@@ -148,7 +148,7 @@ class PackedDataset(IterableDataset[Pack]):
         **keywords: Any,
     ) -> PackedDataset:
         if format not in (known := ("auto", *get_args(Format))):
-            raise DataError(f"format is {format!r}; it may be one of {', '.join(known)}")
+            raise DataError(f"unknown format {format!r}; choose from {', '.join(known)}")
         options = DataOptions(**keywords)
         row_format = resolve_format(source, format, columns)
         preparation = Preparation([DataSet(source.name, source, row_format)], chat_tokenizer, options)
@@ -158,7 +158,7 @@ class PackedDataset(IterableDataset[Pack]):
         return dataset
 
     def measure(self) -> Sequence[int | str]:
-        """Returns `measure_rows` of all rows, which the first call measures. Raises DataError for a bad row."""
+        """Returns `measure_rows` of all rows; the first call measures them. Raises DataError for a bad row."""
         return self.row_lengths or self.plan(measure_rows(self.preparation, range(self.preparation.num_rows or 0)))
 
     def plan(self, row_lengths: Sequence[int | str]) -> Sequence[int | str]:
@@ -262,7 +262,7 @@ class PackedDataset(IterableDataset[Pack]):
             if self._ends and num_empty == len(self._own_lanes):
                 if self._first_pack == 0 and self._num_given == num_empty and (index == 0 or not self.is_planned):
                     first = "".join(f": {each.reason}, {each.detail}" for each in pack.dropped_rows[:1])
-                    raise DataError(f"no row can be trained on{first}; look at them with `sftron inspect`")
+                    raise DataError(f"no row can be trained on{first}; run `sftron inspect` to see the rows")
                 return
             if pack.keys or num_workers > 1 or not self._ends:
                 yield pack
@@ -279,7 +279,7 @@ class PackedDataset(IterableDataset[Pack]):
             )
         raise DataError(
             f"{ranks}{f' x {num_workers} workers' if num_workers else ''} do not divide data.num_lanes: "
-            f"{self.num_lanes}; ranks x workers may be one of {', '.join(fitting)}; or, in a new run, "
+            f"{self.num_lanes}; set ranks x workers to one of {', '.join(fitting)}; or, in a new run, "
             f"set data.num_lanes: {math.lcm(self.num_lanes, wanted)}"
         )
 
@@ -327,7 +327,7 @@ class PackedDataset(IterableDataset[Pack]):
         return MixtureFetcher(lane, self.num_lanes, self._streams, self.preparation.weights)
 
     def _open_streams(self) -> list[Stream]:
-        """Returns one stream of the rows of all data sets or, with weights, one stream per data set."""
+        """Returns one stream of all data sets' rows or, with weights, one stream per data set."""
         preparation = self.preparation
         if preparation.weights is None and not preparation.is_streamed:
             return [self._stream(0, preparation.num_rows or 0, preparation.key)]
@@ -339,7 +339,7 @@ class PackedDataset(IterableDataset[Pack]):
         ]
 
     def _stream(self, dataset: int, rows: StreamedSource | int, key: Callable[[int, int], ConversationKey]) -> Stream:
-        """Returns the stream of `rows`, a number of them or those of a streamed source, in this data set's order."""
+        """Returns the stream of `rows` (their number, or a streamed source) in this data set's order."""
         options = {"seed": self.seed, "dataset": dataset, "first_epoch": self.first_epoch}
         if isinstance(rows, StreamedSource):
             start = min(map(partial(self._low_position, dataset), self._own_lanes))

@@ -1,7 +1,7 @@
 """Digests of what a step trained, for metrics.jsonl: the evidence for law 6.
 
-A pack is a pure function of data, settings and index (law 5). So a step writes only a digest of its packs, and whoever
-wants to know its rows makes the packs again, as `sftron audit` does:
+A pack is a pure function of data, settings and index (law 5). So a step writes only a digest of its packs. To learn its
+rows, rebuild the packs, as `sftron audit` does:
 
     "rows": {"packs": [8, 10], "epochs": [0, 2], "data": "5b2e...", "keys": "91c0...", "tokens": "e07f..."}
 """
@@ -17,14 +17,14 @@ from sftron.data.types import Pack
 
 
 class PackDigest(NamedTuple):
-    """The digest of one pack; as JSON it is a list, in which ranks exchange it."""
+    """The digest of one pack; ranks exchange it as a JSON list."""
 
     index: int
     """The number of the pack in the run."""
     keys: str
-    """Of its conversations and dropped rows, in order: data set, row, epoch, and the reason of a drop."""
+    """The digest of its conversations and dropped rows, in order: data set, row, epoch, and the reason for a drop."""
     tokens: str
-    """Of its ids, labels, loss weights and bounds of documents."""
+    """The digest of its ids, labels, loss weights and document bounds."""
 
 
 def pack_digest(pack: Pack) -> PackDigest:
@@ -41,7 +41,7 @@ def step_rows(
     """Returns the value of `rows` in metrics.jsonl.
 
     Args:
-        packs: The packs of all ranks since the previous step, of which the first ones may hold no conversation.
+        packs: The packs of all ranks since the previous step; the first ones may hold no conversation.
         first_epoch: The epoch at which this data began; above 0 after a change of the data.
         num_epochs: The number of epochs that the dataset deals.
         data: The fingerprint of everything else that packs depend on.

@@ -76,7 +76,7 @@ def _flat(rows: Sequence[np.ndarray]) -> torch.Tensor:
 def _unshifted_labels(pack: Pack) -> np.ndarray:
     if weights := set(pack.loss_weights.tolist()) - {0.0, 1.0}:
         raise DataError(
-            f"pack {pack.index} has tokens of weight {min(weights):g}, and labels for transformers are only on or off; "
+            f"pack {pack.index} has tokens of weight {min(weights):g}, but labels for transformers are only on or off; "
             "give messages the weight 0 or 1, or train with sftron's Trainer"
         )
     return np.append(np.int32(IGNORE_INDEX), pack.labels[: pack.num_tokens - 1])

@@ -26,7 +26,7 @@ def parse_json(text: str | bytes, location: str, wanted: str = "one JSON object"
     try:
         value = _DECODER.decode(text)
         if text.count("[") + text.count("{") > _MAX_DEPTH and is_deeper_than(_MAX_DEPTH, value):
-            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+            raise ValueError(f"it has more than {_MAX_DEPTH} levels of nesting")
         return value
     except json.JSONDecodeError as error:
         found = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
@@ -73,4 +73,4 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-"""One for all rows: `json.loads` makes a new one for each call that has a hook, which takes a third of its time."""
+"""Shared by all rows: `json.loads` makes a new decoder for each call with a hook, which takes a third of its time."""

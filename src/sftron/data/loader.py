@@ -26,14 +26,14 @@ from sftron.data.types import IGNORE_INDEX, WHOLE_ROW, Batch, ContextRank, DataE
 
 
 def death_of_worker(error: BaseException) -> WorkerError | None:
-    """Returns the error with a remedy if torch says that a loader worker has died; None for any other error.
+    """Returns the error with a remedy if torch reports a dead loader worker; None for any other error.
 
-    torch's handler of SIGCHLD raises it in whatever the main thread is doing then: a step, an evaluation, a save.
+    torch's SIGCHLD handler raises it in the middle of whatever the main thread is doing: a step, an evaluation, a save.
     """
     if isinstance(error, WorkerError) or "DataLoader worker (pid" not in str(error):
         return None
     remedy = "if the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
-    return WorkerError(f"a loader worker has died: {error}; {remedy}")
+    return WorkerError(f"a loader worker died: {error}; {remedy}")
 
 
 class WorkerError(ChildProcessError):
@@ -47,9 +47,9 @@ def collate(
     measured_roles: frozenset[Role] = frozenset(),
     context: ContextRank = WHOLE_ROW,
 ) -> Batch:
-    """Returns a pack as a batch of CPU tensors, or the part of it that a rank has.
+    """Returns a pack, or a rank's part of it, as a batch of CPU tensors.
 
-    Labels were shifted before the row is cut, so the label of a part's last token is the first one of the next part.
+    Labels are shifted before the row is cut, so the label of a part's last token is the first token of the next part.
 
     Args:
         pack: The pack.
@@ -59,7 +59,7 @@ def collate(
         context: The place of this rank among those that share the pack; without the padding, each has a token.
 
     Raises:
-        ValueError: The pack has fewer tokens than ranks share it.
+        ValueError: More ranks share the pack than it has tokens.
     """
     num_tokens = len(pack.input_ids) if keep_tail else min(max(context.size, pack.num_tokens), len(pack.input_ids))
     part = context.part_of(num_tokens)
@@ -97,7 +97,7 @@ class PackLoader:
         keep_tail: See `collate`.
         measured_roles, context: See `collate`.
         pin_memory: Whether batches are in page-locked memory.
-        timeout_s: How many seconds the loader waits for a worker. If one sends nothing for that long, or dies, the
+        timeout_s: How many seconds the loader waits for a worker. If a worker sends nothing for that long, or dies, the
             iteration raises WorkerError.
     """
 
@@ -156,7 +156,7 @@ class PackLoader:
                     if type(iterator).__module__.startswith("torchdata."):
                         iterator._shutdown = True
                 raise WorkerError(
-                    f"no loader worker can be started ({error}); its queues need /dev/shm: enlarge it (docker run "
+                    f"cannot start a loader worker ({error}); its queues need /dev/shm: enlarge it (docker run "
                     "--shm-size=1g), or set data.num_workers: 0"
                 ) from None
         _STARTED.add(packs)
@@ -179,8 +179,8 @@ class PackLoader:
             return read()
         except RuntimeError as error:
             if "DataLoader timed out" in str(error):
-                problem = f"has given nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds)"
-                remedy = "raise it if reading so many rows takes that long"
+                problem = f"sent nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds)"
+                remedy = "raise it if reading the rows takes that long"
                 raise WorkerError(f"a loader worker {problem}; {remedy}") from None
             raise death_of_worker(error) or error from None
 

@@ -1,4 +1,4 @@
-"""Finds conversations of the evaluation data that are in the training data as well, and repeated ones."""
+"""Finds conversations that the evaluation data shares with the training data, and repeated ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import ConversationKey, DataError, Document, TokenizedConversation
 
 _MAX_COMPARED_ROWS = 100_000
-"""The largest number of training rows that are compared, which takes a few seconds at the start of a run."""
+"""The largest number of training rows to compare, which takes a few seconds at the start of a run."""
 
 
 def overlaps(evaluated: Iterable[Preparation], training: Preparation) -> tuple[list[list[tuple[str, str]]], int]:
     """Returns the rows of each of `evaluated` that are in `training` too, and how many training rows were compared.
 
-    A row is given by its location in either. Training rows are taken evenly; of a stream, none. Bad rows are ignored.
+    Each row is given by both of its locations. Training rows are sampled evenly; a stream is not read. Bad rows are
+    ignored.
     """
     sets = [[(_digest(each, key), each.location(key)) for key in each.all_keys()] for each in evaluated]
     wanted = {digest for each in sets for digest, _ in each if digest}
@@ -36,7 +37,7 @@ def overlaps(evaluated: Iterable[Preparation], training: Preparation) -> tuple[l
 def repetitions(data: Preparation) -> tuple[list[tuple[str, str]], int]:
     """Returns the rows that are equal to an earlier row, with the location of either, and how many rows were compared.
 
-    They are the first rows of each data set; of a stream, none. Bad rows are ignored.
+    It compares the first rows of each data set, but reads no stream. Bad rows are ignored.
     """
     num_rows = 0 if data.is_streamed else min(data.num_rows or 0, _MAX_COMPARED_ROWS)
     first: dict[bytes, ConversationKey] = {}

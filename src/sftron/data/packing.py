@@ -68,8 +68,8 @@ class BestFitPacking:
     """Packs the oldest conversation with those that best-fit decreasing puts into its pack.
 
     The pool must hold the rest of one epoch. The packs of an epoch come in the order of their oldest conversations, and
-    a resume that knows only the rest of the epoch makes the same ones: no other choice of best-fit decreasing depends
-    on a pack that is left out whole.
+    a resume that knows only the rest of the epoch makes the same packs: leaving out a whole pack changes no other
+    choice of best-fit decreasing.
     """
 
     pool_size = sys.maxsize
@@ -97,10 +97,10 @@ class BestFitPacking:
 
 
 def best_fit_decreasing(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Returns the packs of best-fit decreasing: their indices ascending, and themselves in the order of their first.
+    """Returns the packs of best-fit decreasing, each with ascending indices, in the order of their first indices.
 
-    From the longest to the shortest, each conversation goes into the fullest pack that has room for it. Of equal ones
-    the first is taken. At most 11/9 of the fewest possible packs, and one more (Johnson, 1973).
+    From the longest to the shortest, each conversation goes into the fullest pack that has room for it, the first of
+    equally full ones. It makes at most 11/9 of the fewest possible packs, plus one (Johnson, 1973).
     """
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # of each pack the room that is left and its number, ascending
@@ -115,7 +115,7 @@ def best_fit_decreasing(lengths: Sequence[int], token_budget: int) -> list[list[
 
 
 Packing = PoolPacking | MinibatchPacking | BestFitPacking
-"""Chooses the next pack from the pending conversations of a lane, of which there are at most `pool_size`."""
+"""Chooses the next pack from a lane's pending conversations, at most `pool_size`."""
 
 
 def lay_out(

@@ -1,4 +1,4 @@
-"""Turns each row into a LabeledConversation, or into a Dropped with the reason (law 4)."""
+"""Turns each row into a LabeledConversation, or into a Dropped with a reason (law 4)."""
 
 from __future__ import annotations
 
@@ -68,12 +68,14 @@ class DataOptions:
     def __post_init__(self) -> None:
         for option, known in (("overlong", get_args(Overlong)), ("packing", get_args(PackingStrategy))):
             if (value := getattr(self, option)) not in known:
-                raise DataError(f"{option} is {value!r}; it may be one of {', '.join(known)}")
+                raise DataError(f"{option} is {value!r}; choose from {', '.join(known)}")
         if self.sequence_length < 2:
-            raise DataError(f"sequence_length is {self.sequence_length}; a conversation has at least two tokens")
+            raise DataError(
+                f"sequence_length is {self.sequence_length}; set it to at least 2, the shortest conversation"
+            )
         smallest = self.sequence_length * (self.micro_batch_size if self.packing == "minibatch" else 1)
         if self.token_budget and self.token_budget < smallest:
-            raise DataError(f"token_budget is {self.token_budget}, and a pack may need {smallest} tokens; raise it")
+            raise DataError(f"token_budget is {self.token_budget}, but a pack may need {smallest} tokens; raise it")
         if not self.token_budget:
             object.__setattr__(self, "token_budget", self.sequence_length * self.micro_batch_size)
 
@@ -88,13 +90,14 @@ class DataSet:
     held_out: RowSource | None = None
     """The rows that are excluded from `source` for evaluation."""
     weight: float | None = None
-    """The data set's share of the tokens, relative to that of the others. All data sets have a weight, or none has."""
+    """The data set's share of the tokens, relative to the other data sets. Either all data sets have a weight, or
+    none."""
 
     @property
     def num_rows(self) -> int | None:
         """The number of rows, or None for a stream that does not declare it.
 
-        A stream is not counted by reading it, as reports must not depend on how far it was read.
+        Reading does not count a stream's rows, because reports must not depend on how far it was read.
         """
         return self.source.declared_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
 
@@ -194,7 +197,7 @@ class Preparation:
 
     @property
     def trained(self) -> Targets | None:
-        """The tokens that are trained; None if all of them are, without train_on_completions_only."""
+        """The tokens that are trained; None for all of them, without train_on_completions_only."""
         return self.targets if self.train_on_completions_only else None
 
     def location(self, key: ConversationKey) -> str:
@@ -263,7 +266,9 @@ class Preparation:
         if isinstance(parsed, Document):
             return parsed
         if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
-            problem = f"has the id {highest}, but the tokenizer's are below {size}; use the tokenizer that made the ids"
+            problem = (
+                f"has the id {highest}, but the tokenizer's ids are below {size}; use the tokenizer that made the ids"
+            )
             raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
         return parsed
 
@@ -290,9 +295,7 @@ class Preparation:
                 raise
             return Dropped(error.reason, str(error), key)
         if not self.targets.has_any(tokenized):
-            return Dropped(
-                "no_trained_token", f"{self.location(key)}: no text to train on, of role {self.targets}", key
-            )
+            return Dropped("no_trained_token", f"{self.location(key)}: no text to train on (role {self.targets})", key)
         return tokenized
 
     def _shorten(self, conversation: Parsed, tokenized: TokenizedConversation) -> TokenizedConversation | Dropped:
@@ -304,7 +307,7 @@ class Preparation:
             DataError: `overlong` is "error".
         """
         length = self.options.sequence_length
-        too_long = f"{self.location(tokenized.key)}: {len(tokenized)} tokens, tokens.sequence_length is {length}"
+        too_long = f"{self.location(tokenized.key)}: {len(tokenized)} tokens, but tokens.sequence_length is {length}"
         if self.options.overlong == "error":
             raise DataError(f"{too_long}; raise it, or set data.overlong to drop or truncate_turns", reason="overlong")
         if self.options.overlong == "truncate_turns" and isinstance(conversation, Conversation):

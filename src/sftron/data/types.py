@@ -72,7 +72,7 @@ class Message:
 
     role: Role
     content: str | None = None
-    """The text, or None where there is none, as in a message of tool calls alone."""
+    """The text; None for a message without text, such as one of tool calls alone."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The other fields that the chat template may read (`reasoning_content`, `tool_calls`, `name`, ...), as JSON
     values. A field without a value is absent rather than None."""
@@ -129,7 +129,7 @@ class Turn(NamedTuple):
     start: int
     end: int
     stop: int | None
-    """Index of the stop token, or None where the turn has none."""
+    """Index of the stop token; None if the turn has no stop token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +157,7 @@ class TokenizedConversation:
     template_kwargs: tuple[str, ...] = ()
     """The row's values of variables of the chat template, in words ("enable_thinking: false")."""
     has_second_thought: bool = False
-    """Whether the template adds a thought of its own to an answer whose content has one; both are trained."""
+    """Whether the template adds its own reasoning to an answer whose content has some; both are trained."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -201,7 +201,7 @@ class LabeledConversation:
 
 @dataclass(slots=True)
 class MeasuredRow:
-    """A row of which only the length is known: a placeholder for its LabeledConversation until the row is read."""
+    """A row with a known length: a placeholder for its LabeledConversation until the row is read."""
 
     key: ConversationKey
     num_tokens: int
@@ -212,7 +212,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A row that is not trained on, with the reason under which it is counted and one line of detail for reports."""
+    """A row that is not trained on, with the reason to count it under and one line of detail for reports."""
 
     reason: str
     detail: str
@@ -275,7 +275,7 @@ class Pack:
 
 
 class ContextRank(NamedTuple):
-    """A rank's place among those that share each pack: its number, and how many there are."""
+    """A rank's place among the ranks that share each pack: its number, and their number."""
 
     rank: int = 0
     size: int = 1
@@ -283,18 +283,18 @@ class ContextRank(NamedTuple):
     def part_of(self, num_tokens: int) -> ContextPart:
         """Returns this rank's part of a row. Raises ValueError if the row has fewer tokens than there are ranks."""
         if num_tokens < self.size:
-            raise ValueError(f"a row of {num_tokens} tokens has no part for each of {self.size} ranks (context)")
+            raise ValueError(f"{self.size} ranks (context) cannot share a row of {num_tokens} tokens")
         least, rest = divmod(num_tokens, self.size)
         return ContextPart(tuple(least + (rank < rest) for rank in range(self.size)), self.rank)
 
 
 WHOLE_ROW = ContextRank()
-"""That of a rank that shares its packs with no other."""
+"""A rank that does not share its packs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
-    """The consecutive tokens of a row that one of the ranks that share it has.
+    """One rank's part of a row that several ranks share: consecutive tokens.
 
         0 1 2 | 3 4 5 | 6 7 8 | 9 10        a row of 11 tokens on 4 ranks: counts 3 3 3 2
 
@@ -330,7 +330,7 @@ class Batch:
     input_ids: torch.Tensor
     """int64 [T]."""
     position_ids: torch.Tensor
-    """int32 [S]: those of the whole row, as rotations may depend on the length of a document."""
+    """int32 [S], for the whole row, because rotations may depend on the length of a document."""
     role_ids: torch.Tensor
     """uint8 [T]."""
     cu_seqlens: torch.Tensor
@@ -354,7 +354,7 @@ class Batch:
     untrained_roles: torch.Tensor
     """uint8 [M], the role of each token in `untrained_labels`."""
     weight_sum: float
-    """The sum of the loss weights of the pack, whatever the part, as a Python float; the step adds it to its one
+    """The sum of the loss weights of the whole pack, even for a part, as a Python float; the step adds it to its one
     denominator (law 8)."""
     pack: Pack
     part: ContextPart
@@ -377,7 +377,7 @@ class Batch:
 
 @runtime_checkable
 class SeekablePacks(Protocol):
-    """An endless stream of packs, such as `PackedDataset`, that tells its position and returns to it."""
+    """An endless stream of packs, such as `PackedDataset`, that can report its position and return to it."""
 
     def __iter__(self) -> Iterator[Pack]: ...
 

@@ -142,7 +142,7 @@ class ControlTokens:
         first_name = _LAST_PRIVATE - len(self.ids)
         if first_name < _FIRST_PRIVATE:
             most = _LAST_PRIVATE - _FIRST_PRIVATE
-            raise TemplateError(f"the tokenizer has {len(self.ids)} added tokens; at most {most} can be followed")
+            raise TemplateError(f"the tokenizer has {len(self.ids)} added tokens, but at most {most} are supported")
         self._first_characters = tuple({content[0] for content in self.ids})
         self._names = {content: chr(first_name + number) for number, content in enumerate(self.ids)}
         self._contents = {ord(name): content for content, name in self._names.items()}
@@ -160,10 +160,10 @@ class ControlTokens:
         if text.isascii() or (found := self._refused.search(text)) is None:
             return
         if found[0] <= "\udfff":
-            problem = f"the text holds half a character ({found[0]!r}), a surrogate without its pair"
+            problem = f"the text contains half a character ({found[0]!r}, a surrogate without its pair)"
             raise TemplateError(f"{problem}; write the whole character, or remove it")
         raise TemplateError(
-            f"the text holds {found[0]!r}, a private-use character that names a control token; remove it"
+            f"the text contains {found[0]!r}, a private-use character that stands for a control token; remove it"
         )
 
     def is_plain(self, text: str) -> bool:
@@ -223,7 +223,7 @@ def allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[st
     by_name = {role.name.lower(): role for role in Role if role not in (Role.TEMPLATE, Role.PADDING)}
     for name, strings in allowed.items():
         if name not in by_name:
-            raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
+            raise TemplateError(f"data.allow_control_tokens: unknown role {name!r}; choose from {', '.join(by_name)}")
         if unknown := sorted(set(strings) - set(known)):
             raise TemplateError(
                 f"data.allow_control_tokens.{name}: {', '.join(unknown)} is not a control token of the tokenizer; "

@@ -4,8 +4,8 @@ The model generates everything after it. Most templates append the same header t
 (`ChatTemplate.has_constant_header`). It is rendered once, and then looked for in the text before each answer, so the
 work is linear in the number of turns.
 
-A header that may depend on the conversation, and one that is not found once before an answer, are rendered from the
-messages before the answer. This is one more rendering for each answer, so it is quadratic in the number of turns.
+If a header may depend on the conversation, or does not occur exactly once before an answer, it is rendered from the
+messages before the answer. This takes one more rendering per answer, so it is quadratic in the number of turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GenerationPrompt(NamedTuple):
 
     text: str
     header_start: int
-    """The number of its first characters that close the message before; the answer's header follows them."""
+    """The number of leading characters that close the preceding message; the answer's header follows them."""
 
     @property
     def header(self) -> str:
@@ -50,7 +50,7 @@ class GenerationPrompts:
         self._unconditional_header = cache(self._find_unconditional_header)
 
     def position_of_header(self, written: str, has_tools: bool) -> int:
-        """Returns the position of the header in a text of the template, or of as many of its first words as there are.
+        """Returns the position of the header, or of as many of its first words as occur, in a text of the template.
 
         It is -1 unless they are in the text exactly once.
         """
@@ -146,7 +146,8 @@ class GenerationPrompts:
         return header if answered.startswith(prompt) and prompt.endswith(header) else ""
 
     def end_of_rounds(self) -> str:
-        """Returns what the template writes after every answer, whether a question follows or not; "" if it rejects it.
+        """Returns what the template writes after every answer, whether a question follows or not; "" if it rejects the
+        probe.
 
         The header of the question is not part of it.
         """

@@ -1,6 +1,6 @@
 """transformers' Jinja environment for chat templates, with joins, filters and calls that keep the origin of text.
 
-An operation that makes a bare string of text of the conversation raises ProvenanceLostError, with its name.
+An operation that would turn text of the conversation into a bare string raises ProvenanceLostError with its name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a TrackedStr's method instead of a str's if text of the conversation is in the arguments of a call.
+        """Calls a TrackedStr's method instead of a str's if the arguments contain text of the conversation.
 
         An example is `'sep'.join(texts)`.
         """

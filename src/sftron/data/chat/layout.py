@@ -1,7 +1,7 @@
 """The spans and turns of a rendered conversation, and from them the role of every token.
 
-Most rows of a data set are messages of plain text, around which a template writes the same words. The roles of the
-spans then depend only on these words, the frame, so they are determined once for all conversations with that frame:
+Most rows of a data set are messages of plain text, and a template writes the same words around them. The roles of the
+spans then depend only on these words, the frame. So they are determined once for all conversations with that frame:
 
     text    <|im_start|>user\\n  Why?   <|im_end|>\\n<|im_start|>assistant\\n  So.    <|im_end|>\\n
     frame   <|im_start|>user\\n  (user) <|im_end|>\\n<|im_start|>assistant\\n  (asst) <|im_end|>\\n
@@ -65,7 +65,8 @@ class TurnSpan(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Layout:
-    """A rendered conversation, ready to tokenize. All but its texts is the same for all conversations of one frame.
+    """A rendered conversation, ready to tokenize. Everything but its texts is the same for all conversations of one
+    frame.
 
     Attributes:
         texts: The text of each span, with private names in place of control tokens.
@@ -76,7 +77,7 @@ class Layout:
         text_spans: The indices of the spans that hold text of the conversation.
         generated_starts: The indices of the model-generated spans that follow a span of the template.
         left_out: The texts that the template does not write.
-        has_second_thought: Whether the template adds a thought of its own to an answer whose content has one.
+        has_second_thought: Whether the template adds its own reasoning to an answer whose content has some.
         num_control: The number of control tokens.
         holds_control_text: Whether a text of the conversation spells a control token.
     """
@@ -137,16 +138,15 @@ class Layout:
 def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
     """Returns the tokenized conversation, in which every token has the role of the span in which it begins.
 
-    Raises TemplateError if the tokenizer finds another number of control tokens, or returns tokens out of order.
+    Raises TemplateError if the tokenizer finds a different number of control tokens, or returns tokens out of order.
     """
     if not len(tokens.ids):
         raise TemplateError(
-            "the template writes nothing of this conversation; remove the row, or give another template"
+            "the template writes no text of this conversation; remove the row, or give another template"
         )
     if (num_control := int(tokens.is_control.sum())) != layout.num_control:
         raise TemplateError(
-            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {num_control} of "
-            "them"
+            f"the template writes {layout.num_control} control tokens here, but the tokenizer finds {num_control}"
         )
     # The first byte and the first token of each span, and of the end of the text.
     starts = list(accumulate(map(num_bytes, layout.texts), initial=0))
@@ -154,7 +154,7 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
     first[0] = 0  # white space that a tokenizer adds before the text has no position in it
     counts = [after - before for before, after in pairwise(first)]
     if min(counts, default=0) < 0:
-        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
+        raise TemplateError("the tokenizer returns its tokens out of order")
     # A token that begins in the template and ends in content is a merge that never occurs at inference.
     generated = [span for span in layout.generated_starts if first[span] > 0]
     num_boundary_tokens = sum(bool(tokens.ends[first[span] - 1] > starts[span]) for span in generated)
@@ -202,7 +202,7 @@ def _token_weights(layout: Layout, messages: Sequence[Message], counts: Sequence
 def frame_of(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Returns the template's text before, between and after the contents, and the contents as written.
 
-    The result is None if they are not all written, once, in order, and whole but for white space at their ends.
+    The result is None unless each is written once, in order, and in full except for white space at its ends.
     """
     plain = str.__getitem__(text, slice(None))
     gaps, texts, start = [""], list[str](), 0

@@ -52,7 +52,7 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
             left_out.append(f"{role} content in part")
         if any(message.fields.get(name) and name not in names for name in CALL_FIELDS):
             raise TemplateError(
-                f"the template does not write the tool calls of message {index + 1} ({role}); take one that does "
+                f"the template does not write the tool calls of message {index + 1} ({role}); use one that does "
                 "(tokenizer.chat_template: hermes, or FILE)"
             )
         if message.role is Role.ASSISTANT:
@@ -69,7 +69,7 @@ def find_left_out(text: TrackedStr, conversation: Conversation, template: ChatTe
 def has_second_thought(text: TrackedStr, conversation: Conversation) -> bool:
     """Returns whether the template writes a tag of reasoning before a content that has the same tag itself.
 
-    Some templates write an empty thought before every content, and read thoughts only from a field.
+    Some templates write empty reasoning before every content, and read reasoning only from a field.
     """
     template, before, current, end = "", "", CONVERSATION, 0
     for length, origin in text.spans:
@@ -89,7 +89,7 @@ def has_second_thought(text: TrackedStr, conversation: Conversation) -> bool:
 
 
 def _lacks_reasoning(content: str, pieces: _Pieces) -> bool:
-    """Returns whether no thought in a content is written; as JSON, a whole content has a single role."""
+    """Returns whether the template drops all reasoning in a content; as JSON, a whole content has a single role."""
     thoughts = "".join(content[start:end] for start, end in reasoning_spans(content))
     is_whole = sum(len(piece) for piece, _ in pieces) >= len(content.strip())
     return bool(_TAGS.sub("", thoughts).strip()) and not is_whole and not _has_thought(pieces)
@@ -112,10 +112,10 @@ def _is_cut(content: str, pieces: _Pieces) -> bool:
 
 
 def _require_left_out(conversation: Conversation, message: int, template: ChatTemplate) -> None:
-    """Raises TemplateError if the template does write a content that was not found, but without its origin.
+    """Raises TemplateError if the template writes a content that was not found, but without its origin.
 
-    To detect this, the content is replaced with a unique one and the conversation is rendered again. If that is then
-    found, the template leaves out the content for what it is: SmolLM3's omits "/no_think" from a system message.
+    To detect this, the content is replaced with a unique one and the conversation is rendered again. If that content is
+    found, the template omitted the original because of what it says: SmolLM3's omits "/no_think" from a system message.
     """
     messages = list(conversation.messages)
     messages[message] = replace(messages[message], content=_MARKED_TEXT, parts=())
@@ -128,4 +128,4 @@ def _require_left_out(conversation: Conversation, message: int, template: ChatTe
         is_lost = True
     if is_lost:
         name = f"{messages[message].role.name.lower()} content of message {message + 1}"
-        raise TemplateError(f"the template writes the {name} in a way that cannot be followed")
+        raise TemplateError(f"the template writes the {name} in a way that loses its origin; give another template")

@@ -16,7 +16,7 @@ _MAIN_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model"),
 )
-"""The folder of a tokenizer has one of these files."""
+"""A tokenizer's folder has one of these files."""
 
 _NEEDED_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -33,9 +33,9 @@ TEMPLATE_NAMES = tuple(_NEEDED_TOKENS)
 
 
 def load_tokenizer(path: str | Path, add_tokens: Collection[str] = ()) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Loads a tokenizer, and adds those of the tokens that it lacks, which are returned as well.
+    """Loads a tokenizer and adds the given tokens that it lacks. Returns both.
 
-    Raises ValueError if it cannot be loaded, or if transformers builds another one than tokenizer.json describes.
+    Raises ValueError if it cannot be loaded, or if transformers builds a tokenizer that differs from tokenizer.json.
     """
     from transformers import AddedToken, AutoTokenizer  # slow to import
 
@@ -65,7 +65,7 @@ def template_source(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
         return tokenizer.chat_template[template]
     if not Path(template).is_file():
         raise ValueError(
-            f"tokenizer.chat_template: {template} is not a file{where_missing(template)}, nor one of "
+            f"tokenizer.chat_template: {template} is neither a file{where_missing(template)} nor one of "
             f"{', '.join(TEMPLATE_NAMES)}; give the path of a Jinja template"
         )
     try:
@@ -85,13 +85,13 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if missing := [token for token in needed if token not in known]:
         listed = ", ".join(f'"{token}"' for token in missing)
         raise TemplateError(
-            f"tokenizer.chat_template {name} writes {listed}, which the tokenizer does not have: set "
-            f"tokenizer.add_tokens: [{listed}], or take a template that needs none: "
+            f"tokenizer.chat_template {name} writes {listed}, which the tokenizer lacks: set "
+            f"tokenizer.add_tokens: [{listed}], or use a template that needs none: "
             + ", ".join(each for each in TEMPLATE_NAMES if not _NEEDED_TOKENS[each])
         )
     if not needed and tokenizer.eos_token not in known:
         raise TemplateError(
-            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; set it in "
+            f"tokenizer.chat_template {name} ends turns with the eos_token, but the tokenizer has none; set it in "
             "tokenizer_config.json"
         )
     return (files("sftron.data.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
@@ -106,8 +106,8 @@ def template_sources(template: str | Mapping[str, str] | None) -> dict[str, str]
         return {"default": template}
     if isinstance(template, Mapping) and "default" in template:
         return {name: template[name] for name in ("default", "tool_use") if name in template}
-    found = "none" if not template else "several by name, and none is the default"
+    found = "none" if not template else "several named ones without a default"
     raise TemplateError(
-        f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template: one of "
+        f"the tokenizer must have one chat template, but has {found}; set tokenizer.chat_template to one of "
         f"{', '.join([*(template or ()), *TEMPLATE_NAMES])}, or a .jinja file"
     )

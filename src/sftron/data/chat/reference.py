@@ -1,4 +1,4 @@
-"""What transformers' own `apply_chat_template` makes of a conversation: the reference of ids and texts."""
+"""The reference for ids and texts: transformers' own `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sftron.data.types import Conversation
 
 
 def reference_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> list[int]:
-    """Returns the ids of the tokenizer's own apply_chat_template, which gets the options."""
+    """Returns the ids of the tokenizer's own apply_chat_template with these options."""
     return apply_chat_template(chat_tokenizer, conversation, **options)["input_ids"]
 
 

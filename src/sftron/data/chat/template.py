@@ -1,7 +1,6 @@
 """Renders Hugging Face chat templates on strings that record the origin of every character.
 
-Templates differ in the form of input that they accept. The form for a template is found by rendering short
-conversations.
+Templates accept different forms of input. Rendering short conversations shows which form a template needs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class TemplateError(ValueError):
 
 
 def probe(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-    """Returns a conversation that is rendered to learn how a template writes it."""
+    """Returns a conversation to render, which shows how a template writes it."""
     return Conversation(tuple(messages), ConversationKey(0, 0), "a probe", tuple(tools))
 
 
@@ -183,7 +182,7 @@ class ChatTemplate:
         ) as error:
             if isinstance(error, ProvenanceLostError):
                 problem = (
-                    f"cannot be followed: {error}. Give a template whose message contents are written by plain "
+                    f"loses the origin of text: {error}. Give a template that writes message contents with plain "
                     "expressions (tokenizer.chat_template: FILE)"
                 )
             elif isinstance(error, jinja2.TemplateError):
@@ -326,7 +325,7 @@ class ChatTemplate:
     def own_texts(self) -> Iterator[str]:
         """Yields the template's own text around the messages of short conversations, and in generation prompts.
 
-        The text before a first question is not among them, as it may be prose: a default system message, or tools.
+        Leaves out the text before a first question, which may be prose: a default system message, or tools.
         """
         rounds = [Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"), Message(Role.USER, "Hi")]
         texts = [self._probed_call(content) for content in (None, "")]

@@ -41,7 +41,7 @@ class ChatTokenizer:
     Args:
         tokenizer: A fast Hugging Face tokenizer.
         template: The Jinja source; None stands for the tokenizer's own template.
-        date: The date that the template writes as today's (see ChatTemplate).
+        date: The date that the template writes as today (see ChatTemplate).
         allow_control_tokens: The control tokens that the texts of a role may contain, by role ("assistant",
             "reasoning", ...).
         added_tokens: The tokens that were added to the tokenizer after the model was trained.
@@ -50,7 +50,7 @@ class ChatTokenizer:
         template_file: The name or the path of `template`, for error messages.
 
     Raises:
-        TemplateError: The tokenizer is not a fast one, or the template or a control token cannot be used.
+        TemplateError: The tokenizer is slow, or the template or a control token cannot be used.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ChatTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise TemplateError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer, so it gives no character offsets; convert it to "
+                f"{type(tokenizer).__name__} is a slow tokenizer, which returns no character offsets; convert it to "
                 "tokenizer.json"
             )
         self.tokenizer = tokenizer
@@ -136,7 +136,7 @@ class ChatTokenizer:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Hashes or texts of everything that the ids depend on, by name."""
+        """Hashes or texts of everything that determines the ids, by name."""
         constants = repr(sorted(self.tokenizer.special_tokens_map.items()))
         kwargs = self.template.kwargs
         allowed = {role.name.lower(): sorted(strings) for role, strings in sorted(self._allowed.items())}
@@ -253,7 +253,7 @@ class ChatTokenizer:
         return StopStrings(frozenset(known), frozenset(found[-1][1] for found in of_calls if found))
 
     def _last_of_run(self, stop: str) -> str:
-        """Returns the last of the control tokens, one after another, with which the template ends every answer.
+        """Returns the last of the consecutive control tokens with which the template ends every answer.
 
         Sampling may end with any of them, so all are trained.
         """
@@ -306,7 +306,7 @@ class ChatTokenizer:
         return layout
 
     def _plain_contents(self, conversation: Conversation) -> list[str] | None:
-        """Returns the contents of the messages, or None if the roles may depend on what they are."""
+        """Returns the contents of the messages, or None if the roles may depend on them."""
         if conversation.tools:
             return None
         contents, is_plain = list[str](), self._control.is_plain

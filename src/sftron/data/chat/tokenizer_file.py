@@ -1,7 +1,7 @@
 """Compares the tokenizer that transformers builds with the one that tokenizer.json describes.
 
 For some classes and model types, transformers takes only the vocabulary from tokenizer.json and replaces the other
-pieces by those of a class, so that it gives other ids than every other reader of the file.
+pieces with a class's own. It then gives different ids than every other reader of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _READS_THE_FILE = "PreTrainedTokenizerFast"
-"""The class with which transformers takes all pieces from the file."""
+"""The class for which transformers takes all pieces from the file."""
 _PIECES = ("normalizer", "pre_tokenizer", "model", "decoder", "post_processor")
 _MODEL_SETTINGS = (
     *("unk_token", "fuse_unk", "byte_fallback", "ignore_merges"),
@@ -55,10 +55,10 @@ _SPACES = (
 
 
 def difference_from_file(tokenizer: Any, path: str | Path) -> str:
-    """Says how a tokenizer of transformers differs from the tokenizer.json that it was loaded from; "" if it does not.
+    """Describes how a tokenizer of transformers differs from its tokenizer.json; "" if it does not.
 
     Args:
-        tokenizer: One that is not fast has no pieces to compare.
+        tokenizer: The tokenizer; a slow one has no pieces to compare.
         path: A folder, or a repository in the Hub's cache. Without tokenizer.json, only transformers reads it.
     """
     backend, file = getattr(tokenizer, "backend_tokenizer", None), _file_of(path, _FILE)
@@ -72,11 +72,11 @@ def difference_from_file(tokenizer: Any, path: str | Path) -> str:
     )
     if _reads_file_as(_READS_THE_FILE, path, file):
         remedy = (
-            f'set "tokenizer_class": "{_READS_THE_FILE}" in tokenizer_config.json (of a model on the Hub, in a copy of '
+            f'set "tokenizer_class": "{_READS_THE_FILE}" in tokenizer_config.json (or, for a Hub model, in a copy of '
             "its tokenizer's files, and give the copy as tokenizer.path)"
         )
     name = type(tokenizer).__name__
-    return f"transformers builds a {name} from {path}, but its {_FILE} says otherwise: {found}; {remedy}"
+    return f"transformers builds a {name} from {path}, which differs from its {_FILE}: {found}; {remedy}"
 
 
 def _from_file(built: Tokenizer, file: Path) -> str:
@@ -109,10 +109,10 @@ def _reads_file_as(class_name: str, path: str | Path, file: Path) -> bool:
 
 
 def difference(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> str:
-    """Names a piece in which two tokenizers differ, with both values and a text that shows it; "" if none differs.
+    """Names a piece in which two tokenizers differ, with both values and a text that shows it; "" if they agree.
 
-    Pieces that are written in other ways and do the same with all probing texts are equal. The special tokens that a
-    post-processor adds at the ends are a setting of tokenizer_config.json, and no conversation has them.
+    Pieces count as equal if they do the same with all probing texts, however they are written. The special tokens that
+    a post-processor adds at the ends are a setting of tokenizer_config.json, and no conversation has them.
     """
     pieces = {name: (_piece(one, name), _piece(other, name)) for name in _PIECES}
     differing = [name for name, (own, its) in pieces.items() if own != its]
@@ -130,7 +130,7 @@ def difference(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> str:
 
 
 def _shown(one: Tokenizer, other: Tokenizer, differing: list[str]) -> tuple[str, str, str] | None:
-    """Returns a text of which the two make different things, and what each makes of it."""
+    """Returns a text that the two treat differently, and what each makes of it."""
     compared: dict[str, Callable[[Tokenizer, str], list[Any] | str]] = {"ids": _ids}  # first, as they prove the most
     if not {"normalizer", "pre_tokenizer"}.isdisjoint(differing):
         # No merge of a small vocabulary may cross the places where two pre-tokenizers split, and others do.
@@ -173,7 +173,7 @@ def _split(backend: Tokenizer, text: str) -> list[str]:
 
 @contextmanager
 def _plain(backend: Tokenizer) -> Iterator[None]:
-    """Turns off what a tokenizer remembers of its last call, and what tokenizer_config.json sets."""
+    """Resets what a tokenizer remembers of its last call, and what tokenizer_config.json sets."""
     truncation, padding, splits = backend.truncation, backend.padding, backend.encode_special_tokens
     backend.no_truncation()
     backend.no_padding()

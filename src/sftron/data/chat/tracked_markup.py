@@ -1,6 +1,6 @@
 """Text of the conversation after the filter `safe`: a TrackedStr with the operators of markupsafe.Markup.
 
-The name promises the opposite of what the filter does in a chat template, in which nothing else is escaped:
+In a chat template, the filter does the opposite of what its name promises, because nothing else is escaped there:
 
     '{"x": ' + (x | tojson | safe)      {&#34;x&#34;: "y"
 """
@@ -46,7 +46,7 @@ class TrackedMarkup(TrackedStr):
 
 
 def _escaped(text: str) -> TrackedStr:
-    """Returns the text with each character that HTML reads replaced by its entity, of the same origin."""
+    """Returns the text with each HTML character replaced by its entity, which keeps the origin."""
     tracked = text if isinstance(text, TrackedStr) else TrackedStr.of(text, None)
     if hasattr(text, "__html__"):
         return concatenate([text])

@@ -1,8 +1,8 @@
 """Strings that record the origin of each of their characters: a field of a message, or the template.
 
-A `TrackedStr` is a `str`: comparisons, `in`, hashing and isinstance are str's own. But the operations with which chat
-templates process text return a TrackedStr, whose spans hold the origin of every character. An operation that would lose
-the origins raises `ProvenanceLostError` instead of returning a bare str.
+A `TrackedStr` is a `str`: comparisons, `in`, hashing and isinstance are str's own. But the operations that chat
+templates apply to text return a TrackedStr, whose spans hold the origin of every character. An operation that would
+lose the origins raises `ProvenanceLostError` instead of returning a bare str.
 
     content        = TrackedStr.of("  Hi", Origin(0, "content", Role.USER))
     "<" + content.strip() + ">"
@@ -20,7 +20,7 @@ from sftron.data.types import Role
 
 
 class ProvenanceLostError(ValueError):
-    """A template applied an operation to a message's text after which its origin is unknown."""
+    """A template applied an operation that loses the origin of a message's text."""
 
 
 class Origin(NamedTuple):
@@ -193,7 +193,7 @@ def _recasing(name: str) -> Callable[[TrackedStr], TrackedStr]:
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def method(*_: Any, **__: Any) -> NoReturn:
-        raise ProvenanceLostError(f"the string method {name.strip('_')} does not keep track of where text came from")
+        raise ProvenanceLostError(f"the string method {name.strip('_')} loses the origin of text")
 
     return method
 
@@ -212,7 +212,7 @@ def _spans_of(text: str) -> tuple[OriginSpan, ...]:
 
 
 def concatenate(texts: Iterable[str]) -> TrackedStr:
-    """Returns the texts in one, with neighboring spans of one origin merged; a bare str is the template's."""
+    """Concatenates the texts and merges neighboring spans of one origin; a bare str is the template's."""
     texts = list(texts)
     spans: list[OriginSpan] = []
     last: Origin | None = None

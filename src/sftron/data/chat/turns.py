@@ -24,7 +24,7 @@ from sftron.data.types import Conversation, Role
 
 
 class TurnReader:
-    """Reads one rendered conversation. The argument `turn` is the indices of the spans that hold a message's texts."""
+    """Reads one rendered conversation. The argument `turn` holds the indices of the spans with a message's texts."""
 
     def __init__(
         self, text: TrackedStr, conversation: Conversation, prompts: GenerationPrompts, stops: StopStrings
@@ -86,7 +86,7 @@ class TurnReader:
             self._spans.append(Span(start, end, role, message, is_text, origin is not None and origin.is_marked))
 
     def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
-        """Returns whether a text is part of the turn of its message, which may have ended.
+        """Returns whether a text is part of its message's turn, even if that has ended.
 
         A tool's name may then be written again in the header of its result. Raises TemplateError for any other text.
         """
@@ -114,7 +114,7 @@ class TurnReader:
             number = bisect_right(claim_starts, start) - 1
             is_claimed = number >= 0 and start < claims[number][1]
             role, message = claims[number][2:] if is_claimed else (Role.TEMPLATE, -1)
-            # Another field of the answer itself, such as its name, is as the template's text around it.
+            # Another field of the answer itself, such as its name, counts as the template's text around it.
             if span.is_text and span.role is Role.TEMPLATE:
                 if span.message != message:
                     role, message = Role.TEMPLATE, -1
@@ -151,8 +151,8 @@ class TurnReader:
         generated_start = self._end_of_header(message, turn[0])
         if generated_start is None:
             raise TemplateError(
-                f"the header of {self._name(message)} is not the one that the template's generation prompt writes "
-                "there, so what the model generates is unknown; give a template that begins answers as its generation "
+                f"the header of {self._name(message)} differs from the template's generation prompt there, so the "
+                "start of the generated text is unknown; give a template whose answers begin as its generation "
                 "prompt ends (tokenizer.chat_template: FILE)"
             )
         stop, stop_end = self._find_stop(end, self._next_text(turn[-1] + 1), last_role)
@@ -219,9 +219,10 @@ class TurnReader:
             self._claims.append((start, end, role, message))
 
     def _claim_inside(self, message: int, turn: Sequence[int], generated_start: int = 0) -> None:
-        """Claims the text from the first text of a turn to its last.
+        """Claims everything from a turn's first text to its last.
 
-        Template text before a tool call gets the role of the call; other template text gets that of the text before it.
+        Template text before a tool call gets the role of the call; other template text gets the role of the text before
+        it.
         """
         for before, after in pairwise(turn):
             for number in range(before, after):
@@ -232,7 +233,7 @@ class TurnReader:
                     self._claim(max(generated_start, span.start), span.end, role, message)
 
     def _bounds(self, turn: Sequence[int]) -> tuple[int, int, Role, Role]:
-        """Returns the bounds of a turn's texts, and the roles of the first and the last one that is not empty.
+        """Returns the bounds of a turn's texts, and the roles of its first and last nonempty text.
 
         The last role is ASSISTANT in place of REASONING.
         """
@@ -309,7 +310,7 @@ class TurnReader:
     def _next_text(self, number: int, *, or_marked: bool = False) -> int:
         """Returns the start of the first span, from span `number` on, with text of the conversation (or marked).
 
-        An empty field that is part of no turn, such as a name, is as one that the row lacks.
+        An empty field outside every turn, such as a name, counts as missing from the row.
         """
         following = (self._spans[n] for n in range(number, len(self._spans)))
         texts = (span for span in following if span.is_text or (or_marked and span.is_marked))

@@ -54,7 +54,7 @@ class Fetched(NamedTuple):
 
 
 class LanePack(NamedTuple):
-    """The conversations of one pack, none once the lane has ended, and the dropped rows that are consumed with them."""
+    """The conversations of one pack (none once the lane has ended), and the dropped rows consumed with them."""
 
     conversations: tuple[LabeledConversation | MeasuredRow, ...]
     dropped_rows: tuple[Dropped, ...]
@@ -244,7 +244,7 @@ class LaneReader:
                 reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.most_common())
                 raise DataError(
                     f"none of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
-                    f"{item.detail}; look at them with `sftron inspect`"
+                    f"{item.detail}; run `sftron inspect` to see the rows"
                 )
         return fetched
 

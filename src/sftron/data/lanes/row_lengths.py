@@ -2,8 +2,8 @@
 
 A lane packs by lengths alone. Once the lengths are known, any number of ranks and loader workers can compute the packs
 of a single lane without reading each other's rows. An epoch then ends in one pack that is not full, instead of one for
-each of many lanes. Where the pool would fill an epoch less than best-fit decreasing of all its rows, as with many rows
-near half the budget, the lane packs by that.
+each of many lanes. If best-fit decreasing of all rows would fill an epoch better than the pool, as with many rows near
+half the budget, the lane packs by best-fit decreasing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MOST_MEASURED_ROWS = 500_000
 _NUM_ESTIMATED_FROM = 200
 _CHUNK = 256
 _LARGEST_LOSS = 0.005
-"""The share of a budget by which the pool may fill packs less than best-fit decreasing."""
+"""The share of a budget by which the pool's packs may be emptier than best-fit decreasing's."""
 _NUM_POOLS = 8
-"""The number of pools of conversations from which the fill of an endless stream is taken, at least."""
+"""The least number of pools of conversations over which to measure the fill of an endless stream."""
 
 
 def is_plannable(preparation: Preparation, token_budget: int) -> bool:
-    """Returns whether there are few enough rows to measure each, and so few packs that lanes would waste more than 1 %.
+    """Returns whether the rows are few enough to measure, and the packs so few that lanes would waste more than 1 %.
 
     This is a pure function of the data, the tokenizer and the options, so packs do not depend on the machine (law 5).
 
@@ -50,9 +50,10 @@ def is_plannable(preparation: Preparation, token_budget: int) -> bool:
 
 
 def is_best_fit_fuller(lengths: Sequence[int], packing: PoolPacking, token_budget: int, *, is_endless: bool) -> bool:
-    """Returns whether the pool fills the packs of an epoch half a point less than best-fit decreasing, or still less.
+    """Returns whether the pool fills the packs of an epoch at least half a point less than best-fit decreasing.
 
-    In an endless run the last packs of an epoch hold rows of the next one, so the pool is taken over several epochs.
+    In an endless run, the last packs of an epoch hold rows of the next one, so the pool is measured over several
+    epochs.
 
     Args:
         lengths: The lengths of the conversations of an epoch, in its order.
@@ -101,7 +102,7 @@ def read_measured(
 ) -> tuple[Sequence[LabeledConversation], tuple[Dropped, ...]]:
     """Reads the measured rows of a pack: its conversations, and the dropped rows.
 
-    Raises DataError if one has another length, or is dropped for another reason, than when it was measured.
+    Raises DataError if a row's length, or the reason for dropping it, has changed since it was measured.
     """
 
     def words(row: LabeledConversation | MeasuredRow | Dropped) -> str:

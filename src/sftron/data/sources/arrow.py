@@ -97,7 +97,7 @@ def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
         reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.py_buffer(mapped))
         batches = list(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader)
         if not is_file and mapped[-len(_END_OF_STREAM) :] != _END_OF_STREAM:
-            raise ValueError("it has no end mark, and may be cut off")
+            raise ValueError("it has no end mark, so it may be cut off")
         return mapped, reader.schema, [batch for batch in batches if batch.num_rows]
 
 
@@ -110,14 +110,14 @@ def open_parquet(path: Path) -> Any:
 
 @contextmanager
 def unreadable(path: Path) -> Iterator[None]:
-    """Raises DataError in place of pyarrow's errors, which are ValueError and OSError without a number."""
+    """Turns pyarrow's errors (ValueError, and OSError without a number) into DataError."""
     try:
         yield
     except (ValueError, OSError) as error:
         if isinstance(error, DataError) or getattr(error, "errno", None) is not None:
             raise
         kind = "Parquet" if path.suffix == ".parquet" else "Arrow"
-        problem = f"is not readable as {kind}: {first_line(error)}; copy it again, or write it again"
+        problem = f"is not readable as {kind}: {first_line(error)}; copy or write it again"
         raise DataError(f"{path}: {problem}") from error
 
 

@@ -78,10 +78,10 @@ def open_source(
             sources = [openers.get(file.suffix, JsonlSource)(file, max_row_bytes) for file in files]
     source = sources[0] if len(sources) == 1 else ConcatenatedSource(path, sources)
     if len(source) == 0:
-        raise DataError(f"{path}: holds no rows; name a file that does")
+        raise DataError(f"{path}: has no rows; name a file with rows")
     rows = part.rows(len(source))
     if not rows:
-        raise DataError(f"{path}: split {excerpt(split)} takes none of its {len(source)} rows; name others")
+        raise DataError(f"{path}: split {excerpt(split)} selects none of its {len(source)} rows; select others")
     name = f"{path} ({split})" if part.start or part.stop else source.name
     return take_rows(source, rows[:max_samples], name)
 
@@ -105,7 +105,7 @@ def open_stream(
     """
     part = parse_split(split)
     if any(bound and bound.strip("0123456789_") for bound in (part.start, part.stop)):
-        problem = f"split {excerpt(split)} needs the number of rows, which a stream does not have"
+        problem = f"split {excerpt(split)} needs the number of rows, which a stream does not know"
         raise DataError(f"{path}: {problem}; write bounds in rows, train[1000:2000], or remove streaming")
     first = int(part.start or 0)
     ends = [int(part.stop)] if part.stop is not None else []
@@ -120,13 +120,13 @@ def open_stream(
             stream = streaming.open_file_streams(path, files, max_row_bytes)
         source = StreamedSource(stream, first=first, stop=min(ends, default=None))
         if not len(source.head(1)):
-            raise DataError(f"{path}: split {excerpt(split)} holds no rows; name one that does")
+            raise DataError(f"{path}: split {excerpt(split)} has no rows; name another split")
     return source
 
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Raises DataError in place of OSError."""
+    """Turns an OSError into a DataError."""
     try:
         yield
     except OSError as error:
@@ -140,7 +140,7 @@ def _files_or_hub(
     if files is None:
         return HubSplit(path, parse_split(split).name, config, revision)
     if revision is not None:
-        raise DataError(f"{path}: is local, and has no revision {excerpt(revision)}; remove the key revision")
+        raise DataError(f"{path}: is local, so it has no revision {excerpt(revision)}; remove the key revision")
     return files
 
 
@@ -160,7 +160,7 @@ def find_files(
         files = _files_of_folder(here, split, config, endings)
     elif config is not None and (here.is_file() or glob.has_magic(path)):
         raise DataError(
-            f"{path}: is no data set of the Hub, and has no config {excerpt(config)}; remove the key config"
+            f"{path}: is not a data set of the Hub, so it has no config {excerpt(config)}; remove the key config"
         )
     elif here.is_file() or glob.has_magic(path):
         names = [path] if here.is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207  absolute patterns
@@ -184,7 +184,8 @@ def find_files(
 
 
 def _is_file(path: Path) -> bool:
-    """Returns whether the path is a file. Raises DataError for a dead link, whose rows would be missing in silence."""
+    """Returns whether the path is a file. Raises DataError for a dead link, because its rows would be missing
+    silently."""
     if path.is_symlink() and not path.exists():
         raise DataError(f"{path}: no such file{where_missing(path)}; restore the file, or remove the link")
     return path.is_file()
@@ -222,7 +223,7 @@ def _near(path: Path) -> str:
 def _files_of_folder(folder: Path, split: str, config: str | None, endings: Sequence[str]) -> list[Path]:
     declared = _readme_names_files(folder)
     if config is not None and not declared:
-        raise DataError(f"{folder}: README.md declares no configs, so there is no {excerpt(config)}; remove config")
+        raise DataError(f"{folder}: README.md declares no configs, so it has no {excerpt(config)}; remove config")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _saved_files(folder, split)
     # Hidden files are skipped: copies of editors, unfinished downloads.
@@ -270,12 +271,12 @@ def _require_inside(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """Returns the files whose names name the split, or all of them if no name is that of a split."""
+    """Returns the files whose names contain the split's name, or all files if no name contains a split's name."""
     named = {file: _split_in_name(file) for file in files}
     if set(named.values()) - {None, "train"}:
         if unnamed := [file.name for file, name in named.items() if name is None]:
             other = next(file.name for file, name in named.items() if name not in (None, "train"))
-            problem = f"{other} names a split, and {unnamed[0]} does not"
+            problem = f"{other} names a split, but {unnamed[0]} does not"
             raise DataError(f"{folder}: {problem}; name the files you want by a pattern, {folder}/*{files[0].suffix}")
         _choose(folder, split, sorted({name for name in named.values() if name}))
         files = [file for file in files if named[file] == split]
@@ -323,7 +324,7 @@ def _files_of_hub_folder(folder: Path, config: str | None, *, declared: bool) ->
         if isinstance(error, FileNotFoundError) and not declared:
             return {}
         reason = " ".join(str(error).splitlines()[:2])
-        problem = f"the datasets library cannot determine which files are meant: {reason}"
+        problem = f"the datasets library cannot determine which files to read: {reason}"
         raise DataError(
             f"{folder}: {problem}; name one (config: NAME), or the files you want, {folder}/NAME"
         ) from error

@@ -66,33 +66,33 @@ class HubSplit:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
 
     def commit(self) -> str:
-        """Returns the commit that the revision is now. Raises DataError."""
+        """Returns the commit that the revision names now. Raises DataError."""
         with self._refused():
             return commit_of(self.path, "dataset", self.revision)
 
     @contextmanager
     def _loading(self) -> Iterator[tuple[Any, str]]:
-        """Gives the library's builder of the data set, and its commit. Raises DataError in place of any error."""
+        """Yields the library's builder of the data set and its commit. Turns any error into a DataError."""
         import datasets  # slow to import
 
         commit = self.commit()
         with self._refused():
             builder = datasets.load_dataset_builder(self.path, self.config, revision=commit)
             if builder.hash != commit:  # if the Hub fails, the library takes any commit that it has in its cache
-                problem = f"commit {commit} cannot be loaded from the Hub, and the cache has {builder.hash}"
-                raise DataError(f"{self.path}: {problem}; try again, or set revision to the one in the cache")
+                problem = f"commit {commit} cannot be loaded from the Hub, but the cache has {builder.hash}"
+                raise DataError(f"{self.path}: {problem}; try again, or set revision to the cached commit")
             yield builder, commit
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Raises DataError in place of any error."""
+        """Turns any error into a DataError."""
         try:
             yield
         except DataError:
             raise
         except Exception as error:  # network, authentication and unknown names raise many types
             at = "" if self.revision is None else f" of revision {self.revision}"
-            problem = f"is no local file or folder{where_missing(self.path)}, and split {excerpt(self.split)}{at} "
+            problem = f"is not a local file or folder{where_missing(self.path)}, and split {excerpt(self.split)}{at} "
             problem += "cannot be loaded from the Hub"
             reason = " ".join(str(error).split())
             raise DataError(f"{self.path}: {problem}: {reason}; `config` names a configuration") from error

@@ -30,9 +30,10 @@ BOM = b"\xef\xbb\xbf"
 WHITESPACE = b" \t\r\n"
 _SCAN_BYTES = 8 * 2**20
 _INDEXED_BYTES = 2**20
-"""The part of a file that is indexed at once: of newlines alone, its offsets take 50 times as much."""
+"""The part of a file that is indexed at once: if it holds only newlines, its offsets take 50 times as much."""
 _MOST_SHORT_ROWS, _SHORT_ROW_BYTES = 10_000_000, 8
-"""More lines have to have this many bytes on average: the index of a row takes as many, and 24 beside blank lines."""
+"""Files with more lines must have this many bytes per line on average: the index takes as many per row, or 24 if there
+are blank lines."""
 _HASHED_WHOLE_BYTES = 256 * 2**20
 _NUM_HASHED_BLOCKS, _HASHED_BLOCK_BYTES = 64, 2**20
 _IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
@@ -89,8 +90,8 @@ class JsonlSource:
     def _index(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Returns the offsets at which rows begin and end, and the numbers of their lines, from 0.
 
-        Without blank lines, the offsets of the beginnings are followed by that of the end of the file, and there are
-        no others. Raises DataError.
+        Without blank lines, they are only the offsets at which rows begin, then the offset of the end of the file.
+        Raises DataError.
         """
         begins, end = list[np.ndarray](), 0
         for starts, stops, is_text in self._lines_of_chunks():
@@ -107,7 +108,7 @@ class JsonlSource:
         return starts, stops, numbers
 
     def _lines_of_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields for the lines that end in each part of the file where they begin and end, and whether they are rows.
+        """Yields, for each part of the file, where its lines begin and end, and whether they are rows.
 
         Blank lines are not. Raises DataError if the lines are too short to be rows, before their index fills memory.
         """
@@ -132,7 +133,7 @@ class JsonlSource:
             begin, has_text = offset + int(stops[-1]) + 1, not _IS_WHITESPACE[chunk[stops[-1] + 1 :]].all()
             num_rows += int(is_text.sum())
             if num_rows > max(_MOST_SHORT_ROWS, begin // _SHORT_ROW_BYTES):
-                problem = f"has more than {_MOST_SHORT_ROWS:,} lines, of less than {_SHORT_ROW_BYTES} bytes on average"
+                problem = f"has more than {_MOST_SHORT_ROWS:,} lines with less than {_SHORT_ROW_BYTES} bytes on average"
                 raise DataError(f"{self.name}: {problem}; wanted {_WHOLE_LINES}", reason="broken_json")
             yield starts, offset + stops, is_text
 
@@ -187,7 +188,7 @@ def file_fingerprint(descriptor: int) -> str:
 
 
 def file_changed(path: Path, size: int, size_before: int) -> DataError:
-    problem = f"{path}: had {size_before} bytes when it was opened and has {size} now"
+    problem = f"{path}: had {size_before} bytes when it was opened, but has {size} now"
     return DataError(f"{problem}; do not change data files while a run reads them", reason="file_changed")
 
 
@@ -289,5 +290,5 @@ def parse_row(data: bytes, location: str) -> Row:
 def refuse_size(location: str, size: int, max_row_bytes: int, beginning: bytes = b"") -> NoReturn:
     """Raises the DataError for a row of `size` bytes, which quotes the row's beginning."""
     found = f": {excerpt(beginning.decode('utf-8', 'backslashreplace'))}" if beginning else ""
-    problem = f"is a row of {size} bytes, above data.max_row_bytes {max_row_bytes}{found}; split it, or raise the key"
+    problem = f"has {size} bytes, but data.max_row_bytes is {max_row_bytes}{found}; split the row, or raise the key"
     raise DataError(f"{location}: {problem}", reason="too_large")

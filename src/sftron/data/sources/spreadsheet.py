@@ -1,4 +1,4 @@
-"""Reads CSV files as spreadsheets write them: with any usual separator, in UTF-8 or UTF-16."""
+"""Reads CSV files as spreadsheets write them, with any common separator, in UTF-8 or UTF-16."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def csv_rows(path: Path, content: IO[bytes]) -> Iterator[tuple[int, dict[str, An
     file. One row is in memory at a time.
 
     Raises:
-        DataError: The file is not CSV in UTF-8, or in UTF-16 with a byte order mark, or the number of cells in a row
-            is not that of the names. The message has the line.
+        DataError: The file is not CSV in UTF-8, or in UTF-16 with a byte order mark, or a row's number of cells differs
+            from the header's. The message has the line.
     """
     csv.field_size_limit(sys.maxsize)
     buffered = io.BufferedReader(content, _HEAD_BYTES)  # pyright: ignore[reportArgumentType]  pyarrow has no types
@@ -56,7 +56,7 @@ def csv_rows(path: Path, content: IO[bytes]) -> Iterator[tuple[int, dict[str, An
             if not any(map(str.strip, cells)):
                 empty.append(begin)
                 if len(empty) > _MOST_EMPTY_LINES:
-                    problem = f"{path}:{end}: more than {_MOST_EMPTY_LINES:,} lines without a text follow each other"
+                    problem = f"{path}:{end}: more than {_MOST_EMPTY_LINES:,} consecutive lines have no text"
                     raise DataError(f"{problem}; remove them")
                 continue
             if not names:
@@ -66,7 +66,7 @@ def csv_rows(path: Path, content: IO[bytes]) -> Iterator[tuple[int, dict[str, An
                 yield line, {}
             empty.clear()
             if len(cells) != len(names):
-                problem = f"the row that ends here has {len(cells)} cells, and the header has {len(names)}"
+                problem = f"the row that ends here has {len(cells)} cells, but the header has {len(names)}"
                 raise DataError(f"{path}:{end}: {problem}; quote cells that hold {words} or line breaks")
             yield begin, {name: cell or None for name, cell in zip(names, cells, strict=True)}
     except csv.Error as error:
@@ -93,8 +93,8 @@ def _names(path: Path, cells: list[str]) -> list[str]:
 def _separator(sample: str) -> str:
     """Returns the separator with which the header has the most cells, and every row of the sample as many.
 
-    If there is none, it is the one with which the header has the most cells. csv.Sniffer finds a letter in some files
-    of one column, and the comma of numbers such as 3,14.
+    If no separator fits, returns the one with which the header has the most cells. csv.Sniffer finds a letter in some
+    files of one column, and the comma of numbers such as 3,14.
 
     Args:
         sample: The beginning of a file. An incomplete last line is left out, unless it is the only one.

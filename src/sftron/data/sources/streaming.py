@@ -59,7 +59,7 @@ class RowStream:
 class StreamedSource:
     """The rows [first, stop) of a stream, indexed from 0.
 
-    A row after the last one read is cheap to reach; an earlier row restarts the stream. The first thousand rows, the
+    Moving forward from the last row read is cheap; an earlier row restarts the stream. The first thousand rows, the
     last row read, and the rows given to `hold` stay in memory. The source is picklable, and each forked worker reads
     the stream by itself.
     """
@@ -154,8 +154,8 @@ class StreamedSource:
             self._rows = None  # A generator that has raised would look like one at its end.
             if not isinstance(error, OSError):
                 raise
-            problem = f"cannot be read any more: {error.strerror or error}"
-            remedy = "make it readable, and start the run again"
+            problem = f"can no longer be read: {error.strerror or error}"
+            remedy = "make it readable, and restart the run"
             raise DataError(f"{error.filename or self.name}: {problem}; {remedy}", reason="file_changed") from error
         if self.num_rows not in (None, num_rows):
             self._rows = None
@@ -213,8 +213,8 @@ def _jsonl_stream(path: Path, max_row_bytes: int) -> RowStream:
     """Returns the rows of a JSON Lines or CSV file, which may be compressed. Raises DataError for a JSON list."""
     has_lines = has_json_lines(path)
     if not has_lines and kind_of(path) == ".json":
-        remedy = "write one object a line (.jsonl), or remove streaming"
-        raise DataError(f"{path}: holds a JSON list, which has to be read to its end; {remedy}")
+        remedy = "write one object per line (.jsonl), or remove streaming"
+        raise DataError(f"{path}: holds a JSON list, which cannot be streamed; {remedy}")
     read = partial(_read_lines, path, has_lines, path.stat().st_size, max_row_bytes)
     return RowStream(str(path), _fingerprint_of_beginning(path), None, read)
 

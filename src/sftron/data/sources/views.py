@@ -53,7 +53,7 @@ class RawRow(NamedTuple):
 class RowList:
     """Rows that are in memory: a list, or a data set of the datasets library, whose rows are read as from its files.
 
-    The fingerprint covers at most 256 rows, evenly spread. Rows of a data set with a transform stay as that makes them.
+    The fingerprint covers at most 256 rows, evenly spread. A data set's own transform, if any, applies to its rows.
     """
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
@@ -205,7 +205,7 @@ def split_source(source: RowSource, share: float) -> tuple[RowSource, RowSource 
     if not num_held:
         return source, None
     if num_held == num_rows:
-        problem = f"evaluation.share {share} of {num_rows} rows leaves none to train on"
+        problem = f"evaluation.share {share} of {num_rows} rows leaves no row to train on"
         raise DataError(f"{source.name}: {problem}; lower it, or add rows")
     part = f"evaluation.share {share}"
     training = partial(_training_row, num_rows=num_rows, num_held=num_held)
