@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "a template that is not there": (
         put(tokenizer__chat_template="absent.jinja"),
-        ["tokenizer.chat_template: absent.jinja is not a file in {tmp}, nor one of chatml"],
+        ["tokenizer.chat_template: absent.jinja is neither a file in {tmp} nor one of chatml"],
     ),
     "a template that fails": (
         template("{{ tools | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"),
@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
             lambda tree, folder: overwrite(folder / "prompts.jsonl", GOOD + "\n"),
             put(evaluation__prompts="{tmp}/prompts.jsonl"),
         ),
-        ["prompts.jsonl:1: a prompt ends in a user turn, this one in assistant"],
+        ["prompts.jsonl:1: a prompt must end in a user turn, but this one ends in assistant"],
     ),
     "an attention that cannot run here": (
         put(model__attention="flash_attn"),
@@ -195,8 +195,8 @@ def test_what_is_wrong_is_reported_in_a_message_with_status_2_before_any_weight_
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--optimizer.learning_rate=1"], "one --config FILE is needed, found 0"),
-        (["--config", "a.yaml", "--config=b.yaml"], "one --config FILE is needed, found 2"),
+        (["--optimizer.learning_rate=1"], "give exactly one --config FILE, not 0"),
+        (["--config", "a.yaml", "--config=b.yaml"], "give exactly one --config FILE, not 2"),
         (["--config"], "one --config FILE is needed, found --config without a file"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
         (["--config", "CONFIG", "--tokens.train_step=3"], "tokens.train_step: unknown key; did you mean train_steps"),

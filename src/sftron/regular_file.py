@@ -20,7 +20,7 @@ def expand_home(path: str) -> str:
 
 
 def where_missing(path: str | Path) -> str:
-    """Returns what follows "there is no such file": the folder in which a relative path was looked up, or a dead link.
+    """Returns what to add after "no such file": the folder of a relative path, or the target of a dead link.
 
     "" for an absolute path.
     """
@@ -72,5 +72,5 @@ def read_lines(path: Path, max_bytes: int = _MAX_LINE_BYTES) -> Iterator[bytes]:
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), start=1):
             if len(line) > max_bytes:
-                raise ValueError(f"has more than {max_bytes:,} bytes in line {number}, and no such line has")
+                raise ValueError(f"has more than {max_bytes:,} bytes in line {number}; shorten the line")
             yield line

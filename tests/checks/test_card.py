@@ -102,9 +102,9 @@ def test_an_export_carries_and_links_the_card_of_its_run_directory(home: Path, t
     other = load_config(file, ["--general.run_name=other"])
     text = (run(other).directory.hf(2) / "README.md").read_text(encoding="utf-8")
     differences = [
-        "The data, template or tokenizer was another one than the run's",
-        "The weights were not those that the run started from",
-        "The configuration was another one than the run's",
+        "The data, template or tokenizer differed from the run's",
+        "The weights differed from the run's initial weights",
+        "The configuration differed from the run's",
     ]
     assert f"{'. '.join([sentence, *differences])}: [verify.yaml]" in text
 

@@ -59,7 +59,7 @@ def test_the_best_is_never_pruned_and_is_exported_at_the_end_and_a_damaged_one_i
     assert result(again)["status"] == "completed"
     assert (folder / "latest").resolve().name == "step-9"
     assert not (folder / "best").exists()
-    assert "could not be exported: " in capsys.readouterr().out
+    assert "could not export the best checkpoint, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -120,7 +120,7 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
     # All epochs have begun: nothing would be left to train.
     add_rows(tmp_path, 1)
     with pytest.raises(
-        CheckpointError, match=r"4 epochs have begun without it, but tokens\.train_epochs is 4; raise it"
+        CheckpointError, match=r"4 epochs began with the old data, but tokens\.train_epochs is 4; raise it"
     ):
         open_trainer(make_config(tmp_path, model_folder, **options))
 

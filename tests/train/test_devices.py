@@ -162,7 +162,7 @@ def test_nf4_on_several_ranks_needs_torch_2_12(config: Config, monkeypatch: pyte
             require_device(nf4, two)
         else:
             with pytest.raises(
-                ValueError, match=r"nf4 over 2 ranks needs torch 2\.12, and 2\.11\.0\+cu128 is installed"
+                ValueError, match=r"nf4 over 2 ranks needs torch 2\.12, but 2\.11\.0\+cu128 is installed"
             ):
                 require_device(nf4, two)
 
@@ -172,13 +172,13 @@ def test_bfloat16_on_a_gpu_that_emulates_it_is_refused(tmp_path: Path, model_fol
         gpu.capability = (7, 5)
         refused = make_config(tmp_path, model_folder, model__compute_dtype="bfloat16")
         with pytest.raises(
-            ValueError, match=r"needs a GPU of compute capability 8\.0, and Pretended GPU has 7\.5, .*32"
+            ValueError, match=r"needs a GPU of compute capability 8\.0, but Pretended GPU has 7\.5, .*32"
         ):
             open_setup(refused)
         open_setup(make_config(tmp_path, model_folder, model__compute_dtype="float32"))
 
 
-@pytest.mark.parametrize("lacks", ["neither gcc nor clang is in PATH", "there is no .*/Python.h"])
+@pytest.mark.parametrize("lacks", ["neither gcc nor clang is on PATH", "there is no .*/Python.h"])
 def test_a_run_on_a_gpu_needs_what_triton_needs_to_compile(
     lacks: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
         (model_folder, {"model__router_aux_loss_coef": 0.1}, "router_aux_loss_coef is set, but .* no experts"),
         (model_folder, {"model__freeze_router": True}, "freeze_router is set, but .* no experts"),
         (folder, {"model__compile": "on"}, "compile: on is not implemented for mixtures of experts"),
-        (corrected, {"model__router_aux_loss_coef": 0.1}, "have no auxiliary loss: they are balanced by a fixed"),
+        (corrected, {"model__router_aux_loss_coef": 0.1}, "have no auxiliary loss (a fixed correction"),
     ):
         with pytest.raises(ValueError, match=message):
             build_run(make_config(tmp_path, where, **options), start_ranks())
@@ -237,7 +237,7 @@ def test_a_run_from_weights_in_mxfp4_resumes_and_exports_them_in_its_own_type(
     whole = run(make_config(tmp_path, packed, general__run_name="whole", tokens__train_steps=4, **options))
     output = capsys.readouterr().out
     assert "6 experts in 2 layers, 3 a token; routers trained; router_aux_loss_coef 0 (config.json)" in output
-    assert "the experts are stored in MXFP4 and read as bfloat16, exactly; an export has them in float32" in output
+    assert "the experts are stored in MXFP4 and read as bfloat16, exactly; an export stores them as float32" in output
     run(make_config(tmp_path, packed, tokens__train_steps=2, **options))
     resumed = run(make_config(tmp_path, packed, tokens__train_steps=4, **options))
     before = dict(load_model(packed, compute_dtype=torch.float32).named_parameters())

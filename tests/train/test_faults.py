@@ -63,9 +63,9 @@ FAILURES = {
     "a rank that fails": (Fault("raise"), r"rank 1: RuntimeError: out of luck"),
     "a killed worker": (
         Fault("SIGKILL", "worker"),
-        r"rank 1: \w+Error: .*DataLoader worker .*(killed|exited)|has died",
+        r"rank 1: \w+Error: .*DataLoader worker .*(killed|exited)|worker died",
     ),
-    "a hung worker": (Fault("sleep", "worker"), r"rank 1: WorkerError: a loader worker has given nothing for 3 s"),
+    "a hung worker": (Fault("sleep", "worker"), r"rank 1: WorkerError: a loader worker sent nothing for 3 s"),
 }
 
 

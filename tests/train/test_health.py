@@ -73,8 +73,8 @@ def test_steps_that_break_the_weights_cost_no_checkpoint_and_the_next_start_goes
     capsys.readouterr()
     assert start(tmp_path, model_folder, **options, tokens__train_steps=12, optimizer__learning_rate=rate) == 3
     said = capsys.readouterr().out
-    assert "WARNING    the weights after step 7 give no finite loss and gradients, so they are not saved" in said
-    assert "The next start goes on from step 6, whose weights gave both" in said
+    assert "WARNING    the loss or gradients after step 7 are not finite, so the weights are not saved" in said
+    assert "The next start continues from step 6, where both were finite" in said
     assert result_of(tmp_path) == {"status": "failed", "step": 10, "error": "loss or gradients not finite"}
     assert saved(tmp_path) == ["step-5", "step-6"]
 

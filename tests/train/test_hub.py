@@ -166,7 +166,7 @@ def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
         assert trainer.train() == (0 if status == "preempted" else 3)
     ended = result(trainer)
     assert ended["status"] == ("preempted" if status == "preempted" else "failed")
-    failed = dict.fromkeys(("hf/step-1", "hf/step-2"), "the push was not done in time")
+    failed = dict.fromkeys(("hf/step-1", "hf/step-2"), "the push did not finish in time")
     assert ended["hub"] == {"repository": "me/tiny", "pushed": [], "failed": failed}
 
 
@@ -197,7 +197,7 @@ def test_no_push_begins_after_the_end_though_a_second_one_waits(
     assert (found["pushed"], list(found["failed"])) == ([], ["1", "2"])
 
 
-@pytest.mark.parametrize(("silence", "problem"), [(600.0, "the push was not done in time"), (0.5, "Timeout")])
+@pytest.mark.parametrize(("silence", "problem"), [(600.0, "the push did not finish in time"), (0.5, "Timeout")])
 def test_a_process_ends_though_the_hub_never_answers(tmp_path: Path, silence: float, problem: str) -> None:
     """The real client; a request without an answer fails after a time, and a push that goes on ends with its run."""
     write(tmp_path / "1")

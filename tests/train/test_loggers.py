@@ -178,7 +178,7 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "comet_ml", "wandb"])
 def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
     monkeypatch.setattr(run_logs, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=f"{name} is to log the run, but accelerate, .* is not installed"):
+    with pytest.raises(ValueError, match=f"logging.to has {name}, but accelerate, .* is not installed"):
         require_loggers(Logging(to=(name,)))
     require_loggers(Logging())
 

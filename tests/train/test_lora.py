@@ -299,7 +299,7 @@ def test_a_checkpoint_of_other_adapters_or_another_base_is_refused_by_name(
     assert main(["--config", str(folder.parents[1] / "config.yaml")]) == 2
     said = capsys.readouterr().err
     assert f"the model's {name}: " in said
-    assert "Set them back, or start another run (general.run_name)" in said
+    assert "Restore them, or start another run (general.run_name)" in said
     assert (folder / "config.yaml").read_bytes() == before
 
 
@@ -609,6 +609,6 @@ def test_a_run_with_adapters_evaluates_keeps_the_best_and_saves_no_weights_witho
     make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 8, "optimizer__learning_rate": 1e38})
     assert main(["--config", str(tmp_path / "config.yaml")]) == 3
     said = capsys.readouterr().out
-    assert "the weights after step 5 give no finite loss and gradients, so they are not saved" in said
+    assert "the loss or gradients after step 5 are not finite, so the weights are not saved" in said
     steps = {int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")}
     assert steps == {3, 4, best["step"]}

@@ -180,7 +180,7 @@ def test_a_run_goes_on_from_an_adapter(
     with pytest.raises(ValueError, match=r"lora\.rank: 8, but .* has 4"):
         open_setup(config_of(tmp_path, model_folder, lora__rank=8, lora__adapter=adapter))
     again = opened(config_of(tmp_path, model_folder, lora__rank=None, lora__adapter=adapter))
-    assert f"going on from {adapter}, which states the base tiny" in capsys.readouterr().out
+    assert f"continuing from {adapter}, which names the base tiny" in capsys.readouterr().out
     expected = adapter_tensors(trained.model)
     found = adapter_tensors(again.model)
     assert found.keys() == expected.keys()

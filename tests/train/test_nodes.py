@@ -192,7 +192,7 @@ def test_ranks_that_would_train_on_other_rows_are_refused(tmp_path: Path, model_
     tree["data"]["datasets"] = [{"path": "rows.jsonl"}]
     ended = launch(2, train_in, write_config(tmp_path / "config.yaml", tree), folders, folder=tmp_path)
     assert [each.exit_code for each in ended] == [2, 2]
-    assert "rank 1 has another configuration, data or model than rank 0" in ended[0].err
+    assert "rank 1 differs from rank 0 in configuration, data or model" in ended[0].err
     assert "data.datasets.0: " in ended[0].err
 
 

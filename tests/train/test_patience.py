@@ -114,7 +114,7 @@ def test_a_falling_rate_is_warned_of_and_another_metric_starts_the_search_again(
     ("change", "problem"),
     [
         ({"evaluation__datasets": []}, "evaluation.patience: is 3, but nothing is evaluated: give evaluation.share"),
-        ({"evaluation__interval": None}, "evaluation.patience: is 3, but interval is null, so there is no evaluation"),
+        ({"evaluation__interval": None}, "evaluation.patience: is 3, but interval is null, so nothing is evaluated"),
         (
             {"evaluation__patience": None, "evaluation__metric": "eval/other/loss"},
             "evaluation.metric: is eval/other/loss, but patience is null: set it, or remove the key",

@@ -195,7 +195,7 @@ def test_a_card_of_verify_is_that_of_the_run_that_follows(tmp_path: Path, hub: L
     assert verify(["--config", str(config), "--only", "template", "--only", "isolation", "--card", *layers]) == 0
     card = (run(load_config(config)).directory.folder / "latest" / "README.md").read_text()
     assert "Of 2 checks before the run, 2 passed" in card
-    assert "was another one than the run's" not in card
+    assert "differed from the run's" not in card
 
 
 def train_at(url: str, cache: Path, config: Path) -> int:

@@ -65,7 +65,7 @@ def test_the_same_rows_are_held_out_whatever_the_seed_and_the_other_data_sets(tm
     assert held_out == held_out[:1] * 3
     assert len(held_out[0]) == 5
     assert opened(tmp_path, model_folder, chat_tokenizer, evaluation__share=0.0).held_out is None
-    with pytest.raises(DataError, match=r"evaluation\.share 0\.9 of 2 rows leaves none to train on"):
+    with pytest.raises(DataError, match=r"evaluation\.share 0\.9 of 2 rows leaves no row to train on"):
         opened(tmp_path, model_folder, chat_tokenizer, evaluation__share=0.9, max_samples=2)
 
 
@@ -77,7 +77,7 @@ def test_fewer_workers_are_taken_and_reported_where_their_number_does_not_divide
     datasets = {ranks: make_dataset(config, preparation, dp_world_size=ranks) for ranks in (1, 2, 4, 12)}
     assert [num_workers(config, dataset) for dataset in datasets.values()] == [4, 3, 3, 1]
     describe_data(config, datasets[2], check_sample(preparation, 0.0))
-    assert "in 12 lanes, loader workers: 3 (5 do not divide the lanes)" in capsys.readouterr().out
+    assert "in 12 lanes, loader workers: 3 (5 does not divide the lanes)" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"5 ranks do not divide data\.num_lanes: 12; .* set data\.num_lanes: 60"):
         make_dataset(config, preparation, dp_world_size=5)
     sharing = make_config(tmp_path, model_folder, data__num_lanes=12, parallelism__context=2)
@@ -184,5 +184,5 @@ def test_a_thought_that_the_template_writes_beside_one_in_a_content_is_named_at_
     preparation = open_data(config, ChatTokenizer(chat_tokenizer.tokenizer, template))
     describe_data(config, make_dataset(config, preparation), check_sample(preparation, max_dropped_share=0.0))
     printed = capsys.readouterr().out
-    assert "WARNING    the template adds a thought of its own to answers whose content has one, in 2 sampled" in printed
+    assert "WARNING    the template adds its own reasoning to answers whose content has some, in 2 sampled" in printed
     assert "leaves out" not in printed

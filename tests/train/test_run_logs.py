@@ -94,7 +94,7 @@ def test_damaged_lines_are_reported_and_end_nothing(
     assert (ended["status"], ended["exported"]) == ("completed", str(config.run_dir / "hf/step-4"))
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert f"WARNING    {config.run_dir / name}:1: is damaged" in printed
-    assert f"WARNING    loss.png could not be drawn: {config.run_dir}/metrics.jsonl:1: is damaged" in printed
+    assert f"WARNING    could not draw loss.png: {config.run_dir}/metrics.jsonl:1: is damaged" in printed
 
 
 # --- Digests of steps ---

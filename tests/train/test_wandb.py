@@ -99,12 +99,12 @@ def test_an_online_run_without_a_key_is_refused_and_others_need_none(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / ".netrc").write_text("machine github.com login me password x\n")
-    with pytest.raises(ValueError, match="no API key for it: run `wandb login`, or set WANDB_API_KEY, or set the mode"):
+    with pytest.raises(ValueError, match="no API key is set: run `wandb login`, or set WANDB_API_KEY, or set the mode"):
         require_wandb("online")
     require_wandb("disabled")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     require_wandb("offline")
-    assert capsys.readouterr().out == "wandb      mode offline, as configured; WANDB_MODE=disabled is not read\n"
+    assert capsys.readouterr().out == "wandb      mode offline, as configured; sftron ignores WANDB_MODE=disabled\n"
 
 
 @pytest.mark.parametrize(

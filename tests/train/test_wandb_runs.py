@@ -238,8 +238,8 @@ def test_a_run_of_a_sweep_is_the_one_that_the_agent_has_chosen_and_fails_there_t
 # --- Faults ---
 
 FAULTS = {
-    "refused": ({"init_timeout": 2}, "has no server"),
-    "hangs": ({"init_timeout": 2}, "has no server"),
+    "refused": ({"init_timeout": 2}, "cannot reach its server"),
+    "hangs": ({"init_timeout": 2}, "cannot reach its server"),
     "hangs later": ({"finish_timeout": 4}, "failed: TimeoutError"),
     "killed": ({"finish_timeout": 4}, "failed: "),
 }

@@ -1,4 +1,4 @@
-"""The data of a run from its configuration: tokenizer, data sets, evaluation sets, packs and loader."""
+"""Builds a run's data from its configuration: tokenizer, data sets, evaluation sets, packs and loader."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sftron.train.sample import check_sample, project
 from sftron.visible_text import counted
 
 HELD_OUT = "held_out"
-"""The name of the evaluation set that evaluation.share makes."""
+"""The name of the evaluation set from evaluation.share."""
 RESERVED_NAMES = ("seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
@@ -81,7 +81,7 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
     """Loads the tokenizer with the configured chat template.
 
     Args:
-        folder: The tokenizer's folder, if its files are checked already; by default, it is found and checked here.
+        folder: The tokenizer's folder, if its files were already checked; by default, this finds and checks it.
 
     Raises:
         ValueError: The folder, the tokenizer or the template cannot be used.
@@ -172,7 +172,7 @@ def data_options(config: Config) -> DataOptions:
 
 
 def open_evaluation_sets(config: Config, training: Preparation) -> tuple[EvaluationSet, ...]:
-    """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError under the rules of training."""
+    """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError as for training data."""
     held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
     held_out = [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
     sets = [(HELD_OUT, held_out)] if held_out else []
@@ -225,7 +225,7 @@ def read_questions(path: str | None) -> list[Question]:
             raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
         role = conversation.messages[-1].role
         if role is not Role.USER:
-            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role.name.lower()}")
+            raise DataError(f"{location}: a prompt must end in a user turn, but this one ends in {role.name.lower()}")
         questions.append(Question(conversation.messages))
     return questions
 
@@ -302,7 +302,7 @@ def plan_packs(setup: Setup) -> None:
     if not dataset.is_planned or num_rows is None:
         return
     if num_rows >= _LONG_ENOUGH_TO_REPORT:
-        console.write(f"measuring  {counted(num_rows, 'rows')}, so that packs are full to the end of an epoch")
+        console.write(f"measuring  {counted(num_rows, 'rows')}, to fill packs up to the end of an epoch")
     own = range(ranks.rank, num_rows, ranks.world_size)
     measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
     rows: list[int | str] = [0] * num_rows
@@ -324,9 +324,9 @@ def require_unchanged(setup: Setup) -> None:
         changed = _changed_datasets(setup)
     if first := next(filter(None, (facts["changed"] for facts in setup.ranks.gather({"changed": changed}))), None):
         raise DataError(
-            f"{first} was changed while the run reads it, so it is not known which content the steps since the last "
-            "checkpoint have read, and nothing is saved. Restore it, and the same command resumes from that "
-            "checkpoint; checkpoints.allow_data_change: true resumes with the changed data"
+            f"{first} changed while the run was reading it, so the run cannot tell what the steps since the last "
+            "checkpoint read, and saves nothing. Restore the file, and repeat the command to resume from that "
+            "checkpoint; or set checkpoints.allow_data_change: true to resume with the changed data"
         )
 
 

@@ -1,4 +1,4 @@
-"""The model of a run from its configuration: architecture and adapters first, the weights and the optimizer later."""
+"""Builds a run's model from its configuration: first architecture and adapters, later weights and optimizer."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def build_model(config: Config, ranks: Ranks, places: Places, data: RunData) -> 
     num_heads = min(block.num_heads for block in blocks_without_weights(architecture))
     if num_heads < (context := config.parallelism.context):
         raise ValueError(
-            f"parallelism.context is {context}, but {folder} has layers of {num_heads} heads, and each rank needs one "
-            f"head at least; give {num_heads} at most"
+            f"parallelism.context is {context}, but {folder} has layers with {num_heads} heads, and each rank needs "
+            f"at least one head; set it to {num_heads} or less"
         )
     if config.tokenizer.add_tokens:
         highest_id = max(data.chat_tokenizer.tokenizer.get_vocab().values())
@@ -83,12 +83,12 @@ def build_model(config: Config, ranks: Ranks, places: Places, data: RunData) -> 
 
 
 def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Path) -> float:
-    """Returns the factor of the auxiliary loss. Raises ValueError if the model cannot have what is configured."""
+    """Returns the factor of the auxiliary loss. Raises ValueError if the model does not support the configuration."""
     options, stated = config.model, config.model.router_aux_loss_coef
     if architecture.mixture is None:
         if stated or options.freeze_router:
             key = "router_aux_loss_coef" if stated else "freeze_router"
-            raise ValueError(f"model.{key} is set, but {folder} has no experts and no router; remove the key")
+            raise ValueError(f"model.{key} is set, but {folder} has no experts or router; remove the key")
         return 0.0
     if options.compile == "on":
         raise ValueError(
@@ -97,8 +97,8 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
         )
     if stated and not ROUTERS[architecture.mixture.router].has_aux_loss:
         raise ValueError(
-            f"model.router_aux_loss_coef is {stated}, but the routers of {folder} have no auxiliary loss: they are "
-            "balanced by a fixed correction; remove the key"
+            f"model.router_aux_loss_coef is {stated}, but the routers of {folder} have no auxiliary loss (a fixed "
+            "correction balances them); remove the key"
         )
     if stated is not None:
         return stated
@@ -112,7 +112,7 @@ def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Pat
 def ids_to_initialize(config: Config, folder: Path, chat_tokenizer: ChatTokenizer, control_ids: Set[int]) -> list[int]:
     """Returns the ids of tokenizer.add_tokens that are new to the tokenizer, or that the model was never trained on.
 
-    Raises ValueError if the model was never trained on another one of `control_ids`, the control tokens of the data.
+    Raises ValueError if the model was never trained on another token in `control_ids`, the data's control tokens.
     """
     tokenizer, new_tokens = chat_tokenizer.tokenizer, chat_tokenizer.added_tokens
     vocabulary = tokenizer.get_vocab()
@@ -147,7 +147,7 @@ def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
             usual = float(norms[: len(compared)].median())
             for token_id, norm in zip(rows, norms[len(compared) :].tolist(), strict=True):
                 if norm < _LEAST_SHARE_OF_NORM * usual:
-                    found[token_id] = f"norm {norm:.2g} in {name}, where others have {usual:.2g}"
+                    found[token_id] = f"norm {norm:.2g} in {name}, but usually {usual:.2g}"
     return found
 
 
@@ -158,7 +158,7 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
     """Returns the adapters that `lora` of the configuration describes; None for full fine-tuning.
 
     Raises:
-        ValueError: The model has no such layer, its matrices cannot be stored in model.frozen_dtype, or the section
+        ValueError: The model lacks a target layer, its matrices cannot be stored in model.frozen_dtype, or the section
             contradicts the adapter that it continues.
     """
     if config.lora is None:
@@ -186,7 +186,7 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
     projections, has_experts = list(projections_of(model, model.config)), model.config.mixture is not None
     if options.adapter is not None:
         if not Path(options.adapter).is_dir():
-            problem = f"is no folder{where_missing(options.adapter)}; name one in peft's format"
+            problem = f"is not a directory{where_missing(options.adapter)}; give a folder in peft's format"
             raise ValueError(f"adapter: {options.adapter} {problem}")
         try:
             found = read_adapter(Path(options.adapter), model.config)
@@ -196,14 +196,14 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
         if lost := _lost_by_peft(list(found.spec.ranks), model.config.model_type):
             raise ValueError(
                 f"adapter: {options.adapter} has {lost}; merge it into the base (sftron convert ADAPTER TARGET --model "
-                "BASE) and train a new adapter of that without them"
+                "BASE), and train a new adapter on the result without them"
             )
         start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
-        return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
+        return start, f"{options.adapter}, which names the base {found.base_model or '(none)'}"
     names = match_targets(options.targets, projections, has_experts=has_experts)
     if lost := _lost_by_peft(names, model.config.model_type):
         others = sorted({name.rpartition(".")[2] for name in names} - {*_OF_MLPS})
-        raise ValueError(f"targets: they select {lost}; set lora.targets: [{', '.join(others)}]")
+        raise ValueError(f"targets: these select {lost}; set lora.targets: [{', '.join(others)}]")
     rank = options.rank or DEFAULT_RANK
     spec = LoraSpec(
         ranks=dict.fromkeys(names, rank),
@@ -220,19 +220,19 @@ _TAKEN_FOR_EXPERTS = frozenset(
         *("qwen3_moe", "qwen3_next", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open"),
     }
 )
-"""The model types in which peft (0.21) takes an adapter of any gate_proj, up_proj or down_proj for one of experts."""
+"""The model types in which peft (0.21) mistakes any adapter of gate_proj, up_proj or down_proj for an expert's."""
 _OF_MLPS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _lost_by_peft(names: Sequence[str], model_type: str) -> str:
-    """Returns which of the adapted projections peft would load without their adapters, with no more than a warning; an
-    empty string if it loads all of them."""
+    """Returns a description of the adapted projections whose adapters peft would drop with only a warning; "" if it
+    loads all."""
     lost = [name for name in names if name.endswith(_OF_MLPS)] if model_type in _TAKEN_FOR_EXPERTS else []
     if not lost:
         return ""
     return (
-        f"adapters of {lost[0]} and {len(lost) - 1} more, of dense layers or shared experts, which peft in "
-        f"{model_type} takes for those of experts and drops"
+        f"adapters of dense layers or shared experts ({lost[0]} and {len(lost) - 1} more), which peft silently drops "
+        f"in {model_type}, mistaking them for experts"
     )
 
 
@@ -265,8 +265,8 @@ def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec:
     missing = [name for name in needed if name not in spec.modules_to_save]
     if config.tokenizer.add_tokens and architecture.per_layer_input_size:
         raise ValueError(
-            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but an adapter has no embeddings of new "
-            "tokens for each layer, which this model needs; train without lora, or without new tokens"
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but this model needs embeddings of "
+            "new tokens for each layer, which adapters do not have; train without lora, or without new tokens"
         )
     if config.tokenizer.add_tokens and missing:
         raise ValueError(

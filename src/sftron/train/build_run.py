@@ -1,4 +1,4 @@
-"""A run from its configuration: its data and its model, checked, and the same on all ranks; no weights yet."""
+"""Builds a run from its configuration: data and model, checked and equal on all ranks; no weights yet."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def download_rows(config: Config, ranks: Ranks, extension: Extension = NO_EXTENS
 
 
 def require_alike(setup: Setup) -> None:
-    """Requires that all ranks have the configuration, data, weights and attention of the main one. Every rank calls it.
+    """Requires that all ranks have the main rank's configuration, data, weights and attention. Every rank calls this.
 
-    A node with an older copy of a file would otherwise train on different packs or weights without an error, and a rank
-    on whose GPU a backend of attention fails would compute another one, perhaps a slow one, without a word.
+    Otherwise, a node with an older copy of a file would silently train on different packs or weights. And if an
+    attention backend fails on a rank's GPU, that rank would silently use another backend, perhaps a slow one.
     """
     weights = [f"{path.name} {path.stat().st_size}" for path in sorted(setup.model.folder.glob("*.safetensors"))]
     facts = {
@@ -89,9 +89,9 @@ def require_alike(setup: Setup) -> None:
         differing = [name for name in first if first[name] != other.get(name)]
         if differing:
             raise ValueError(
-                f"rank {rank} has another configuration, data or model than rank 0; give every node the same files, "
+                f"rank {rank} differs from rank 0 in configuration, data or model; give every node the same files, "
                 "arguments, packages and GPUs:\n  "
-                + "\n  ".join(f"{name}: {first[name]}, there {other.get(name)}" for name in differing)
+                + "\n  ".join(f"{name}: {first[name]} on rank 0, {other.get(name)} there" for name in differing)
             )
 
 
@@ -99,11 +99,11 @@ def require_alike(setup: Setup) -> None:
 
 
 def require_device(config: Config, ranks: Ranks) -> None:
-    """Requires that this rank's device and torch can compute what is configured. Raises ValueError."""
+    """Requires that this rank's device and torch support the configuration. Raises ValueError."""
     is_sharded = ranks.mesh is not None or ranks.dimensions.size > 1
     if config.model.frozen_dtype == "nf4" and is_sharded and torch.__version__ < "2.12":
         raise ValueError(
-            f"model.frozen_dtype: nf4 over {ranks.dimensions.size} ranks needs torch 2.12, and {torch.__version__} is "
+            f"model.frozen_dtype: nf4 over {ranks.dimensions.size} ranks needs torch 2.12, but {torch.__version__} is "
             "installed, whose FSDP2 casts the bytes of NF4 to bfloat16; install torch>=2.12, or set frozen_dtype to "
             "bfloat16"
         )
@@ -113,7 +113,7 @@ def require_device(config: Config, ranks: Ranks) -> None:
     if config.model.compute_dtype == "bfloat16" and not computes_bfloat16(ranks.device):
         capability = ".".join(map(str, compute_capability(ranks.device)))
         raise ValueError(
-            f"model.compute_dtype: bfloat16 needs a GPU of compute capability 8.0, and {name} has {capability}, which "
+            f"model.compute_dtype: bfloat16 needs a GPU of compute capability 8.0, but {name} has {capability}, which "
             "only emulates it; set compute_dtype to float32 (float16 is not implemented)"
         )
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -121,17 +121,17 @@ def require_device(config: Config, ranks: Ranks) -> None:
 
 
 def require_compiler(device: str) -> None:
-    """Requires what Triton needs to make its kernels callable, when they are first used. Raises ValueError."""
+    """Requires what Triton needs to launch its kernels the first time. Raises ValueError."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise ValueError(
-            f"the kernels for {device} need a C compiler when they are first used (Triton), and neither gcc nor clang "
-            "is in PATH; install one (apt-get install gcc), or name it in the environment variable CC"
+            f"the kernels for {device} need a C compiler on first use (Triton), but neither gcc nor clang "
+            "is on PATH; install one (apt-get install gcc), or name it in the environment variable CC"
         )
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton looks on Debian
     header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     if not header.exists():
         raise ValueError(
-            f"the kernels for {device} need Python's headers when they are first used (Triton), and there is no "
+            f"the kernels for {device} need Python's headers on first use (Triton), but there is no "
             f"{header}; install them (apt-get install python3-dev)"
         )
 
@@ -151,7 +151,7 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
     if highest_id >= (num_ids := model.architecture.vocab_size):
         raise ValueError(
             f"the tokenizer has ids up to {highest_id} ({token!r}), but {model.folder} embeds ids up to {num_ids - 1} "
-            f"(vocab_size {num_ids}); they do not belong together: use this model's tokenizer, without added tokens"
+            f"(vocab_size {num_ids}); use this model's tokenizer, without added tokens"
         )
     epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
     if (
@@ -160,7 +160,7 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
         and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0))
     ):
         raise ValueError(
-            f"optimizer.warmup_steps: {warmup_steps} is not below about {steps:,.0f} steps, which {epochs} epochs take,"
+            f"optimizer.warmup_steps: {warmup_steps} is not below the about {steps:,.0f} steps of {epochs} epochs,"
             " so the learning rate would never reach its peak; lower it"
         )
 
@@ -193,8 +193,8 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
         while ranks.local_rank == 0 and not seen.exists():
             if time.monotonic() > end:
                 raise ValueError(
-                    f"{socket.gethostname()} does not see what rank 0 writes to {folder}. general.output_dir has to be "
-                    "on a file system that all nodes share"
+                    f"{socket.gethostname()} does not see what rank 0 writes to {folder}. Set general.output_dir to "
+                    "a folder on a file system that all nodes share"
                 )
             time.sleep(0.1)
 

@@ -66,7 +66,7 @@ class RunExports:
     progress: Progress
     settings: Settings
     is_healthy: Callable[[int, str], bool]
-    """That of the saver: whether the weights after a step may be exported."""
+    """`Saver.is_healthy`: whether a step's weights may be exported."""
 
     def __post_init__(self) -> None:
         lora = self.setup.config.lora
@@ -85,7 +85,8 @@ class RunExports:
             self.directory.add_to_result(hub=self.pusher.finish(should_hurry))
 
     def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
-        """Exports if an export is due. A failed one does not end the run: the checkpoints hold the same weights."""
+        """Exports if an export is due. A failure does not end the run, because the checkpoints hold the same
+        weights."""
         interval, step = self.setup.config.checkpoints.export_interval, self.progress.step
         if not interval or step == 0 or step % interval:
             return
@@ -94,7 +95,7 @@ class RunExports:
         try:
             self.export(is_last=False)
         except OSError as error:
-            console.write(f"WARNING    the export of step {step} could not be written: {error}")
+            console.write(f"WARNING    could not write the export of step {step}: {error}")
 
     def is_there(self, step: int) -> bool:
         """Returns whether all exports of a step have been written."""
@@ -142,7 +143,7 @@ class RunExports:
     def _push(self, pusher: HubPusher, exported: Path) -> None:
         """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
 
-        With lora.merge, the adapter is pushed to the folder adapter, whether the merge was accepted or not.
+        With lora.merge, pushes the adapter to the folder adapter, whether the merge was accepted or not.
         """
         step = self.progress.step
         adapter = self.directory.adapter(step)
@@ -154,7 +155,7 @@ class RunExports:
     def _export_model(self, exporter: Exporter, folder: Path) -> None:
         weights = ((name, whole(each.detach())) for name, each in self.model.named_parameters())
 
-        def gather_the_rest() -> None:  # the other ranks wait for this one, as each holds a shard of the weights
+        def gather_the_rest() -> None:  # the other ranks wait for this one, because each holds a shard of the weights
             for _ in weights:
                 pass
 
@@ -169,7 +170,7 @@ class RunExports:
     def _write_adapters(
         self, exporter: Exporter, step: int, tensors: Mapping[str, Tensor], logits: Sequence[Tensor]
     ) -> Path:
-        """Writes adapter/step-N and, if it is wanted and accepted, the merge hf/step-N. Returns the last one.
+        """Writes adapter/step-N and, if requested and accepted, the merge hf/step-N. Returns the last one written.
 
         Args:
             tensors: The tensors of the adapter by `peft_name`.
@@ -187,7 +188,7 @@ class RunExports:
     def export_at_end(self, best: Best | None, *, is_pushed: bool) -> Path:
         """Exports the final model, and `best` unless its folder exists already. Raises OSError for the former.
 
-        If the best one cannot be exported, a warning is printed; the run is complete without it.
+        If it cannot export the best one, it prints a warning; the run is complete without it.
         """
         exported, directory = self.export(is_last=True, is_pushed=is_pushed), self.directory
         if best is None:
@@ -208,11 +209,11 @@ class RunExports:
             also = f" (also {directory.folder / 'best'})" if directory.names("best", Path(folder)) else ""
             console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder}{also}")
         except OSError as error:
-            console.write(f"WARNING    the best, step {best.step}, could not be exported: {error}")
+            console.write(f"WARNING    could not export the best checkpoint, step {best.step}: {error}")
         return exported
 
     def _write_best(self, step: int) -> None:
-        """Exports the checkpoint of a step, unless that is done. Raises ValueError or OSError."""
+        """Exports the checkpoint of a step unless that was done before. Raises ValueError or OSError."""
         setup, directory = self.setup, self.directory
         config, source, checkpoint = setup.config, setup.model.export_source, directory.checkpoints / f"step-{step}"
         assert source is not None
@@ -225,14 +226,14 @@ class RunExports:
                 return
             tensors = dict(read())
         logits = []
-        if config.lora.merge:  # it is compared with the model of that step, which is loaded for it
+        if config.lora.merge:  # loads that step's model to compare the merge with
             start = AdapterStart(spec=LoraSpec.from_dict(state["lora"]), tensors=tensors)
             logits = logits_of(load_whole_model(setup, start, folder=directory.folder), texts_of(setup.data))
         self._write_adapters(exporter, step, tensors, logits)
 
 
 def texts_of(data: RunData) -> list[list[int]]:
-    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    """Returns the first tokens of a few evaluation prompts or, without prompts, of sampled conversations."""
     prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
     sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
     return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
@@ -251,7 +252,7 @@ class Exporter:
     state: Mapping[str, Any]
     """The state of a checkpoint; see `resume.run_facts`."""
     run_folder: Path
-    """If it has a card of `sftron verify`, so have the exports."""
+    """The run's folder. If it has a card of `sftron verify`, exports copy it."""
     vocab_size: int
     """The number of rows of the embeddings."""
     repository: str | None = None
@@ -274,7 +275,7 @@ class Exporter:
             facts = None
             if plan.spec is not None and (plan.is_adapter or report is not None):
                 facts = AdapterFacts(spec=plan.spec, base_sha256=plan.base_sha256, merge=report)
-            # An adapter whose merge has the root of the repository is in a folder of it.
+            # If the merge is in the root of the repository, the adapter is in a folder.
             is_in_root = not (plan.is_adapter and lora is not None and lora.merge)
             return model_card(
                 config,
@@ -316,10 +317,10 @@ class Exporter:
         texts: Sequence[Sequence[int]],
         logits: Sequence[Tensor],
     ) -> dict[str, Any]:
-        """Writes the merged model, unless its next tokens differ too much from those of the trained model.
+        """Writes the merged model unless its next-token distributions differ too much from the trained model's.
 
         Args:
-            trained: The model that was trained; the merged one is computed in the same way.
+            trained: The trained model; the merged one computes in the same way.
             texts, logits: A few texts, and the logits of the trained model for each.
 
         Returns:
@@ -346,7 +347,7 @@ class Exporter:
         )
         kl = largest_kl(logits, logits_of(merged, texts))
         is_accepted = kl <= MOST_KL  # False for NaN
-        measured = f"KL {kl:.1e} at most from the trained model, and {MOST_KL:g} is allowed"
+        measured = f"KL of at most {kl:.1e} from the trained model, {MOST_KL:g} allowed"
         if is_accepted:
             remove(folder)
             unchecked.rename(folder)
@@ -380,10 +381,10 @@ def convert(
 
     Args:
         model: The base of an adapter, or the model's folder for a checkpoint outside a run directory.
-        merge: Merges a checkpoint of adapters into its base.
+        merge: Whether to merge a checkpoint of adapters into its base.
         dtype: The type of a Hugging Face folder (by default, the run's) or of an adapter (float32).
-        stop_token_ids: The ids that end a turn; by default, those that the run has trained.
-        overrides: Overrides of the configuration of the checkpoint's run.
+        stop_token_ids: The ids that end a turn; by default, the ones that the run trained.
+        overrides: Overrides for the configuration of the checkpoint's run.
 
     Returns:
         The number of tensors, and the names of those that differ.
@@ -438,7 +439,7 @@ def _merge_adapter(
 ) -> tuple[int, list[str]]:
     """Merges an adapter folder into its base; see `convert`.
 
-    The tokenizer and the stop tokens are those of the adapter's folder, where it has them.
+    Takes the tokenizer and the stop tokens from the adapter's folder if it has them.
     """
     if model is None:
         raise ValueError(f"{source} is an adapter; give the folder of its base (--model)")

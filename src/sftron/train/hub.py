@@ -1,7 +1,7 @@
 """Pushes exports of a run to a repository on the Hub. A push delays no step, and a failure loses no local export.
 
-The thread is a daemon, and not that of `upload_folder(run_as_future=True)`, which Python waits for at its end: a Hub
-that does not answer would keep a finished run alive.
+The thread is a daemon. Python would wait for the thread of `upload_folder(run_as_future=True)` at exit, so a Hub that
+does not answer would keep a finished run alive.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sftron.config import Hub
 from sftron.train.logs import console
 
 _SILENCE_S = 60.0
-"""A request that the Hub does not answer for so long has failed; huggingface_hub repeats some of them."""
+"""A request fails if the Hub does not answer for this long; huggingface_hub repeats some requests."""
 _LEAST_TIME_S, _LEAST_BYTES_PER_S = 300.0, 1e6
 """The run waits five minutes for a push, and longer where its bytes would take longer at this speed."""
 _SHORT_TIME_S = 5.0
-"""The wait for pushes after a failure or a signal, which is soon followed by another one on most clusters."""
+"""The wait for pushes after a failure or a signal; most clusters soon send another signal."""
 _TIME_TO_NOTICE_S = 0.2
-"""A signal shortens the wait after at most this time."""
+"""How soon a signal shortens the wait, at most."""
 
 
 class Push(NamedTuple):
@@ -40,7 +40,7 @@ class Push(NamedTuple):
 class HubPusher:
     """Pushes exports one after another, each once, in a thread that ends with the process; on the main rank of a run.
 
-    So no step replaces a later one, and a push dies with its run.
+    So no push overwrites a later step's, and a push dies with its run.
     """
 
     def __init__(self, options: Hub, run_folder: Path) -> None:
@@ -52,7 +52,7 @@ class HubPusher:
         self._is_over = False  # once it is, no push begins
 
     def start(self) -> None:
-        """Starts the thread, which first makes the repository, so that a refusal is known before the steps."""
+        """Starts the thread. It first creates the repository, so that a refusal shows before the steps."""
         self._thread.start()
 
     def push(self, folder: Path, step: int, path_in_repo: str = ".") -> None:
@@ -62,7 +62,7 @@ class HubPusher:
             self._jobs.put(self._pushes[folder])
 
     def finish(self, should_hurry: Callable[[], bool]) -> dict[str, Any]:
-        """Waits for the pushes, as long as their sizes allow, and gives up those that are not done.
+        """Waits for the pushes, longer for large ones, and then gives up the unfinished ones.
 
         Args:
             should_hurry: Returns whether the run has failed or is to stop; then the wait is short. A Ctrl-C that raises
@@ -85,11 +85,11 @@ class HubPusher:
                 else:
                     self._thread.join(min(left, _TIME_TO_NOTICE_S))
         self._is_over = True
-        problems = dict(self._problems)  # a push that ends only now changes nothing of the outcome
+        problems = dict(self._problems)  # a push that ends only now does not change the outcome
         for folder, push in self._pushes.items():
             if folder not in problems:
-                problems[folder] = "the push was not done in time"
-                self._report_failure(push, "the push was not done in time")
+                problems[folder] = "the push did not finish in time"
+                self._report_failure(push, "the push did not finish in time")
         names = {folder: str(folder.relative_to(self._run_folder)) for folder in problems}
         return {
             "repository": self._options.push_to,

@@ -41,7 +41,7 @@ from sftron.train.run_directory import intact_records
 from sftron.visible_text import counted, visible_text
 
 VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
-"""The card that `sftron verify --card` writes into a run directory, and the value of its key `schema`."""
+"""The file that `sftron verify --card` writes into a run directory, and the value of its key `schema`."""
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 MAX_CARD_BYTES = 16 * 2**20
@@ -77,14 +77,15 @@ def model_card(
     """Returns the model card for a checkpoint of a run.
 
     Args:
-        config: The run's configuration. The settings in `state`, with which the steps were trained, take precedence.
+        config: The run's configuration. The settings in `state` take precedence, because the steps were trained with
+            them.
         state: The state of a checkpoint; see `resume.run_facts`.
         run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; files and records that are
             missing or damaged are skipped.
         base: The model that training started from.
         chat_tokenizer: Decodes the stop tokens.
-        adapter: The adapter that was trained, if any.
-        repository: The repository on the Hub whose root the model is pushed to, if any.
+        adapter: The trained adapter, if any.
+        repository: The Hub repository whose root holds the model, if any.
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
     config, periods = settings.as_config() or config, settings.periods()
@@ -136,10 +137,10 @@ def _change_rows(periods: Mapping[str, Sequence[tuple[int, int | None, Any]]], l
 
 
 def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a row for each set of the first and of the last evaluation."""
+    """Returns a row for each evaluation set, with the first and the last evaluation."""
     rows = []
     for record in (*evaluations[:1], *evaluations[1:][-1:]):
-        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a record that is not what a run writes
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # not a record that a run writes
             for name, measured in record["sets"].items():
                 numbers = map(_number, (measured["loss"], measured["token_accuracy"]))
                 rows.append([name, f"{record['step']:,}", *numbers, f"{measured['tokens']:,}"])
@@ -147,7 +148,7 @@ def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]
 
 
 def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | None = None) -> str:
-    """Returns a model card for weights whose run is not known."""
+    """Returns a model card for weights from an unknown run."""
     title = base.folder.name + ("" if step is None else f", step {step}")
     return fill_template(base, title=title, adapter=adapter)
 
@@ -175,13 +176,13 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
 
 
 def config_digest(text: str) -> str:
-    """Returns the SHA-256 of a config.yaml without its lines of comment, which name what changed during the run."""
+    """Returns the SHA-256 of a config.yaml without its comments, which name changes during the run."""
     lines = text.splitlines(keepends=True)
     return hashlib.sha256("".join(line for line in lines if not line.startswith("#")).encode()).hexdigest()
 
 
 def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Path) -> str:
-    """Returns sentences on the card of `sftron verify` in the run directory; empty if there is none that is whole.
+    """Returns sentences about the card of `sftron verify` in the run directory; empty without an intact card.
 
     Args:
         fingerprint: The fingerprint of the run's data, and of its base weights if it trains adapters.
@@ -196,13 +197,13 @@ def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Pat
         counts = f"{of['PASS']} passed, {of['FAIL']} failed and {missing}"
         sentences = [f"Of {counted(of.total(), 'checks')} before the run, {counts}"]
         if limits := [name for name in ("--only", "--layers") if name in card.get("partial", [])]:
-            sentences.append(f"They were a part of all checks ({', '.join(limits)})")
+            sentences.append(f"They were only some of the checks ({', '.join(limits)})")
         if any(value != fingerprint[name] for name, value in hashes["data"].items() if name in fingerprint):
-            sentences.append("The data, template or tokenizer was another one than the run's")
+            sentences.append("The data, template or tokenizer differed from the run's")
         if digest_of(hashes["weights"]) != (fingerprint.get(BASE_WEIGHTS) or _base_digest(base_folder)):
-            sentences.append("The weights were not those that the run started from")
+            sentences.append("The weights differed from the run's initial weights")
         if config_digest(read_regular(run_folder / "config.yaml", MAX_CARD_BYTES).decode()) != hashes["config"]:
-            sentences.append("The configuration was another one than the run's")
+            sentences.append("The configuration differed from the run's")
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError, AttributeError):
         return ""
     return ". ".join(sentences)
@@ -238,7 +239,7 @@ def fill_template(
     """Returns the model card as text. All arguments except the title and `repository` may contain untrusted text.
 
     Args:
-        repository: The repository on the Hub that has the model in its root.
+        repository: The Hub repository whose root holds the model.
     """
     base_id = hub_id(base.name)
     is_adapter = adapter is not None and adapter.merge is None
@@ -301,7 +302,7 @@ def _fence(text: str, least: int) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
-    """Returns a Markdown table of the rows that lack nothing. In a column whose name ends in "*", cells are untrusted
+    """Returns a Markdown table of the complete rows. In a column whose name ends in "*", cells are untrusted
     and become code spans."""
     lines = [[column.removesuffix("*") for column in columns], ["---"] * len(columns)]
     for row in rows:

@@ -1,7 +1,7 @@
-"""The places of what a configuration names: folders, files of data, and the commits of what is on the Hub.
+"""The places that a configuration names: folders, data files, and commits on the Hub.
 
-A run finds and verifies them once, before it opens anything. A branch of the Hub may move, so a run asks for its commit
-at the first start alone, and records the answers in its directory, from which a resume takes them.
+A run finds and verifies them once, before it opens anything. A Hub branch may move, so a run asks for its commit only
+at the first start and records it in its directory for resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REVISIONS = "revisions.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """What a configuration names, found and verified; `find_places` makes it, and nothing looks for it again."""
+    """The folders and files that a configuration names, found and verified once by `find_places`."""
 
     model: Path
     """The folder of the model."""
@@ -50,10 +50,10 @@ def find_places(config: Config, ranks: Ranks | None = None) -> Places:
     Every rank calls this. The first rank of each node downloads what is not in the Hub's cache before the others look.
 
     Args:
-        ranks: None for a process alone.
+        ranks: None for a single process.
 
     Raises:
-        ValueError: There is no such folder, a file in it is implausible, or config.json is not supported.
+        ValueError: A folder is missing, a file in it is implausible, or config.json is not supported.
     """
     if ranks is None:
         return _verified(config, *_folders(config, download=True))
@@ -133,10 +133,11 @@ def pinned(config: Config) -> Config:
 
 
 def find_commits(config: Config) -> dict[str, str]:
-    """Returns the commits of all that the configuration takes from the Hub, in the form of the file REVISIONS.
+    """Returns the commits of everything that the configuration takes from the Hub, in the form of the file REVISIONS.
 
-    They are those of the run, if it has a checkpoint to resume from, and else what the Hub says now. What the run has
-    recorded stays, also if its own config.yaml, with commits in place of branches, resumes it. Raises ValueError.
+    If the run has a checkpoint to resume from, they are the run's recorded commits, otherwise the Hub's current ones.
+    Recorded commits stay even if the run's own config.yaml, with commits in place of branches, resumes it. Raises
+    ValueError.
     """
     known, commits = _recorded(config), dict[str, str]()
     models = [
@@ -163,12 +164,12 @@ def _recorded(config: Config) -> dict[str, str]:
 
 
 def read_commits(run_directory: Path) -> dict[str, str]:
-    """Returns the commits that a run has recorded, {} if there are none. Raises ValueError if the file is damaged."""
+    """Returns the commits that a run recorded; {} without a record. Raises ValueError if the file is damaged."""
     file = run_directory / REVISIONS
     try:
         commits = read_json_value(file)
         if not all(COMMIT.fullmatch(commit) for commit in commits.values()):
-            raise ValueError("holds other values than commits")
+            raise ValueError("holds values other than commits")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -177,7 +178,7 @@ def read_commits(run_directory: Path) -> dict[str, str]:
 
 
 def pin(config: Config, commits: dict[str, str]) -> Config:
-    """Returns the configuration with these commits as revisions; what they do not have stays as it is."""
+    """Returns the configuration with these commits as revisions; other revisions stay unchanged."""
 
     def of_rows(rows: _Rows) -> _Rows:
         return rows.model_copy(

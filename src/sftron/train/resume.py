@@ -63,7 +63,7 @@ def require_whole_epochs(setup: Setup, data_state: Mapping[str, Any], progress: 
 
 
 def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str, Any]:
-    """Returns the part of the state that is the same on every rank."""
+    """Returns the part of the state that is equal on every rank."""
     return {
         "progress": asdict(progress),
         "settings": settings.state(),
@@ -101,7 +101,7 @@ def _require_same_model(folder: Path, *, saved: Any, now: Mapping[str, str]) -> 
     """Raises CheckpointError if the weights belong to another architecture, even one with the same shapes."""
     differences = changes(saved=saved if isinstance(saved, dict) else {}, now=now)
     if changed := [change for change in differences if is_of_the_model(change)]:
-        raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
+        raise CheckpointError(f"{folder} does not fit the model in model.path:\n  " + "\n  ".join(changed))
 
 
 # --- Finding the checkpoint ---
@@ -112,18 +112,18 @@ class Start:
     """What a run starts from: the checkpoint that it resumes, the weights of another run, or the model's own."""
 
     folder: Path | None = None
-    """The checkpoint; None if the weights are those of model.path."""
+    """The checkpoint; None to use the weights of model.path."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """The run state of the checkpoint that is resumed; else empty."""
+    """The run state of the checkpoint to resume; else empty."""
     changes: Sequence[str] = ()
-    """The differences between its data and the current data, which checkpoints.allow_data_change permits."""
+    """The differences between its data and the current data; checkpoints.allow_data_change permits them."""
     progress: Progress
     settings: Settings
     watched: Best | None = None
     """The best evaluation by the metric of evaluation.patience, if it was set."""
 
     def is_done(self, setup: Setup) -> bool:
-        """Returns whether no step is left to train: the run has its full length, or evaluation.patience ended it."""
+        """Returns whether the run is complete: it has its full length, or evaluation.patience ended it."""
         return setup.length.is_done(self.progress) or is_patience_over(
             setup.config, setup.data.evaluation_sets, self.watched
         )
@@ -133,7 +133,7 @@ class Start:
         return self.settings.changes_to(setup.settings, after_step=self.progress.step)
 
     def settings_now(self, setup: Setup) -> Settings:
-        """Returns the settings of the run from this start on; those of the checkpoint, if no step is left to train."""
+        """Returns the settings of the run from this start on; for a complete run, the checkpoint's."""
         if self.is_done(setup):
             return self.settings
         changes = self.settings.changes + self.changed_settings(setup)
@@ -159,8 +159,8 @@ def find_start(setup: Setup, checkpoints: Path) -> Start:
     begun = 1 + max(count.latest_epoch for count in start.progress.datasets)
     if start.changes and num_epochs is not None and begun >= num_epochs:
         raise CheckpointError(
-            f"the data has changed, and {begun} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
-            "raise it, or set the data back"
+            f"the data has changed, and {begun} epochs began with the old data, but tokens.train_epochs is "
+            f"{num_epochs}; raise it, or restore the data"
         )
     for problem in found.rejected:
         console.write(f"broken     {problem}")
@@ -240,19 +240,19 @@ def _read_start(setup: Setup, folder: Path) -> Start:
             setup.length.count_rows_beyond(progress, state["data"]["lanes"], setup.data.dataset.num_lanes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder / 'state.json'}: is not the state of a run ({error!r}); resume from another checkpoint, or begin "
-            "with its weights (checkpoints.load: weights)"
+            f"{folder / 'state.json'}: is not the state of a run ({error!r}); resume from another checkpoint, or load "
+            "only its weights (checkpoints.load: weights)"
         ) from error
     may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
     if changed and not may_change:
-        reason = "other data settings, and going on would repeat or lose conversations"
+        reason = "other data settings, so continuing would repeat or lose conversations"
         if any(map(is_of_the_model, changed)):
-            reason = "another model, and its weights and moments do not belong to this one"
+            reason = "another model, so its weights and moments do not fit this one"
         raise CheckpointError(
             f"{folder} was made with {reason}:\n  "
             + "\n  ".join(changed)
-            + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
-            "goes on with other data, though not with another model, and begins the next epoch"
+            + "\nRestore them, or start another run (general.run_name). With other data, though not with another "
+            "model, checkpoints.allow_data_change: true continues with the next epoch"
         )
     return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings, watched=watched)
 
@@ -282,7 +282,7 @@ def load_start(
             verb = "is" if progress.rows_beyond == 1 else "are"
             console.write(
                 f"epochs     {counted(progress.rows_beyond, 'rows')} beyond tokens.train_epochs: {num_epochs} {verb} "
-                f"trained already; the run ends when epoch {(num_epochs or 0) - 1} is whole"
+                f"trained already; the run ends when epoch {(num_epochs or 0) - 1} is complete"
             )
         return
     progress.change_data(len(setup.data.preparation.datasets))
@@ -291,6 +291,6 @@ def load_start(
     for change in start.changes:
         console.write(f"             {change}")
     console.write(
-        f"           epoch {progress.first_epoch}, counted from 0, begins with it; what was left of earlier epochs is "
-        "not trained"
+        f"           epoch {progress.first_epoch}, counted from 0, begins with it; the rest of earlier epochs is not "
+        "trained"
     )

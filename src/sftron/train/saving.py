@@ -1,4 +1,4 @@
-"""Saving of checkpoints: when one is due, of which weights, in the background or not, and after failed writes."""
+"""Saves checkpoints: decides when and of which weights, writes in the background, and handles failed writes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Saver:
     failure does. With checkpoints.async, a thread writes while training continues; it has a process group of its own.
 
     Weights are saved and exported only if they give a finite loss and finite gradients. Finite weights are not enough:
-    weights of 8e37 are finite, but their loss is not. So both are computed for a batch of the last step that was
-    finite, because a bad batch proves nothing about the weights.
+    weights of 8e37 are finite, but their loss is not. So the saver computes both for a batch of the last finite step,
+    because a bad batch proves nothing about the weights.
 
     Args:
         loss: The implementation of the loss; see `loss_function`.
@@ -50,9 +50,9 @@ class Saver:
             changed; a collective.
 
     Attributes:
-        saved_step: The step of the newest complete checkpoint; 0 if there is none.
+        saved_step: The step of the newest complete checkpoint, else 0.
         tried_step: The step of the newest checkpoint that was started, complete or not.
-        best_step: The step of the best checkpoint, which is kept regardless of its age; None if there is none.
+        best_step: The step of the best checkpoint, which is kept regardless of its age, else None.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Saver:
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Saves the state after `step`, the last finished one, unless its weights are broken.
 
-        A save that `is_last` is complete when this returns, and none is made if the step is saved already; others may
-        go on in the background.
+        With `is_last`, blocks until saved, and does nothing if the step is already saved; other saves may continue in
+        the background.
 
         Raises:
             DataError: The data files changed meanwhile, so the state would not describe what was trained.
-            OSError: The third consecutive checkpoint could not be written; of a save that `is_last`, the first one.
+            OSError: The third consecutive checkpoint could not be written; with `is_last`, this one.
         """
         self._require_unchanged()
         self._ranks.at(f"saving step {step}")
@@ -143,7 +143,7 @@ class Saver:
         self._save_seconds = self._saved_at - began
 
     def save_best(self, step: int, evaluator: Evaluator, before: Best | None) -> None:
-        """Saves the step that an evaluation found to be the best; if it cannot be saved, `before` stays the best."""
+        """Saves the step that an evaluation found best; if it cannot, `before` stays the best."""
         self.best_step = evaluator.best_step
         if self.saved_step != step:
             self.save(step)
@@ -165,10 +165,10 @@ class Saver:
             if self.saved_step == step:
                 console.write(f"saved      step {step}, the last one before the failure")
         except OSError as error:
-            console.write(f"WARNING    step {step} could not be saved: {error}")
+            console.write(f"WARNING    could not save step {step}: {error}")
 
     def poll(self) -> None:
-        """Completes a background save once the threads of all ranks have ended, so at the same step on all ranks.
+        """Completes a background save once the threads of all ranks have ended, at the same step on all ranks.
 
         Raises OSError at the third consecutive failure.
         """
@@ -207,7 +207,8 @@ class Saver:
     def is_healthy(self, step: int, done: str = "") -> bool:
         """Returns whether the weights after `step` give a finite loss and finite gradients; computed once per step.
 
-        If they do not, and `done` is given, prints that they are not `done`. Those of a checkpoint were checked before.
+        If they do not, and `done` is given, prints that they are not `done`. A checkpoint's weights were checked when
+        saved.
         """
         if self.saved_step == step:
             return True
@@ -215,8 +216,8 @@ class Saver:
             self._judged = (step, self._has_finite_loss())
         if done and not self._judged[1]:
             console.write(
-                f"WARNING    the weights after step {step} give no finite loss and gradients, so they are not {done}. "
-                "Lower optimizer.learning_rate if that happens again"
+                f"WARNING    the loss or gradients after step {step} are not finite, so the weights are not {done}. "
+                "Lower optimizer.learning_rate if this happens again"
             )
         return self._judged[1]
 
@@ -257,11 +258,11 @@ class Saver:
     def _missed(self, error: OSError) -> None:
         self._num_misses += 1
         if self._num_misses == _MAX_MISSES_IN_A_ROW:
-            raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row could not be saved: {error}") from error
+            raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row failed: {error}") from error
         newest = f"step-{self.saved_step}" if self.saved_step else "none"
         console.write(
-            f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its "
-            f"newest one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
+            f"WARNING    could not save the checkpoint of step {self.tried_step}: {error}. The run goes on; its newest "
+            f"checkpoint is {newest}. Free space in {self._root}: {_MAX_MISSES_IN_A_ROW} failures in a row end the run"
         )
 
 

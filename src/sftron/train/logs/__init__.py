@@ -1,1 +1,1 @@
-"""What a run writes about itself: the console, its files of lines, and the loggers' copy of them."""
+"""What a run writes about itself: the console, its log files, and the copies for loggers."""

@@ -24,15 +24,15 @@ _prints = True
 _append: Callable[[bytes], None] | None = None
 """Appends a line to console.log."""
 _early_lines: list[bytes] | None = None
-"""The lines that were printed before the run has a console.log."""
+"""The lines printed before the run has a console.log."""
 _bar: Progress | None = None
 """The progress bar that is currently on the terminal."""
 _lock = threading.RLock()
-"""Held while a line is printed or the bar is drawn, as threads of loggers print too; a signal handler may reenter."""
+"""Held while printing a line or drawing the bar, because logger threads print too; a signal handler may reenter."""
 
 
 def start(prints: bool) -> None:
-    """Starts the console of a run. Only the main rank prints: `prints` is false on the others."""
+    """Starts the console of a run. Only the main rank prints; `prints` is false on the others."""
     global _prints, _append, _early_lines
     _prints, _append, _early_lines = prints, None, []
 
@@ -50,7 +50,7 @@ def log_to(append: Callable[[bytes], None] | None) -> None:
 def write(line: str, colored: str | None = None) -> None:
     """Prints one line immediately and logs it.
 
-    Secrets are removed from it, and escape sequences are made visible. If the text contains line ends, for example in a
+    Removes secrets from it, and makes escape sequences visible. If the text contains line ends, for example in a
     file name, the following lines are indented, so that they cannot imitate a line of the run.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loggers receive a copy of a run's numbers: what all of them share. None can end a run, and none delays a step."""
+"""What all loggers share. They receive a copy of a run's numbers, and can neither end a run nor delay a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sftron.regular_file import read_json_value
 from sftron.train.logs import console
 
 _TIME_TO_START_S = 10.0
-"""The run waits this long, so that what loggers print comes before the steps; then they start during the steps."""
+"""How long the run waits for loggers to start, so that their output comes before the steps."""
 _TIME_TO_FINISH_S = 70.0
 """The longest time that a run waits for all its loggers at the end; wandb itself may take a minute."""
 _MOST_CALLS_WAITING = 10_000
@@ -31,14 +31,14 @@ class Logger(Protocol):
     name: str
     """Its name in logging.to."""
     replaces_steps: bool
-    """Whether a step that a resumed run trains again may be logged again without being shown twice."""
+    """Whether logging a repeated step again after a resume replaces the first record."""
 
     def start(self, step: int) -> None:
-        """Begins a run there, or goes on with it; `step` is the last finished one."""
+        """Begins or continues a run in the service; `step` is the last finished one."""
         ...
 
     def log(self, step: int, numbers: Numbers, answers: Answers | None = None) -> None:
-        """Logs the numbers of a step or, with its answers, those of an evaluation."""
+        """Logs the numbers of a step or, with answers, of an evaluation."""
         ...
 
     def finish(self, status: str) -> None:
@@ -47,10 +47,10 @@ class Logger(Protocol):
 
 
 class LoggerThread:
-    """Calls a logger in a thread of its own, in order. The first failure is reported, and later calls are still made.
+    """Calls a logger in a thread of its own, in order. It reports the first failure and goes on with later calls.
 
-    Each logger has its own thread, because one that hangs would silence the others. Calls wait in a bounded queue; what
-    does not fit is left out and reported.
+    Each logger has its own thread, because one that hangs would silence the others. Calls wait in a bounded queue;
+    calls that do not fit are dropped and reported.
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -87,7 +87,7 @@ class LoggerThread:
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Waits at most `seconds` for the end of the thread, and then abandons it."""
+        """Waits at most `seconds` for the thread to end, then abandons it."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._report_once("did not end in time", "; what it has not sent is missing there")
@@ -126,7 +126,7 @@ class Loggers:
             thread.has_started.wait(until - time.monotonic())
 
     def log(self, step: int, record: Mapping[str, Any], answers: Answers | None = None) -> None:
-        """Logs the numbers of a line of metrics.jsonl or, with its answers, those of an evaluation."""
+        """Logs the numbers of a line of metrics.jsonl or, with answers, of an evaluation."""
         numbers = {name: number for name, number in flat_numbers(record).items() if name != "step"}
         for thread in self._threads:
             thread.log(step, numbers, answers)
@@ -164,9 +164,9 @@ def flat_numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def kept_facts(name: str, folder: Path) -> dict[str, Any]:
-    """Returns what `keep_facts` has written for a logger; {} if there is nothing.
+    """Returns what `keep_facts` wrote for a logger, else {}.
 
-    A copy of a run directory has nothing as long as the original directory exists: it is another run.
+    Returns {} for a copy of a run directory while the original exists, because the copy is another run.
     """
     path = folder / f"{name}.json"
     kept = read_json_value(path) if path.exists() else {}
@@ -180,18 +180,18 @@ def keep_facts(name: str, folder: Path, **facts: Any) -> None:
 
 
 def run_id(name: str, folder: Path, given: str | None = None) -> str:
-    """Returns the id of the run in a service, which resumed runs go on with: the `given` one, the kept one or a new
-    one. It is kept."""
+    """Returns the id of the run in a service (the `given` one, the kept one, or a new one), and keeps it for resumed
+    runs."""
     chosen = given or kept_facts(name, folder).get("id") or secrets.token_hex(6)
     keep_facts(name, folder, id=chosen)
     return chosen
 
 
 def highest_sent(name: str, folder: Path, logged: int, evaluated: int) -> tuple[int, int]:
-    """Returns the highest steps whose numbers and whose evaluation any start of the run has sent to a logger.
+    """Returns the highest step and the highest evaluation that any start of the run sent to a logger.
 
-    They are kept, because each resume removes the later steps from metrics.jsonl and evaluations.jsonl: after two
-    kills, the last steps in these files may be lower than those that the first start has sent.
+    Keeps them, because each resume removes later steps from metrics.jsonl and evaluations.jsonl: after two kills, these
+    files may end before the last step that the first start sent.
 
     Args:
         logged, evaluated: The last steps in these files before they are cut.

@@ -1,4 +1,4 @@
-"""The logs of a run: its files of lines, the console, and the loggers' copy. A failed write does not end the run."""
+"""The logs of a run: its log files, the console, and the loggers' copy. A failed write does not end the run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from sftron.train.run_directory import RunDirectory, intact_records, read_record
 from sftron.train.step import StepBatches, StepResult, measure_step
 
 _BUFFER_BYTES = 2**24
-"""More than the lines of a run that waits for space on its disk."""
+"""More than the lines of a run that waits for disk space."""
 _PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""The packages that a tracker imports, where it is not the one of its name."""
+"""The packages that a tracker imports, if their names differ from the tracker's."""
 _EXTRAS = ("wandb", "trackio", "tensorboard", "mlflow")
 _TIME_FOR_GIT_S = 5.0
 
@@ -48,8 +48,8 @@ _TIME_FOR_GIT_S = 5.0
 class LineFile:
     """A file of lines, to which a run appends.
 
-    When it is opened, an incomplete last line is removed, as a kill leaves it. A full disk does not end the run: lines
-    wait in the buffer until they can be written.
+    Opening it removes an incomplete last line, which a kill may leave. A full disk does not end the run: lines wait in
+    the buffer until they can be written.
 
     Args:
         last_step: If given, the lines are records with a "step", and everything after the last one up to this step is
@@ -64,7 +64,7 @@ class LineFile:
         os.truncate(path, _kept_size(path, last_step))
 
     def append(self, line: bytes) -> None:
-        """Writes a line; `line` is given without the line end."""
+        """Writes a line, given without its line end."""
         with self._warning("its lines wait in memory"):
             self._file.write(line + b"\n")
             self._file.flush()
@@ -101,7 +101,7 @@ class LineFile:
 
 def _kept_size(path: Path, last_step: int | None) -> int:
     kept = position = 0
-    with suppress(ValueError):  # a line that is too long, which no run has written
+    with suppress(ValueError):  # a line that is too long, so no run wrote it
         for line in read_lines(path):
             position += len(line)
             with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -111,7 +111,7 @@ def _kept_size(path: Path, last_step: int | None) -> int:
 
 
 def _last_step(path: Path) -> int:
-    """Returns the step of the last record of a file, which a logger was given too; -1 if there is none."""
+    """Returns the step of the last record of a file, which the loggers got too; -1 without records."""
     try:
         return max((record["step"] for record in read_records(path)), default=-1)
     except ValueError:  # a line is damaged; then loggers may show a step twice
@@ -183,10 +183,10 @@ class RunLogs:
         first_epoch: int,
         changed_settings: dict[str, list[Any]],
     ) -> None:
-        """Writes the metrics of the step that was made in `seconds`, and prints them.
+        """Writes and prints the metrics of a step that took `seconds`.
 
         Args:
-            first_epoch: That of the loader.
+            first_epoch: The loader's first epoch.
             changed_settings: The keys that changed at this step, each with its old and new value.
         """
         setup, config, num_steps = self._setup, self._setup.config, self._setup.length.steps_in_words(progress)
@@ -228,28 +228,28 @@ class RunLogs:
                 self.loggers.log(evaluation.step, evaluation.metrics(), record["answers"])
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
-        """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
+        """Returns the answers of the evaluation after `step`; None without an evaluation, and on other ranks."""
         records = intact_records(self._directory.evaluations) if self._evaluations else ()
         return next((record.get("answers") for record in records if record["step"] == step), None)
 
     def sync_steps(self) -> None:
-        """Flushes metrics.jsonl and evaluations.jsonl to disk, because they have to contain every step of a checkpoint
-        and every evaluation before it, which a resumed run does not make again."""
+        """Flushes metrics.jsonl and evaluations.jsonl to disk. They must contain every step and evaluation before a
+        checkpoint, because a resumed run does not repeat them."""
         for file in (self._metrics, self._evaluations):
             if file:
                 file.sync()
 
     def require_files(self) -> None:
-        """Raises OSError if metrics.jsonl or evaluations.jsonl is no longer where this run has put it."""
+        """Raises OSError if metrics.jsonl or evaluations.jsonl is no longer where this run created it."""
         lost = [str(file.path) for file in (self._metrics, self._evaluations) if file and not file.is_in_place()]
         if lost:
             raise FileNotFoundError(
-                f"{', '.join(lost)}: removed, moved or replaced while the run wrote to it, so its records are not "
-                "there. Move the run directory back, or start the run in another one (general.run_name)"
+                f"{', '.join(lost)}: removed, moved or replaced while the run wrote to it, so its records are lost. "
+                "Move the run directory back, or start the run in another one (general.run_name)"
             )
 
     def close(self, status: str) -> None:
-        """Closes all logs; loggers may wait a minute for a slow server. `status` is the status in result.json."""
+        """Closes all logs; a slow server may delay this by a minute. `status` is the status in result.json."""
         for file in (self._evaluations, self._metrics):
             if file:
                 file.close()
@@ -275,27 +275,27 @@ def as_json(record: Mapping[str, Any]) -> bytes:
 
 
 def require_loggers(options: Logging) -> None:
-    """Raises ValueError if a package of a logger is not installed, or an online run has no API key of wandb."""
+    """Raises ValueError if a logger's package is not installed, or an online run has no wandb API key."""
     mode = options.wandb_mode
     for name in {*options.to, *(["wandb"] if mode != "disabled" else [])}:
         packages = ("accelerate", *_PACKAGES.get(name, (name,)))
         if missing := [package for package in packages if find_spec(package) is None]:
             how = f"'sftron[{name}]'" if name in _EXTRAS else " ".join(missing)
             raise ValueError(
-                f"{name} is to log the run, but {', '.join(missing)} is not installed: pip install {how}, or remove "
+                f"logging.to has {name}, but {', '.join(missing)} is not installed: pip install {how}, or remove "
                 f"{name} from logging.to" + ", and logging.wandb.mode" * (name == "wandb")
             )
     if mode == "online" and not has_key():
         raise ValueError(
-            "logging.wandb.mode is online but there is no API key for it: run `wandb login`, or set WANDB_API_KEY, or "
+            "logging.wandb.mode is online, but no API key is set: run `wandb login`, or set WANDB_API_KEY, or "
             "set the mode to offline and run `wandb sync` later"
         )
     if mode != "disabled" and (other := os.environ.get("WANDB_MODE")) and other != mode:
-        console.write(f"wandb      mode {mode}, as configured; WANDB_MODE={other} is not read")
+        console.write(f"wandb      mode {mode}, as configured; sftron ignores WANDB_MODE={other}")
 
 
 def make_loggers(setup: Setup, directory: RunDirectory, start: Start, *, num_parameters: int) -> Loggers | None:
-    """Returns the loggers of the run; None if there are none, and on all ranks but the main one."""
+    """Returns the loggers of the run; None without loggers, and on all ranks but the main one."""
     options = setup.config.logging
     names = [*options.to, *(["wandb"] if "wandb" not in options.to and options.wandb_mode != "disabled" else [])]
     if not names or not setup.ranks.is_main:
@@ -307,7 +307,7 @@ def make_loggers(setup: Setup, directory: RunDirectory, start: Start, *, num_par
 
 
 def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
-    """Returns the configuration without secrets. Its key `run` has the facts besides it that influence the results.
+    """Returns the configuration without secrets. Its key `run` holds other facts that influence the results.
 
     Args:
         facts: Facts in addition to those of `setup`.
@@ -331,7 +331,7 @@ def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Returns the commit of the git repository that contains `folder`, and whether tracked files differ from it.
 
-    Returns None if there is no repository. Programs that its own configuration names are not run.
+    Returns None without a repository. Does not run programs that the repository's configuration names.
     """
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
     command += ["--abbrev=40", "--exclude=*"]  # the commit id, even if the commit has tags

@@ -1,4 +1,4 @@
-"""The loggers of `logging.to`: the trackers of accelerate, made to go on with the run of a run directory.
+"""The loggers of `logging.to`: accelerate's trackers, extended to continue the run of a run directory.
 
 accelerate and the packages of the services are optional and slow to import, so they are imported where they are used.
 """
@@ -37,7 +37,7 @@ _WANDB_SETTINGS: dict[str, Any] = {
 
 
 class Tracker:
-    """A run of a service, by accelerate's tracker of that name. Each start begins a new run there.
+    """A run of a service, logged by accelerate's tracker of that name. Each start begins a new run there.
 
     Args:
         facts: Returns the configuration and the facts of the run; see `config_and_facts`.
@@ -81,7 +81,7 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
-    """Event files for TensorBoard. Those of an abandoned continuation are hidden by TensorBoard's own purge."""
+    """Event files for TensorBoard. Its own purge hides the events of an abandoned continuation."""
 
     def start(self, step: int) -> None:
         self._open("tensorboard", purge_step=step + 1 if step else 0)
@@ -145,7 +145,7 @@ class Mlflow(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-    """Returns the name as MLflow admits it: a path without empty parts and "..", of few characters."""
+    """Returns the name as MLflow accepts it: a path without empty parts or "..", in a few allowed characters."""
     parts = [part for part in re.sub(r"[^\w\-. :/]", "_", name).split("/") if part]
     return "/".join("_" if part in (".", "..") else part for part in parts)[-250:]
 
@@ -154,7 +154,7 @@ class Wandb(Tracker):
     """The wandb run of a training run.
 
     If the server does not answer at the start, the run is logged offline. If it does not answer at the end, `finish`
-    waits for a minute. Charts are drawn over the run's own step: wandb drops one that is not after its last one.
+    waits for a minute. Charts use the run's own step, because wandb drops a point whose step is not after the last one.
     """
 
     def __init__(self, name: str, setup: Setup, folder: Path, facts: Callable[[], dict[str, Any]]) -> None:
@@ -176,7 +176,7 @@ class Wandb(Tracker):
                 raise
             wandb.teardown(exit_code=1)  # releases the run id for the second attempt
             self._open(**options, mode="offline")
-            console.write(f"wandb      has no server ({in_words(error)}), and the run is logged offline")
+            console.write(f"wandb      cannot reach its server ({in_words(error)}), so it logs the run offline")
         run = self._tracker.tracker
         console.write(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
         run.define_metric("step")

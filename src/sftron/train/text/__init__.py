@@ -1,1 +1,1 @@
-"""What a run prints before and after its steps, and the first configuration for one's own data."""
+"""What a run prints before and after its steps, and the first configuration for a user's own data."""

@@ -1,4 +1,4 @@
-"""What a run prints and draws after its steps, or instead of them: its result, its answers and its losses."""
+"""What a run prints and draws after its steps, or if it has nothing to do: result, answers and losses."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _one_line(text: str) -> str:
 
 def conclude_not_finite(directory: RunDirectory, step: int, saved_step: int) -> None:
     write_loss_chart(directory)
-    newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
+    newest = f"continues from step {saved_step}, where both were finite" if saved_step else "begins at step 0"
     console.write(
-        f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
-        "optimizer.learning_rate, or look at the rows that are named above"
+        f"failed     after step {step}: the loss or gradients are not finite. The next start {newest}; lower "
+        "optimizer.learning_rate, or check the rows named above"
     )
 
 
@@ -62,28 +62,26 @@ def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path 
     """Prints the result of the run. `status` is the status in result.json: completed, diverged or preempted."""
     chart, run_dir = write_loss_chart(directory), directory.folder
     how = "stopped" if status == "preempted" else status
-    next_time = "the same command goes on; " if status == "preempted" else ""
+    next_time = "the same command continues it; " if status == "preempted" else ""
     console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
     if divergence is not None:
         console.write(
-            f"WARNING    {divergence}. The weights are worse than those that the run began with: lower "
+            f"WARNING    {divergence}. The weights are worse than the initial ones: lower "
             "optimizer.learning_rate, or raise optimizer.warmup_steps, and choose another general.run_name"
         )
     if chart is not None:
         console.write(f"picture    {chart} has the loss of every step and evaluation")
     if exported is not None:
-        loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
+        loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads directly"
         also = f" (also {run_dir / 'latest'})" if directory.names("latest", exported) else ""
         console.write(f"exported   {exported}, which {loader}{also}")
 
 
 def describe_finished(config: Config, status: str, step: int, unused: Sequence[str]) -> None:
-    """Prints why a start does nothing, and what differs from the configuration and data of the completed run."""
-    console.write(
-        f"{status:<10} before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}"
-    )
+    """Prints why a start does nothing, and how the configuration and data differ from the completed run's."""
+    console.write(f"{status:<10} before, after step {step}; nothing is left to do, and {config.run_dir} is unchanged")
     if unused:
-        console.write("not used   these differ from what the run was made with:")
+        console.write("not used   these differ from the completed run:")
         for each in unused:
             console.write(f"             {each}")
         console.write(
@@ -96,9 +94,9 @@ def describe_finished(config: Config, status: str, step: int, unused: Sequence[s
 
 
 def write_loss_chart(directory: RunDirectory) -> Path | None:
-    """Draws loss.png from metrics.jsonl and evaluations.jsonl. Returns its path, or None if there is nothing to draw.
+    """Draws loss.png from metrics.jsonl and evaluations.jsonl. Returns its path, or None without data.
 
-    Only the main rank draws. A failure is reported and ends nothing.
+    Only the main rank draws. It reports a failure but goes on.
     """
     if not directory.is_main:
         return None
@@ -121,7 +119,7 @@ def write_loss_chart(directory: RunDirectory) -> Path | None:
         write_images([chart], directory.folder, names=names)
         return directory.folder / f"{chart.name}.png"
     except Exception as error:  # a full disk, a damaged line, a fault of matplotlib
-        console.write(f"WARNING    loss.png could not be drawn: {error}")
+        console.write(f"WARNING    could not draw loss.png: {error}")
         return None
 
 

@@ -54,7 +54,7 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
-    """Prints the data, the projection, the model and the first pack, and writes the page with the pack."""
+    """Prints the data, the projection, the model and the first pack, and writes the page of the pack."""
     if not setup.ranks.is_main:
         return
     config, data = setup.config, setup.data
@@ -100,7 +100,7 @@ def _data_lines(config: Config, dataset: PackedDataset) -> _Lines:
             yield "", pieces
     rows = "rows, read forward," if preparation.num_rows is None else counted(preparation.num_rows, "rows")
     workers = num_workers(config, dataset)
-    fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
+    fewer = f" ({config.data.num_workers} does not divide the lanes)" if workers != config.data.num_workers else ""
     packs = f"packs of {dataset.token_budget:,} tokens"
     yield "", f"{rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, {packs}"
 
@@ -122,7 +122,7 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
     if sample.num_pretokenized:
         yield (
             "ids",
-            f"{sample.num_pretokenized:,} sampled rows are pretokenized, taken as they are: their template and stop "
+            f"{sample.num_pretokenized:,} sampled rows are pretokenized and used unchanged: their template and stop "
             f"tokens cannot be checked; control tokens that end a trained span: {stops}",
         )
     if sample.num_documents:
@@ -139,7 +139,7 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
     for text, count in audit.template_kwargs.most_common(_MOST_KWARGS):
         yield "", f"the template gets {text} from {counted(count, 'sampled rows')} (chat_template_kwargs)"
     if date := chat_tokenizer.template.date:
-        yield "", f"the template writes the date, taken as {date} for the whole run (tokenizer.date)"
+        yield "", f"the template writes the date: {date} for the whole run (tokenizer.date)"
     if sample.other_prompt:
         trained, generated = sample.other_prompt
         yield _WARNING, f"answers are trained after {trained!r}, but the generation prompt ends in {generated!r}"
@@ -148,8 +148,8 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
     if count := audit.num_with_second_thought:
         yield (
             _WARNING,
-            f"the template adds a thought of its own to answers whose content has one, in {count:,} sampled rows, and "
-            "both are trained: move thoughts into reasoning_content, or set data.reasoning: strip",
+            f"the template adds its own reasoning to answers whose content has some, in {count:,} sampled rows, and "
+            "both are trained: move reasoning into reasoning_content, or set data.reasoning: strip",
         )
     for text, count in audit.left_out.most_common():
         yield _WARNING, f"the template leaves out the {text} of {count:,} messages of the sampled rows"
@@ -158,13 +158,13 @@ def _sample_lines(dataset: PackedDataset, sample: Sample) -> _Lines:
 
 
 def _model_lines(setup: Setup) -> _Lines:
-    """Yields the layout of several ranks, the architecture, what computes it, and the peak that MFU refers to."""
+    """Yields the layout of several ranks, the architecture, its implementation, and the peak that MFU refers to."""
     options, model, llama = setup.config.model, setup.model, setup.model.architecture
     if (rate := setup.config.optimizer.learning_rate) > _HIGHEST_RATE:
         yield (
             _WARNING,
             f"optimizer.learning_rate {rate:g} is above {_HIGHEST_RATE:g}: AdamW moves each weight by about the rate "
-            "in a step, and most models break at that. docs/lora.md has usual rates",
+            "in a step, which breaks most models. docs/lora.md has usual rates",
         )
     if (dimensions := setup.ranks.dimensions).size > 1:
         copies = "one copy" if dimensions.replicate == 1 else f"{dimensions.replicate} copies"
@@ -197,7 +197,7 @@ def _model_lines(setup: Setup) -> _Lines:
     source = read_json(model.folder / "config.json")
     yield from _expert_lines(setup)
     if quant_method(source) is not None:
-        exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
+        exported = f"an export stores them as {options.compute_dtype}, not in MXFP4"
         yield "", f"the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}"
     yield from _adapter_lines(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16":
@@ -234,14 +234,15 @@ def _adapter_lines(setup: Setup) -> _Lines:
     saved = f", and all of {', '.join(spec.modules_to_save)}" if spec.modules_to_save else ""
     yield "lora", f"{'; '.join(sizes)}{options} on {counted(len(spec.ranks), 'layers')} ({kinds}){saved}"
     if adapters.origin:
-        yield "", f"going on from {visible_text(adapters.origin)}"
+        yield "", f"continuing from {visible_text(adapters.origin)}"
     frozen = setup.config.model.frozen_dtype
     frozen = setup.config.model.compute_dtype if frozen == "auto" else frozen
     yield "", f"{adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}"
 
 
 def _show_pack(inspection: Inspection, whole_in: str) -> None:
-    """Prints the first pack, in color on a terminal; if it is long, without its middle, which `whole_in` has."""
+    """Prints the first pack, in color on a terminal. Leaves out the middle of a long one, and names `whole_in`
+    instead."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     options = {
         "width": width,
@@ -259,7 +260,7 @@ def _show_pack(inspection: Inspection, whole_in: str) -> None:
 
 
 def _evaluation_lines(setup: Setup) -> _Lines:
-    """Yields the evaluation sets, and warnings about rows that are also in the training data."""
+    """Yields the evaluation sets, and warnings about rows shared with the training data."""
     sets = setup.data.evaluation_sets
     found, num_compared = overlaps([each.preparation for each in sets], setup.data.preparation) if sets else ([], 0)
     num_rows = setup.data.preparation.num_rows
@@ -272,7 +273,7 @@ def _evaluation_lines(setup: Setup) -> _Lines:
         yield "evaluation", f"{each.name}: {size}{dropped}{compared}"
         if shared:
             there, here = shared[0]
-            part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
+            part = "" if num_compared == num_rows else f"({num_compared:,} of its {num_rows:,} rows were compared)"
             yield (
                 _WARNING,
                 f"{counted(len(shared), 'rows')} of {each.name} {'is' if len(shared) == 1 else 'are'} also in the "
@@ -284,8 +285,8 @@ def _evaluation_lines(setup: Setup) -> _Lines:
         if (schedule := config.optimizer.schedule) != "constant":
             yield (
                 _WARNING,
-                f"optimizer.schedule {schedule} falls over the full length of the run; if evaluation.patience ends it "
-                "earlier, it ends at a higher rate. schedule constant has no length",
+                f"optimizer.schedule {schedule} falls over the full length of the run; if evaluation.patience ends "
+                "the run earlier, it ends at a higher rate. Set schedule: constant to avoid this",
             )
 
 
@@ -326,14 +327,15 @@ def _base_lines(setup: Setup, found: StepMemory, memory: float) -> _Lines:
 
 
 def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
-    """Prints the predicted memory of a training step and `measured`; None if one process stands for several ranks."""
+    """Prints the predicted memory of a training step, and `measured`, which is None if one process stands for several
+    ranks."""
     _show(_dry_run_lines(setup, describe_memory(setup), measured))
 
 
 def _dry_run_lines(setup: Setup, predicted: StepMemory, measured: MeasuredPeak | None) -> _Lines:
     if measured is None:
         start = f"torchrun --nproc_per_node={setup.ranks.dimensions.size} -m sftron train --config FILE --dry-run"
-        yield "dry run", f"all checks but those of weights passed; nothing was written. {start} measures a step"
+        yield "dry run", f"all checks without weights passed; nothing was written. {start} measures a step"
         return
     for what, found, expected in (
         ("tensors", measured.tensors, float(predicted.peak)),
@@ -346,9 +348,9 @@ def _dry_run_lines(setup: Setup, predicted: StepMemory, measured: MeasuredPeak |
 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
-    """Prints the keys whose values differ from those of the checkpoint."""
+    """Prints the keys whose values differ from the checkpoint's."""
     if changed:
-        which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
+        which = "the run is complete, so they have no effect" if is_done else f"from step {changed[0].step} on"
         _show([("settings", f"have changed since the checkpoint; {which}:"), *(("", f"  {each}") for each in changed)])
 
 
@@ -356,8 +358,8 @@ def warn_of_busy_cores(wall: float, processor: float) -> None:
     """Warns if the first step waited for processor cores.
 
     Args:
-        wall, processor: The seconds that the step took, and those of processor time that all threads of the process
-            used. On idle cores the second number is not below the first.
+        wall, processor: The step's duration, and the processor time of all threads of the process, in seconds. On idle
+            cores, the second number is not below the first.
     """
     threads = torch.get_num_threads()
     if threads > 1 and wall > max(_BUSY * processor, processor + 1):

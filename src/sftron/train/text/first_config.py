@@ -1,4 +1,4 @@
-"""The first configuration for one's own data: the sizes that fit the rows and the model, with comments."""
+"""The first configuration for a user's own data: sizes that fit the rows and the model, with comments."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _STEPS_PER_EPOCH = 50
 _TOKENS_PER_STEP = 2**17
 """The longest step."""
 _TOKENS_PER_PACK = 2**13
-"""The size of a pack on a GPU, whose kernels need some thousands of tokens; on a CPU, a pack is one row."""
+"""The size of a pack on a GPU, whose kernels need a few thousand tokens; on a CPU, a pack is one row."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 500
 _LEARNING_RATES = ((0.5e9, 1e-4), (2e9, 3e-5), (15e9, 1e-5), (float("inf"), 5e-6))
 """Learning rates of full fine-tuning, each for models with fewer parameters than the number, if no recipe has one."""
 _LORA_FACTOR = 10
-"""The learning rate of adapters / that of full fine-tuning, as in docs/lora.md."""
+"""The ratio of the adapters' learning rate to full fine-tuning's, as in docs/lora.md."""
 _EVALUATIONS = 10
-"""The number of evaluations on the way, so that loss.png shows where the loss on the held-out rows rises again."""
+"""The number of evaluations during the run, so that loss.png shows where the loss on the held-out rows rises again."""
 _WARM_UP = 0.05
-"""The share of the steps, so that a run of a few steps is one too."""
+"""The warm-up as a share of the steps, so that it also suits a run of a few steps."""
 _UNMEASURED = 2**20
 """A sequence length for which no row is overlong, so that all are measured."""
 
@@ -70,11 +70,11 @@ def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str
         overrides: `--section.key=value`, for keys that are given; the others are chosen.
     """
     if out.is_dir():
-        raise ValueError(f"--out: {out} is a folder; name a file in it: --out {shlex.quote(str(out / 'sft.yaml'))}")
+        raise ValueError(f"--out: {out} is a folder; give a file in it: --out {shlex.quote(str(out / 'sft.yaml'))}")
     if out.exists():
         raise ValueError(f"{out} exists; remove it, or choose another file with --out FILE")
     if not out.parent.is_dir():
-        raise ValueError(f"--out: {out.parent} is no folder; make it, or choose another file")
+        raise ValueError(f"--out: {out.parent} is not a directory; create it, or choose another file")
     console.start(True)
     ranks = start_ranks()
     tree: dict[str, Any] = {
@@ -115,7 +115,7 @@ def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str
     if repeated := repetitions(setup.data.preparation)[0]:
         row, earlier = repeated[0]
         rows = f"{counted(len(repeated), 'rows')} equal to an earlier one; the first: {row} is {earlier}"
-        show(f"WARNING    {rows}. Remove those that are not meant")
+        show(f"WARNING    {rows}. Remove unintended ones")
     if meaning:
         show(f"columns    read as if {meaning}: see data.datasets, and change it if that is wrong")
     show(f"written    {out}; next: sftron train --config {shlex.quote(str(out))} --dry-run")
@@ -171,7 +171,7 @@ def _look_at_rows(tree: dict[str, Any], places: Places) -> tuple[Sample, int, st
 
 
 def _run_name(data: str) -> str:
-    """Returns the name of the data's file or folder, in the characters that a run's name may have."""
+    """Returns the name of the data's file or folder, limited to the characters of a run's name."""
     stem = Path(data.rstrip("/*")).name.partition(".")[0]
     stem = "".join(each for each in unicodedata.normalize("NFKD", stem) if not unicodedata.combining(each))
     return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:60] or "my-run"
@@ -195,8 +195,8 @@ def _sizes(lengths: LengthCount, num_rows: int, positions: int, model: str, *, o
     too_long = sum(count for each, count in lengths.items() if each > length)
     if too_long > Data.model_fields["max_dropped_share"].default * lengths.total():
         raise ValueError(
-            f"{too_long} of {lengths.total()} sampled rows are longer than the {positions:,} tokens for which {model} "
-            "has positions; shorten them, or take a model with more (max_position_embeddings)"
+            f"{too_long} of {lengths.total()} sampled rows are longer than the {positions:,} positions of {model}; "
+            "shorten them, or use a model with more (max_position_embeddings)"
         )
     mean = sum(each * count for each, count in lengths.items()) / lengths.total()
     # A pool of 256 conversations should hold two packs.
@@ -257,8 +257,8 @@ def _render(
 
 
 def _memory_of_ways(setup: Setup) -> dict[str, StepMemory]:
-    """Returns the memory of a step of the run, which trains all weights, and with the adapters that the file offers; on
-    matrices in NF4 too, if they can be stored so."""
+    """Returns the memory of a step of the run, which trains all weights, and of a step with the file's optional
+    adapters; also on NF4 matrices if the model supports them."""
     dtype, names = setup.model.compute_dtype, model_projections(setup.model.architecture)
     spec = LoraSpec(
         ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, float(ALPHA_OF_RANK * DEFAULT_RANK))
@@ -277,7 +277,7 @@ def _steps(setup: Setup) -> float:
 
 
 def _rates(setup: Setup, found: Mapping[str, StepMemory]) -> tuple[float, float]:
-    """Returns the learning rate of full fine-tuning and that of adapters, for a model of this size."""
+    """Returns the learning rates for full fine-tuning and for adapters, for a model of this size."""
     if recipe := recipe_of(setup.model.architecture):
         return recipe.learning_rate, recipe.lora_rate
     num_parameters = _num_parameters(found)
@@ -290,7 +290,7 @@ def _num_parameters(found: Mapping[str, StepMemory]) -> float:
 
 
 def _other_lines(section: Mapping[str, Any], known: Sequence[str]) -> str:
-    """Returns a line for each key of a section that the template has no line for, each after a line break."""
+    """Returns a line, after a line break, for each key of a section that the template lacks."""
     return "".join(f"\n  {key}: {_scalar(value)}" for key, value in section.items() if key not in known)
 
 
@@ -313,7 +313,7 @@ def _scalar(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A model, told by its sizes, and the peaks of its learning rate; configs/recipes states where they are from."""
+    """A model, recognized by its sizes, and its peak learning rates; configs/recipes names their sources."""
 
     name: str
     """The start of the names of its files in configs/recipes, NAME-full.yaml and NAME-lora.yaml."""
