@@ -551,7 +551,7 @@ def test_train_on_inputs_is_answered_with_the_opposite_value():
         ("parallelism.tp", "there is no tensor, pipeline or expert parallelism"),
         ("tp", "there is no tensor, pipeline or expert parallelism"),
         ("stage", "every run is supervised fine-tuning (SFT): remove the key"),
-        ("template", "write tokenizer.chat_template; without it, the model's own template is taken"),
+        ("template", "write tokenizer.chat_template; without it, the run uses the model's own template"),
         ("finetuning_type", "write a section lora: {rank: 16} to train adapters; without it, all weights are trained"),
         ("model_id", "write model.path, a folder or a Hub id"),
         ("model.type", "the keys here are path,"),

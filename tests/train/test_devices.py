@@ -178,7 +178,7 @@ def test_bfloat16_on_a_gpu_that_emulates_it_is_refused(tmp_path: Path, model_fol
         open_setup(make_config(tmp_path, model_folder, model__compute_dtype="float32"))
 
 
-@pytest.mark.parametrize("lacks", ["neither gcc nor clang is on PATH", "there is no .*/Python.h"])
+@pytest.mark.parametrize("lacks", ["neither gcc nor clang is on PATH", "/Python.h is missing"])
 def test_a_run_on_a_gpu_needs_what_triton_needs_to_compile(
     lacks: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

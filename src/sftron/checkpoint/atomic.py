@@ -17,7 +17,7 @@ _REPLACED = ".replaced-"
 def publish(folder: Path, write: Callable[[Path], None], ranks: ProcessGroup | None = None) -> Path:
     """Fills a new folder with `write`, syncs it to disk, and renames it to `folder`, replacing any old one.
 
-    Every rank has to call this, and `write` receives the same folder on each. On any error `folder` is unchanged and
+    Every rank must call this, and `write` receives the same folder on each. On any error `folder` is unchanged and
     the unfinished folder is removed.
 
     Raises:
@@ -98,7 +98,7 @@ def remove(folder: Path) -> None:
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Writes a new file, syncs it to disk, and returns {"size", "sha256"}. Raises OSError.
 
-    The writing process has to sync, because on a network file system another node cannot. Hashing and writing release
+    The writing process must sync, because another node cannot on a network file system. Hashing and writing release
     Python's global lock, so a thread can do this during training.
     """
     digest, size = hashlib.sha256(), 0

@@ -81,7 +81,7 @@ def state_text(step: int, state: Mapping[str, Any]) -> bytes:
 def write_checkpoint(
     folder: Path, step: int, shards: StoredShards, *, state: bytes, ranks: ProcessGroup = ALONE
 ) -> Path:
-    """Writes a checkpoint to `folder`, replacing any old one. Every rank has to call this.
+    """Writes a checkpoint to `folder`, replacing any old one. Every rank must call this.
 
     Args:
         state: The content of state.json, from `state_text`; the main rank writes its own.
@@ -128,7 +128,7 @@ class LatestCheckpoint:
 
 
 def newest_checkpoint(root: Path, ranks: ProcessGroup = ALONE) -> LatestCheckpoint:
-    """Returns the newest valid checkpoint under root. Every rank has to call this; each verifies a share of the files.
+    """Returns the newest valid checkpoint under root. Every rank must call this; each verifies a share of the files.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are broken.
@@ -168,7 +168,7 @@ def steps_in(root: Path) -> list[int]:
 def verify_checkpoint(folder: Path, ranks: ProcessGroup = ALONE) -> str | None:
     """Returns the problem with a checkpoint's files, or None if all of them match the manifest.
 
-    Every rank has to call this; each hashes a share of the files.
+    Every rank must call this; each hashes a share of the files.
     """
     problems = gather_or_raise(ranks, lambda: _problem(folder, ranks.rank, ranks.world_size))
     return next((problem for problem in problems if problem), None)

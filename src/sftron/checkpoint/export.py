@@ -163,7 +163,7 @@ def export_hf(
         names = _write_weights(_with_carried(_as_stored(weights, source, dtype), source), unfinished, bytes_per_shard)
         if different := names ^ {*source.stored_names.values(), *source.carried}:
             raise ValueError(
-                f"The weights to export and those of {source.folder} differ in these keys: "
+                f"The weights to export and {source.folder} differ in these keys: "
                 f"{', '.join(sorted(different))}. Give every parameter of the model once, by its name."
             )
         write_json(unfinished / "config.json", source.exported_config(dtype, vocab_size))
@@ -199,7 +199,7 @@ def _with_carried(weights: NamedTensors, source: ExportSource) -> NamedTensors:
 
 
 def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> set[str]:
-    """Writes the weight files, and the index if there are several; returns the names of all tensors."""
+    """Writes the weight files, and an index for several files; returns the names of all tensors."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     num_pending_bytes = num_bytes = 0

@@ -47,7 +47,7 @@ class SafetensorsFolder:
     Weights in MXFP4 are read as bf16; see mxfp4.py.
 
     Args:
-        file_name: The only file to read, by default those of a model.
+        file_name: The only file to read; by default, all files of a model.
 
     Raises:
         ValueError: On entering, the tensors in the files differ from those in the index: a tensor is in two files, in
@@ -354,7 +354,7 @@ def _adapter_value(
 
 
 def _row_norms(source: SafetensorsFolder, frozen_dtype: torch.dtype, projection: str) -> Tensor:
-    """Returns the norms of the rows of a projection as it is stored, fp32."""
+    """Returns the norms of a projection's rows as stored, fp32."""
     return from_stored(to_stored(source.read(f"{projection}.weight"), frozen_dtype), torch.float32).norm(dim=1)
 
 

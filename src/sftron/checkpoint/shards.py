@@ -1,4 +1,4 @@
-"""Named tensors stored in several safetensors files, each of which holds the shards of one rank.
+"""Named tensors stored in several safetensors files; each file holds the shards of one rank.
 
 A shard is a box with an offset and a shape in each dimension. Any number of ranks, sharded along any dimension, can
 therefore load the files of any other number. The offsets and the shapes of the whole tensors are in the metadata of

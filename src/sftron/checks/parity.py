@@ -287,7 +287,7 @@ def check_generation(
     for prompt, (generation, reference_ids) in enumerate(zip(generations, expected, strict=True)):
         for step, (token_id, reference_id) in enumerate(zip_longest(generation.token_ids, reference_ids)):
             if token_id != reference_id:
-                # The native model's logit of its own token, minus that of the second best; None is after the end.
+                # The native model's logit of its own token minus its second-best logit; None is after the end.
                 margin = math.inf if token_id is None else generation.margins[step]
                 is_tie = margin <= 2 * tolerance
                 num_ties += is_tie

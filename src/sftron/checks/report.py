@@ -78,7 +78,7 @@ class Check:
 
 
 class Fault(Protocol):
-    """What a check may find wrong; verify/faults.py has those of trainers."""
+    """What a check may find wrong; sftcheck/faults.py has the faults of trainers."""
 
     @property
     def name(self) -> str: ...
@@ -258,7 +258,7 @@ def measure_all(
     """Measures all rows of a table, and returns its report.
 
     Args:
-        subject: What the rules measure; its `facts` are those of the report.
+        subject: What the rules measure; its `facts` become the report's.
         is_own_code: See `carry_out`.
         on_start: Called with the title and the facts before the first check.
         on_check: Called with each row as soon as it is measured.

@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             overrides=overrides,
         )
     write_json(options.json, {"target": str(options.target), "num_tensors": num_tensors, "different": different})
-    show(f"{options.target}: {counted(num_tensors, 'tensors')}, {len(different)} of which differ from {options.source}")
+    show(f"{options.target}: {len(different)} of {counted(num_tensors, 'tensors')} differ from {options.source}")
     for name in different:
         show(f"  {name}")
     return 1 if different else 0

@@ -38,7 +38,7 @@ def load_function(target: str) -> Callable[[], Any]:
     sys.path.insert(0, str(Path(path).resolve().parent))
     specification.loader.exec_module(module)
     if not callable(function := getattr(module, name, None)):
-        raise ValueError(f"{path} has no function {name}; it has to return the trainer")
+        raise ValueError(f"{path} has no function {name}; define it to return the trainer")
     return function
 
 
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=as_path, metavar="FILE", help="write the report there too")
     parser.add_argument("--script", type=as_path, metavar="FOLDER", help="write a program for each failed row there")
     parser.add_argument(
-        "--time-limit", type=float, default=600, metavar="SECONDS", help="how long a rank waits for another one"
+        "--time-limit", type=float, default=600, metavar="SECONDS", help="how long a rank waits for another"
     )
     options = parser.parse_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"

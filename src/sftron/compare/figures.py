@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread | None:
-        """Returns the spread of the numbers, or None if there are none."""
+        """Returns the spread of the numbers; None without numbers."""
         std = statistics.stdev(numbers) if len(numbers) > 1 else None
         return cls(statistics.fmean(numbers), std, len(numbers)) if numbers else None
 
@@ -219,7 +219,7 @@ def mean_at_end(run: RecordedRun, name: str) -> float | None:
 def metric_of(run: RecordedRun, name: str) -> float | None:
     """Returns a metric of a completed run by its name in wandb; None if it has not recorded it.
 
-    An evaluation metric (`eval/held_out/loss`) is that of the last evaluation; a step metric (`roles/assistant/loss`)
+    An evaluation metric (`eval/held_out/loss`) comes from the last evaluation; a step metric (`roles/assistant/loss`)
     is the mean at the end of the run.
     """
     if run.status != "completed":

@@ -147,9 +147,9 @@ def describe_value(value: Any) -> str:
 def suggest_key(path: KeyPath) -> str:
     """Returns advice for an unknown key, or the keys of its section if there is none.
 
-    Advice is a key of which this one is a misspelling, a key that has this name in another section, or the replacement
-    for a key of another trainer. A key of another section must have a name of several words: one word, such as `name`
-    or `path`, means something else in each section.
+    Advice is a key with a similar spelling, a key with this name in another section, or the replacement for a key of
+    another trainer. A key of another section must have a name of several words: one word, such as `name` or `path`,
+    means something else in each section.
     """
     name = str(path[-1])
     parent = locate(path[:-1])[1]

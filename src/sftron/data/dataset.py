@@ -44,7 +44,8 @@ from sftron.data.types import (
 from sftron.visible_text import counted
 
 _AUTO_NUM_LANES = 48
-"""The number of lanes with `data.num_lanes: auto` if there are too many rows to plan their packing (row_lengths.py)."""
+"""The number of lanes with `data.num_lanes: auto` for sets with too many rows to plan their packing
+(row_lengths.py)."""
 
 _ROWS_AT_ONCE = 256
 
@@ -58,7 +59,8 @@ class PackedDataset(IterableDataset[Pack]):
 
     The packing of a small data set is planned (lanes/row_lengths.py): every rank and worker computes the packs of a
     single lane from the lengths of the rows, and reads only the rows of its own packs. Any W and m are then allowed.
-    The packs are those of one lane without planning, unless best-fit decreasing fills an epoch better (`is_best_fit`).
+    The packs equal those of one lane without planning, unless best-fit decreasing fills an epoch better
+    (`is_best_fit`).
 
     Args:
         preparation: How rows become conversations.

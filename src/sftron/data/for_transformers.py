@@ -6,8 +6,8 @@
                                                 position_ids  0    1  2  0    1
                                                 cu_seq_lens   0 3 5
 
-("-" is IGNORE_INDEX.) The first token of a conversation is not a label, since it would have to be predicted from the
-conversation before it.
+("-" is IGNORE_INDEX.) The first token of a conversation is not a label, because only the conversation before it could
+predict it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sftron.data.types import IGNORE_INDEX, DataError, Pack
 class FlattenPacks:
     """A data_collator for a PackedDataset: it joins several packs into one flat row, without their padding.
 
-    The batches are bitwise those of DataCollatorWithFlattening with the same arguments:
+    The batches are bitwise equal to DataCollatorWithFlattening's with the same arguments:
 
     - `input_ids`, `labels`, `position_ids`: int64 [1, T];
     - with return_flash_attn_kwargs, `cu_seq_lens_q`, `cu_seq_lens_k`: int32 [documents + 1], and `max_length_q`,

@@ -37,7 +37,7 @@ PackingStrategy = Literal["pool", "minibatch", "none"]
 class DataOptions:
     """Options of the conversion of rows to conversations and of conversations to packs.
 
-    The defaults are those of the configuration. Raises DataError for an invalid value.
+    The defaults equal the configuration's. Raises DataError for an invalid value.
     """
 
     sequence_length: int

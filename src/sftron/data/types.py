@@ -35,7 +35,7 @@ Documents = Literal["file", "line"]
 
 
 class DataError(ValueError):
-    """The user's data cannot be trained on as it is. The message gives the location, the problem and the remedy."""
+    """The user's data cannot be trained on. The message gives the location, the problem and the remedy."""
 
     def __init__(self, message: str, *, reason: str = "bad_data") -> None:
         super().__init__(message)
@@ -281,7 +281,7 @@ class ContextRank(NamedTuple):
     size: int = 1
 
     def part_of(self, num_tokens: int) -> ContextPart:
-        """Returns this rank's part of a row. Raises ValueError if the row has fewer tokens than there are ranks."""
+        """Returns this rank's part of a row. Raises ValueError if the row has fewer tokens than ranks."""
         if num_tokens < self.size:
             raise ValueError(f"{self.size} ranks (context) cannot share a row of {num_tokens} tokens")
         least, rest = divmod(num_tokens, self.size)
@@ -314,7 +314,7 @@ class ContextPart:
         return self.begin + self.counts[self.rank]
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """Returns those of the positions in the row that are in the part."""
+        """Returns the given positions of the row that lie in the part."""
         return positions[(positions >= self.begin) & (positions < self.end)]
 
 

@@ -181,7 +181,7 @@ if find_spec("triton"):
     ) -> None:
         """Implements `_rotate` with the Triton kernel. Heads at a position outside the table become NaN.
 
-        `heads` may have any strides; in `out` the elements of a head have to be contiguous.
+        `heads` may have any strides; in `out`, the elements of a head must be contiguous.
         """
         num_tokens, num_heads, head_dim = heads[0].shape
         num_kv_heads = heads[1].shape[1]

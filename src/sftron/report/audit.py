@@ -188,7 +188,7 @@ class Audit:
 
     @property
     def assurance(self) -> str:
-        """A sentence about what was verified if there are no problems."""
+        """A sentence about what was verified, for data without problems."""
         num = self.turns.num_turns
         stops = f"Each of {num:,} assistant turns trains its stop token, and each label" if num else "Each label"
         return f"{stops} is the next token of its conversation."

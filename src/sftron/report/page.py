@@ -88,7 +88,7 @@ def shown_packs(packs: Sequence[Pack], decode: Decode, locate: Locate) -> dict[s
     """Returns the values for packs.html.jinja: the roles of the legend, and each pack with its conversations.
 
     A token takes about 30 bytes of the page instead of 120 with a title attribute. Each span of text is an <i> without
-    attributes, and the numbers of all tokens are in one block of JSON, in which pack.js finds those of a span by
+    attributes, and the numbers of all tokens are in one block of JSON, in which pack.js finds a span's numbers by
     counting.
     """
     return {

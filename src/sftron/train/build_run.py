@@ -131,8 +131,8 @@ def require_compiler(device: str) -> None:
     header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     if not header.exists():
         raise ValueError(
-            f"the kernels for {device} need Python's headers on first use (Triton), but there is no "
-            f"{header}; install them (apt-get install python3-dev)"
+            f"the kernels for {device} need Python's headers on first use (Triton), but "
+            f"{header} is missing; install them (apt-get install python3-dev)"
         )
 
 

@@ -148,6 +148,4 @@ def require_hub(options: Hub) -> None:
     if constants.HF_HUB_OFFLINE:
         raise ValueError(f"hub.push_to is {options.push_to}, but HF_HUB_OFFLINE is set: unset it, or remove the key")
     if get_token() is None:
-        raise ValueError(
-            f"hub.push_to is {options.push_to}, but there is no token for it: run `hf auth login`, or set HF_TOKEN"
-        )
+        raise ValueError(f"hub.push_to is {options.push_to}, but no token is set: run `hf auth login`, or set HF_TOKEN")

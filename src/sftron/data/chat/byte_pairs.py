@@ -41,8 +41,9 @@ _OPTIONAL_PART = rf"(?:{_ONE_OF}[?*]|{_ENGLISH_ENDS}\?)"
 _WORD = rf"{_OPTIONAL_PART}*{_PART}(?:{_OPTIONAL_PART}|{_PART})*"
 _MEANS_ONE_THING = re.compile(rf"{_WORD}(?:\|{_WORD})*\|\\s\+\(\?!\\S\)\|\\s\+")
 """Matches the regular expressions that mean the same in both libraries. Others may not: `$` is the end of a line in
-Oniguruma, which tokenizers uses, and that of the text in tiktoken's engine; `{1,3}+` is possessive only in the latter;
-`--`, `&&`, escapes, flags, names of scripts and ignored case differ as well; and tiktoken fails on an empty word."""
+Oniguruma, which tokenizers uses, but the end of the text in tiktoken's engine; `{1,3}+` is possessive only in the
+latter; `--`, `&&`, escapes, flags, names of scripts and ignored case differ as well; and tiktoken fails on an empty
+word."""
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {

@@ -73,7 +73,7 @@ class Layout:
         roles: uint8 [spans], the role of each span.
         messages: The index of the message that each span belongs to; -1 for the template.
         turns: For each message, the first span of its text, the span after the last, and the span after its stop token
-            or None; None for a message of which nothing is written.
+            or None; None for a message that the template does not write.
         text_spans: The indices of the spans that hold text of the conversation.
         generated_starts: The indices of the model-generated spans that follow a span of the template.
         left_out: The texts that the template does not write.

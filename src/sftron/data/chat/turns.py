@@ -44,9 +44,9 @@ class TurnReader:
         """The end of the last turn that was read, including its stop token."""
 
     def read(self) -> tuple[list[Span], list[TurnSpan | None]]:
-        """Returns the spans, which cover the text and none of which is empty, and one turn for each message.
+        """Returns the spans, all nonempty, which cover the text, and one turn for each message.
 
-        The turn is None for a message of which nothing is written. Raises TemplateError if the template mixes a
+        The turn is None for a message that the template does not write. Raises TemplateError if the template mixes a
         message's texts with other messages, if the generated text of an answer cannot be determined, or if no stop
         token follows it.
         """

@@ -152,7 +152,7 @@ def find_files(
     With `has_documents`, .txt files hold rows as well.
 
     Raises:
-        DataError: There is no such file, split or configuration; the message lists what there is instead.
+        DataError: There is no such file, split or configuration; the message lists what exists instead.
     """
     here, split = Path(path), parse_split(split).name
     endings = (*_ENDINGS, *_DOCUMENTS) if has_documents else _ENDINGS

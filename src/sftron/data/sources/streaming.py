@@ -99,7 +99,7 @@ class StreamedSource:
         return row.location if row else f"{self.name}, row {index}"
 
     def hold(self, rows: Mapping[int, RawRow]) -> None:
-        """Keeps these rows in memory, by index, in place of those of the previous call."""
+        """Keeps these rows in memory, by index, and releases the previous call's."""
         self._held = rows
 
     def head(self, num_rows: int) -> RowSource:

@@ -310,7 +310,7 @@ def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
     """Returns the configuration without secrets. Its key `run` holds other facts that influence the results.
 
     Args:
-        facts: Facts in addition to those of `setup`.
+        facts: Facts to add to those of `setup`.
     """
     config, device = setup.config, setup.ranks.device
     versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets")}

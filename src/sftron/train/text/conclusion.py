@@ -24,7 +24,7 @@ def show_answers(
     before: Sequence[Mapping[str, Any]] | None,
     after: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    """Prints the greedy answers before and after training, if there are any."""
+    """Prints the greedy answers before and after training, if any."""
     if not questions or after is None or len(after) != len(questions):
         return
     if before is not None and len(before) != len(questions):

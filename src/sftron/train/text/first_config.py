@@ -148,7 +148,7 @@ def _look_at_rows(tree: dict[str, Any], places: Places) -> tuple[Sample, int, st
     """Checks a sample of the rows. If they can be read in one way only, adds the keys for it to the data set.
 
     Returns:
-        The sample, the number of rows, and what has to be true of the columns; "" if the format is detected.
+        The sample, the number of rows, and what must be true of the columns; "" if the format was detected.
     """
     config, meaning = Config.model_validate(tree), ""
     chat_tokenizer = build_data.load_chat_tokenizer(config, places.tokenizer)
