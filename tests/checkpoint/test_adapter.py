@@ -309,7 +309,7 @@ def test_what_is_written_is_the_whole_adapter_and_finite(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_an_export_has_too_many_or_with_another_bit_differs_by_name(tmp_path: Path) -> None:
+def test_an_extra_or_changed_tensor_of_an_export_is_named(tmp_path: Path) -> None:
     source = make_base(tmp_path / "base", "Llama 3")
     reference = make_peft("Llama 3", target_modules=["q_proj"])
     spec, tensors = spec_of(reference), {name: each.detach() for name, each in trained(reference).items()}

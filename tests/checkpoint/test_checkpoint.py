@@ -68,7 +68,7 @@ def test_newer_checkpoints_make_way_and_stay_on_disk(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-10.aside", "step-10.aside-2", "step-15.aside", "step-15.aside-2", "step-5"]
 
 
-def test_where_no_checkpoint_holds_the_run_is_refused_and_where_there_never_was_one_there_is_none(
+def test_a_run_with_only_broken_checkpoints_is_refused_and_a_run_without_any_has_none(
     tmp_path: Path,
 ) -> None:
     assert newest_checkpoint(tmp_path / "absent") == LatestCheckpoint(None, ())

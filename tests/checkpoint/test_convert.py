@@ -105,7 +105,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "checkpoint", "other"]
 
 
-def test_stop_tokens_are_those_of_the_run_or_those_that_are_given(tmp_path: Path, model_folder: Path) -> None:
+def test_stop_tokens_come_from_the_run_or_from_the_arguments(tmp_path: Path, model_folder: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     hf_to_checkpoint(model_folder, checkpoint)
     to_folder(checkpoint, tmp_path / "target", model_folder, torch.float32, [7])

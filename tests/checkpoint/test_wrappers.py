@@ -297,7 +297,7 @@ def test_a_tensor_in_a_wider_type_than_the_others_keeps_it(tmp_path: Path) -> No
     assert all(after[name].equal(tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items())
 
 
-def test_sizes_that_a_released_text_config_leaves_out_are_those_of_transformers() -> None:
+def test_sizes_missing_from_a_released_text_config_default_to_transformers() -> None:
     """As in google/gemma-3-4b-it."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}

@@ -71,7 +71,7 @@ def test_adapters_of_a_mixture_are_expected_where_a_run_trains_them(home: Path, 
     assert f"{num_tensors} of {num_tensors} tensors" in report.checks[0].measured
 
 
-def test_the_first_layers_alone_have_those_adapters_that_the_whole_model_has_there(home: Path, tmp_path: Path) -> None:
+def test_the_first_layers_keep_the_adapters_of_the_whole_model(home: Path, tmp_path: Path) -> None:
     targets = ["model.layers.1.self_attn.q_proj", "up_proj"]
     report = report_of(home, tmp_path, MOVE, EXPORTED, "resume", layers=1, **LORA, lora__targets=targets)
     assert failed(report) == set(), report.as_dict()
@@ -205,7 +205,7 @@ hf_weights.load_model = add_after_sharding
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_adapters_that_are_added_after_sharding_are_not_the_same_on_all_ranks(
+def test_adapters_that_are_added_after_sharding_differ_between_ranks(
     home: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(rank_checks, "_SCRIPT", ADAPTERS_AFTER_SHARDING + rank_checks._SCRIPT)

@@ -115,7 +115,7 @@ def test_a_run_directory_without_a_whole_card_links_none(home: Path, tmp_path: P
     assert _verified(tmp_path, {}, home / "model") == ""
 
 
-def test_the_hash_of_the_configuration_is_that_of_the_file_with_the_date_and_without_its_comment(
+def test_the_configuration_hash_covers_the_file_with_its_date_and_without_its_comment(
     home: Path, tmp_path: Path
 ) -> None:
     template = tmp_path / "dated.jinja"

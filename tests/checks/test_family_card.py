@@ -22,7 +22,7 @@ def row_of(page: Path, family: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", rest_nightly(CARDS, ["qwen3_5_text"]))
-def test_a_row_states_what_is_measured_and_keeps_those_of_other_families(family: str, tmp_path: Path) -> None:
+def test_a_row_states_its_measurements_and_keeps_the_rows_of_other_families(family: str, tmp_path: Path) -> None:
     page = tmp_path / "index.md"
     page.write_text("| llama | a row |\n| olmoe | a row |\n")
     assert family_card.main([family, "--quick", f"--out={page}"]) == 0

@@ -99,7 +99,7 @@ REPLIES = [
 ]
 
 
-def test_a_value_that_cannot_be_what_it_should_is_one_line_with_the_value_and_the_remedy(
+def test_an_invalid_value_is_refused_in_one_line_with_the_value_and_the_remedy(
     refusal: Callable[..., str],
 ) -> None:
     reply: tuple[Any, Any] = (MODELS, {})

@@ -244,9 +244,7 @@ def test_a_run_whose_first_steps_have_no_digest_fails_for_them_and_the_others_ar
     assert "step 6 " in failed(finished)[REPLAY]
 
 
-def test_a_run_that_is_given_more_epochs_is_replayed_with_those_that_each_start_had(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_lengthened_run_is_replayed_with_the_epochs_of_each_start(tmp_path: Path, model_folder: Path) -> None:
     """The end of an epoch that is the last one is packed without rows of the next."""
     with_drops(tmp_path)
     for num_epochs in (1, 3):

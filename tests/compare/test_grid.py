@@ -59,7 +59,7 @@ def test_a_grid_is_every_combination_and_its_last_parameter_changes_fastest(tmp_
         ({"parameters": {"a.b": {"min": 0.0, "max": 1.0}}}, "parameters.a.b"),
     ],
 )
-def test_what_is_not_done_here_is_refused_by_name_and_all_of_it_at_once(
+def test_unsupported_features_of_a_sweep_are_refused_together_by_name(
     tmp_path: Path, tree: dict[str, Any], key: str
 ) -> None:
     whole = {"method": "grid", "parameters": {"a.b": {"values": [1, 2]}}, "command": ["${args}"]}

@@ -20,7 +20,7 @@ def by_definition(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch
 
 @pytest.mark.parametrize("constants", [CONSTANTS, {"alpha": 0.6, "limit": 1.5}], ids=["gpt-oss", "others"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
-def test_product_and_gradient_are_those_of_the_definition_in_fp64(
+def test_product_and_gradient_match_the_definition_in_fp64(
     constants: dict[str, float], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_VALUES_ON_CPU", "_VALUES_ON_GPU"):

@@ -53,7 +53,7 @@ def test_lines_differ_by_letter_and_neighbors_by_dash_as_well_as_color_in_both_s
     assert [tuple(re.findall(r"--s\d: (#\w+)", css)) for css in (light, dark)] == [COLORS, DARK_COLORS]
 
 
-def test_one_point_is_drawn_and_none_is_nothing() -> None:
+def test_a_single_point_is_drawn_and_an_empty_chart_is_not() -> None:
     assert "<use " in drawn(chart(Line(((1, 1.0),), 0)))["light"]
     assert chart_images(chart(Line((), 0))) == ""
 
