@@ -20,7 +20,8 @@ MOST_STEPS = 1_500_000
 MOST_CHARACTERS = 200_000
 _PLAIN = r"(?:[\w./-]|\\\.)+"
 _IS_SIMPLE = re.compile(rf"\^?\(?(?:\?:)?{_PLAIN}(?:\|{_PLAIN})*\)?\$?")
-"""Matches plain names with `re`, which is safe for them; there may be hundreds of names and keys."""
+"""Matches a pattern that only lists names. `re` matches such a list in one way; there may be hundreds of names and
+keys."""
 _FLAGS = re.UNICODE.value | re.IGNORECASE.value | re.DOTALL.value | re.ASCII.value
 _SETS = {
     ops.CATEGORY_DIGIT: str.isdecimal,
