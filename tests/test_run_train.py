@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "a tokenizer of another model": (
         own_model(config={"vocab_size": 500}),
-        ["the tokenizer has ids up to 76", "embeds ids up to 499 (vocab_size 500)", "do not belong together"],
+        ["the tokenizer has ids up to 76", "embeds ids up to 499 (vocab_size 500)", "use this model's tokenizer"],
     ),
     "a broken tokenizer": (
         own_model(tokenizer__json="{"),
@@ -197,7 +197,7 @@ def test_what_is_wrong_is_reported_in_a_message_with_status_2_before_any_weight_
     [
         (["--optimizer.learning_rate=1"], "give exactly one --config FILE, not 0"),
         (["--config", "a.yaml", "--config=b.yaml"], "give exactly one --config FILE, not 2"),
-        (["--config"], "one --config FILE is needed, found --config without a file"),
+        (["--config"], "give exactly one --config FILE, not --config without a file"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
         (["--config", "CONFIG", "--tokens.train_step=3"], "tokens.train_step: unknown key; did you mean train_steps"),
         (["--config", "CONFIG", "--dryrun"], "override --dryrun: wanted --section.key=value"),

@@ -77,7 +77,9 @@ def test_a_run_with_only_broken_checkpoints_is_refused_and_a_run_without_any_has
     assert newest_checkpoint(tmp_path) == LatestCheckpoint(None, ())
     for step in (10, 20):
         (save(tmp_path, step) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20: model.*step-10: model.*move them away"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)every checkpoint.*step-20: model.*step-10: model.*Move these checkpoints away"
+    ):
         newest_checkpoint(tmp_path)
 
 

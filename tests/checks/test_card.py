@@ -88,7 +88,9 @@ def test_an_export_carries_and_links_the_card_of_its_run_directory(home: Path, t
     card = tmp_path / "runs" / "run" / "verify.yaml"
     export = run(load_config(file)).directory.hf(2)
     assert (export / "verify.yaml").read_bytes() == card.read_bytes()
-    sentence = "Of 3 checks before the run, 2 passed, 0 failed and 1 was not measured. They were a part of all checks"
+    sentence = (
+        "Of 3 checks before the run, 2 passed, 0 failed and 1 was not measured. They were only some of the checks"
+    )
     sentence += " (--only)"
     assert f"{sentence}: [verify.yaml](verify.yaml)." in (export / "README.md").read_text(encoding="utf-8")
 
@@ -130,7 +132,7 @@ def test_the_configuration_hash_covers_the_file_with_its_date_and_without_its_co
     known = yaml.safe_load((folder / "verify.yaml").read_text())["hashes"]["config"]
     assert known == hashlib.sha256(held.encode()).hexdigest()
     assert known == config_digest(f"# Settings that changed during the run:\n#   a: 1 in step 1\n{held}")
-    assert "configuration was another" not in (folder / "hf/step-2/README.md").read_text()
+    assert "configuration differed" not in (folder / "hf/step-2/README.md").read_text()
 
 
 def test_paths_with_spaces_and_in_urls_have_no_folder(

@@ -124,12 +124,12 @@ def test_of_broken_rows_of_every_kind_each_is_counted_and_the_packs_are_those_of
 MESSAGES = {
     "cut off": "is not JSON: Unterminated string starting at character 58, near ",
     "a key twice": 'is not plain JSON: the key "messages" occurs twice in one object; keep one, in "',
-    "300 levels": "is not plain JSON: it is nested deeper than 256 levels, in ",
+    "300 levels": "is not plain JSON: it has more than 256 levels of nesting, in ",
     "a number of 4,400 digits": "value has 4400 digits, in ",
     "NaN": "is not plain JSON: NaN is not JSON; write null or a number",
     "Latin-1": r"\xe9",
     "a list": "wanted an object such as {...} (a list of rows belongs in a .json file)",
-    "too long": "above data.max_row_bytes 5000: ",
+    "too long": "but data.max_row_bytes is 5000: ",
 }
 
 

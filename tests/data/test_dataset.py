@@ -189,7 +189,7 @@ def test_rows_of_which_none_fits_are_an_error_and_no_empty_loop(chat_tokenizer: 
         ({"sequence_length": 9, "format": "x"}, "unknown format 'x'; choose from auto, messages"),
         ({"sequence_length": 9, "overlong": "x"}, "overlong is 'x'; choose from drop"),
         ({"sequence_length": 9, "packing": "x"}, "packing is 'x'; choose from pool"),
-        ({"sequence_length": 9, "token_budget": 8}, "token_budget is 8, and a pack may need 9 tokens"),
+        ({"sequence_length": 9, "token_budget": 8}, "token_budget is 8, but a pack may need 9 tokens"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(

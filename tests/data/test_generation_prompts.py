@@ -99,7 +99,9 @@ def outcome(chat_tokenizer: ChatTokenizer, oracle: Oracle, messages: list[dict[s
     encoded = encoded_by(chat_tokenizer, messages)
     if isinstance(encoded, DataError):
         # A header that the prompt alone writes, and a conversation that the template refuses.
-        assert re.search(r"the header of message \d+ \(assistant\) is not|refuses this conversation", str(encoded))
+        assert re.search(
+            r"the header of message \d+ \(assistant\) differs from|refuses this conversation", str(encoded)
+        )
         return "refused"
     if encoded.holds_control_text:
         return "control text"

@@ -134,7 +134,7 @@ def test_without_the_hub_a_cache_gives_its_own_commit_and_no_other(tmp_path: Pat
         point_at("http://127.0.0.1:1", tmp_path, offline=offline)
         for revision in (None, "main", cached) if offline else (None,):
             assert downloaded(GSM8K, config="main", revision=revision) == rows
-        with pytest.raises(DataError, match=f"commit {absent} cannot be loaded .*, and the cache has {cached}"):
+        with pytest.raises(DataError, match=f"commit {absent} cannot be loaded .*, but the cache has {cached}"):
             downloaded(GSM8K, config="main", revision=absent)
         with pytest.raises(DataError, match=r"openai/gsm8k: .* cannot be loaded from the Hub"):
             downloaded(GSM8K, config="main", revision="v1")

@@ -246,7 +246,7 @@ WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... 
         ("a.json", '[{"a": 1},\n{"b": "x', ": is not JSON: Unterminated string starting at character 18, near "),
         ("a.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', ": byte 22 (line 2) is not UTF-8"),
         ("a.json", '[{"a": 1},\n5]', ', row 1: found "5"; wanted an object'),
-        ("a.json", "[ \n ]", ": holds no rows"),
+        ("a.json", "[ \n ]", ": has no rows"),
         ("a.json", '{"rows": [\n{"a": 1}\n]}', ":1: is not JSON: Expecting value at character 11, near"),
         ("a.jsonl", "[\n{}\n]", f':1: is not JSON: Expecting value at character 2, near "["; write {WHOLE_LINES}'),
         (
@@ -259,7 +259,7 @@ WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... 
         (
             "a.csv",
             "a;b\n1;2\n3;4;5\n",
-            ":3: the row that ends here has 3 cells, and the header has 2; quote cells that",
+            ":3: the row that ends here has 3 cells, but the header has 2; quote cells that",
         ),
         (
             "a.tsv",
@@ -275,7 +275,7 @@ WHOLE_LINES = "one JSON object per line (.jsonl), or the file as one list [ ... 
         ("a.csv", 'a,b\n1,"2\n', ":2: is not CSV: unexpected end of data"),
         ("a.csv", b"a,b\n1,caf\xe9\n", ": is not UTF-8 near line"),
         ("a.csv", "messages\n[{]\n", ":2: is not JSON: "),
-        ("a.csv", "a,b\n", ": holds no rows"),
+        ("a.csv", "a,b\n", ": has no rows"),
     ],
 )
 def test_a_list_or_csv_that_is_broken_is_refused_with_the_place(tmp_path, name, content, message):
@@ -325,5 +325,5 @@ def test_an_archive_that_changes_before_another_process_decompresses_it_is_refus
     path = write_rows(tmp_path / "a.jsonl.gz", numbered(9))
     data = pickle.dumps(open_source(path))
     write_rows(tmp_path / "a.jsonl.gz", numbered(8))
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: had \d+ bytes when it was opened and has \d+ now"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: had \d+ bytes when it was opened, but has \d+ now"):
         pickle.loads(data)[3]

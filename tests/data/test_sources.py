@@ -45,7 +45,7 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
         ("plain", "plain: no such file or folder in {tmp}, nor a Hub id (owner/name); ./ has"),
         ("empty", "empty: no file of rows in this folder (wanted .jsonl"),
         ("mixed", "mixed: files of several kinds (.json, .jsonl) in this folder; name one kind, mixed/*.json"),
-        ("blank.jsonl", "blank.jsonl: holds no rows"),
+        ("blank.jsonl", "blank.jsonl: has no rows"),
         (
             "owner/name",
             'owner/name: is not a local file or folder in {tmp}, and split "train" cannot be loaded from',
