@@ -3,8 +3,9 @@
     checkpoints/step-20/
         model.safetensors       trained parameters, under their native (fused) names; for a whole model, frozen ones too
         optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>", and the block
-        scales of 8-bit moments state.json              everything else: step, data position, counters MANIFEST.json
-        {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
+                                scales of 8-bit moments
+        state.json              everything else: step, data position, counters
+        MANIFEST.json           {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
 
 Each rank writes its own shards; with several ranks the files are model-00001-of-00004.safetensors and so on
 (shards.py). When loading, each rank reads only its own shards from any set of files. A checkpoint is published by a

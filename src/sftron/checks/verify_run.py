@@ -188,12 +188,12 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         "base unchanged",
         adapter_checks.base_unchanged,
         proves="Steps of the real optimizer change no bit of any weight outside the configured ones.",
-        remedy=("The adapter would no longer fit its base. Do not train; report the named tensors."),
+        remedy="The adapter would no longer fit its base. Do not train; report the named tensors.",
     ),
     Rule(
         "adapters move",
         adapter_checks.adapters_move,
-        proves=("Each configured adapter parameter exists, has a gradient and changes; no other parameter is trained."),
+        proves="Each configured adapter parameter exists, has a gradient and changes; no other parameter is trained.",
         remedy=(
             "The run would not train what lora describes: for example, an adapter is missing, or spans a fused matrix."
             " Do not train; report it."
