@@ -153,7 +153,7 @@ class Data(Section):
     num_workers: Workers = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
-    """Streams in which rows are packed; ranks x workers must divide it. auto: a number that suits most; 48 for large
+    """Streams in which rows are packed; ranks x workers must divide it. auto: one, which suits any; 48 for large
     sets."""
     packing: Packing = Packing()
 
