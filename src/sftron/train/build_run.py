@@ -160,7 +160,7 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
         and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0))
     ):
         raise ValueError(
-            f"optimizer.warmup_steps: {warmup_steps} is not below the about {steps:,.0f} steps of {epochs} epochs,"
+            f"optimizer.warmup_steps: {warmup_steps} is not below about {steps:,.0f}, the steps of {epochs} epochs,"
             " so the learning rate would never reach its peak; lower it"
         )
 

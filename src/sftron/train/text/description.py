@@ -273,7 +273,7 @@ def _evaluation_lines(setup: Setup) -> _Lines:
         yield "evaluation", f"{each.name}: {size}{dropped}{compared}"
         if shared:
             there, here = shared[0]
-            part = "" if num_compared == num_rows else f"({num_compared:,} of its {num_rows:,} rows were compared)"
+            part = "" if num_compared == num_rows else f" ({num_compared:,} of its {num_rows:,} rows were compared)"
             yield (
                 _WARNING,
                 f"{counted(len(shared), 'rows')} of {each.name} {'is' if len(shared) == 1 else 'are'} also in the "
@@ -335,7 +335,7 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak | None) -> None:
 def _dry_run_lines(setup: Setup, predicted: StepMemory, measured: MeasuredPeak | None) -> _Lines:
     if measured is None:
         start = f"torchrun --nproc_per_node={setup.ranks.dimensions.size} -m sftron train --config FILE --dry-run"
-        yield "dry run", f"all checks without weights passed; nothing was written. {start} measures a step"
+        yield "dry run", f"all checks that need no weights passed; nothing was written. {start} measures a step"
         return
     for what, found, expected in (
         ("tensors", measured.tensors, float(predicted.peak)),
