@@ -162,7 +162,7 @@ def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
         (model_folder, {"model__router_aux_loss_coef": 0.1}, "router_aux_loss_coef is set, but .* no experts"),
         (model_folder, {"model__freeze_router": True}, "freeze_router is set, but .* no experts"),
         (folder, {"model__compile": "on"}, "compile: on is not implemented for mixtures of experts"),
-        (corrected, {"model__router_aux_loss_coef": 0.1}, "have no auxiliary loss (a fixed correction"),
+        (corrected, {"model__router_aux_loss_coef": 0.1}, "have no auxiliary loss .a fixed correction"),
     ):
         with pytest.raises(ValueError, match=message):
             build_run(make_config(tmp_path, where, **options), start_ranks())

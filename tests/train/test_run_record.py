@@ -229,7 +229,7 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
     with pytest.raises(DataError, match=r"rows\.jsonl changed while the run was reading it, .* saves nothing"):
         trainer.train()
     assert [path.name for path in trainer.directory.checkpoints.iterdir()] == ["step-2"]
-    assert "was changed while the run" in read_result(trainer.directory.folder)["error"]
+    assert "changed while the run" in read_result(trainer.directory.folder)["error"]
 
 
 # --- File systems that lack something, and what a person has put there ---

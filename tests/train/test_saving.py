@@ -253,7 +253,7 @@ def test_two_misses_end_no_run_the_next_checkpoint_forgets_them_and_the_third_in
     for step, newest in ((4, 2), (6, 2), (10, 8), (12, 8)):
         assert f"WARNING    could not save the checkpoint of step {step}: [Errno 28] No space left" in said
         assert f"newest checkpoint is step-{newest}. Free space in {tmp_path}" in said
-    assert said.count("WARNING    the checkpoint of step") == 4
+    assert said.count("WARNING    could not save the checkpoint of step") == 4
     assert result(failing)["status"] == "failed"
     assert result(failing)["error"].startswith("OSError: 3 checkpoints in a row failed")
     assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-8"
