@@ -185,7 +185,7 @@ def make_streamed_model(options: argparse.Namespace) -> LlamaForSFT:
             max(options.budget, config.max_position_embeddings),
             options.checkpointing,
             device=options.device,
-            adapters=AdapterStart(spec=spec_of(model_projections(config))),
+            adapters=AdapterStart(spec=spec_of(list(model_projections(config)))),
             frozen_dtype=options.dtype,
             stream=StreamedBase(folder, ""),
         )

@@ -103,7 +103,7 @@ class FrozenFiles:
             )
 
     def _read_bytes(self, path: Path, offset: int, out: Tensor) -> None:
-        rest, position = memoryview(out.numpy()), offset
+        rest, position = memoryview(out.numpy().data), offset
         while rest:
             try:
                 count = os.preadv(self._open[path], [rest], position)

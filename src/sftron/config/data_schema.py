@@ -48,7 +48,7 @@ class Tokenizer(Section):
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
     date: Day | None = None
     """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
-    template_kwargs: TemplateKwargs = Field({})
+    template_kwargs: TemplateKwargs = Field(default={})
     """Values of variables that the template reads, as {enable_thinking: false}; those of a row go before."""
     document_end: Text | None = None
     """A control token that ends each document of format text, as <|endoftext|>; null: what the tokenizer adds."""

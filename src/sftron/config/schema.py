@@ -197,7 +197,7 @@ class Extend(Section):
     setup: SetupFunction
     """module:function, in the working directory or installed. The function gets `options`, and returns a
     sftron.Extension."""
-    options: OptionsOfSetup = Field({})
+    options: OptionsOfSetup = Field(default={})
     """Any keys and values for the function."""
     source: SourceHash | None = None
     """The hash of the code, which the run writes to its config.yaml; another one is refused. null: any code."""

@@ -184,7 +184,7 @@ class WeightStream:
     def _pack(self, block: int, saved: Tensor) -> Tensor | _Saved:
         if saved.untyped_storage()._cdata != self.buffers[self._slot].untyped_storage()._cdata:
             return saved
-        return _Saved(block, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
+        return _Saved(block, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if not isinstance(saved, _Saved):

@@ -112,7 +112,7 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer, given: Any = None) 
             row_format = _row_format(config, options, source.head(FORMAT_SAMPLE))
         else:
             is_given = given is not None and number == 0
-            rows = RowList(given, options.path) if is_given else open_rows(config, options)
+            rows = RowList(given, options.path) if is_given else open_rows(config, options)  # pyright: ignore
             row_format = _row_format(config, options, rows)
             source, held_out = split_source(rows, config.evaluation.share)
         name = options.name or source.name

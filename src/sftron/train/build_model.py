@@ -323,8 +323,10 @@ def load_whole_model(
     config, model, stream = setup.config, setup.model, None
     if folder is not None and config.model.frozen_base == "stream":
         # Without `shard`, one rank loads it by itself.
-        of_ranks = () if shard is None else (setup.ranks.is_main, setup.ranks.all_or_raise)
-        stream = hf_weights.StreamedBase(folder, str(model.base_digest), *of_ranks)
+        digest, ranks = str(model.base_digest), setup.ranks
+        stream = hf_weights.StreamedBase(folder, digest)
+        if shard is not None:
+            stream = hf_weights.StreamedBase(folder, digest, ranks.is_main, ranks.all_or_raise)
     return hf_weights.load_model(
         model.folder,
         model.attention,

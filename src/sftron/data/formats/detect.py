@@ -72,7 +72,7 @@ def detect_format(
         DataError: Rows have different formats, a row fits no format or several, or no row is left.
     """
     columns = columns or {}
-    known = [name for name, spec in FORMATS.items() if spec.is_detected]
+    known: list[Format] = [name for name, spec in FORMATS.items() if spec.is_detected]
     problems: dict[Format, str | None] = {name: columns_problem(name, columns) for name in known}
     candidates = [RowFormat(name, columns) for name, problem in problems.items() if problem is None]
     if not candidates:
