@@ -177,6 +177,10 @@ def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
         for name in dict.fromkeys(name for run in runs for name in run.sets)
     ]
     figures += [
+        Figure(f"kept.{name}", f"rise of the loss of {name}, kept", partial(_last_rise, name), "difference")
+        for name in dict.fromkeys(name for run in runs for name in run.sets)
+    ]
+    figures += [
         Figure("answers_loss", "training loss of the answers", partial(mean_at_end, name=ANSWERS_LOSS), "difference"),
         Figure("loss", "training loss as trained", partial(mean_at_end, name="loss")),
         Figure("tokens_per_second", "tokens/s", partial(_median, name="tokens_per_second"), "ratio of each step", 0),
@@ -195,6 +199,12 @@ def _last(series: ByStep) -> float | None:
 
 def _last_loss(set_name: str, run: RecordedRun) -> float | None:
     return _last(run.evaluated(set_name))
+
+
+def _last_rise(set_name: str, run: RecordedRun) -> float | None:
+    """Returns how far the loss of a set of evaluation.keep has risen at the last evaluation; None for other sets."""
+    name = f"{set_name}/kept/rise"
+    return _last({step: numbers[name] for step, numbers in run.evaluations.items() if name in numbers})
 
 
 def _highest(name: str, run: RecordedRun) -> float | None:

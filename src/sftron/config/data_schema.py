@@ -14,6 +14,7 @@ from sftron.config.values import (
     HubConfig,
     Name,
     Names,
+    NonNegativeNumber,
     PathText,
     Positive,
     PositiveNumber,
@@ -109,6 +110,22 @@ class EvaluationDataset(Rows):
 
     name: Name | None = None
     """Names the set in metrics, eval/NAME/loss; null means its file's name without the ending."""
+
+
+class KeptDataset(EvaluationDataset):
+    """An evaluation set whose loss may rise only so far. It has one of the two limits."""
+
+    max_rise: NonNegativeNumber | None = None
+    """How far its loss may rise above its loss before the first step, in nats for each token, as 0.02."""
+    max_rise_percent: NonNegativeNumber | None = None
+    """The same in percent of the loss before the first step."""
+    on_exceeded: Literal["warn", "stop"] = "warn"
+    """warn says so at each such evaluation; stop ends the run there, with status 4, and exports the best checkpoint
+    before, by checkpoints.keep_best or, without it, the last one."""
+
+    def allowed_rise(self, before: float) -> float:
+        """Returns the largest allowed rise above the loss before the first step, in nats."""
+        return before * (self.max_rise_percent or 0.0) / 100 if self.max_rise is None else self.max_rise
 
 
 class Packing(Section):

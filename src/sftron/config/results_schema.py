@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftron.config.data_schema import EvaluationDataset
+from sftron.config.data_schema import EvaluationDataset, KeptDataset
 from sftron.config.values import (
     Checkpoint,
     Contradictions,
@@ -93,6 +93,9 @@ class Evaluation(Section):
     """Share of every data set's rows that is kept out of training, always the same rows: the set held_out."""
     datasets: Annotated[tuple[EvaluationDataset, ...], Field(strict=False), Wanted("a list of evaluation sets")] = ()
     """Evaluation sets of their own: a list of mappings with the keys below."""
+    keep: Annotated[tuple[KeptDataset, ...], Field(strict=False), Wanted("a list of evaluation sets with limits")] = ()
+    """Evaluation sets that the model must not forget, each with a limit for the rise of its loss (docs/keep.md); they
+    are evaluated as datasets, too."""
     interval: Positive | None = None
     """Steps between evaluations; null: only at the start and at the end."""
     at_start: bool = True
@@ -109,8 +112,26 @@ class Evaluation(Section):
     max_new_tokens: Positive = 48
     """Longest answer, in tokens."""
 
+    @property
+    def stops_at_limit(self) -> bool:
+        """Whether a kept set ends the run."""
+        return any(each.on_exceeded == "stop" for each in self.keep)
+
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         tokens, data, checkpoints = before.get("tokens"), before.get("data"), before.get("checkpoints")
+        for index, each in enumerate(self.keep):
+            key = f"evaluation.keep.{index}.max_rise"
+            if each.max_rise is None and each.max_rise_percent is None:
+                yield f"{key} {key}_percent", "is missing; set it, in nats, or max_rise_percent"
+            elif each.max_rise is not None and each.max_rise_percent is not None:
+                problem = f"is {each.max_rise:g} and max_rise_percent is {each.max_rise_percent:g}; keep one of them"
+                yield f"{key} {key}_percent", problem
+        if self.keep and self.interval is None:
+            problem = "has a limit, but interval is null, so it is not checked on the way: set evaluation.interval"
+            yield "evaluation.keep evaluation.interval", problem
+        if self.keep and not self.at_start:
+            problem = "is false, but keep measures a rise from the loss before the first step; remove the key"
+            yield "evaluation.at_start evaluation.keep", problem
         if self.metric is not None and self.patience is None:
             problem = f"is {self.metric}, but patience is null: set it, or remove the key"
             yield "evaluation.metric evaluation.patience", problem
@@ -121,7 +142,7 @@ class Evaluation(Section):
         if self.share and data and data.streams:
             problem = f"is {self.share}, but no rows can be held out of a streamed data set; remove the key"
             yield "evaluation.share data.datasets", problem
-        if not (self.share or self.datasets or self.prompts):
+        if not (self.share or self.datasets or self.keep or self.prompts):
             wanting = {"evaluation.interval": self.interval, "evaluation.patience": self.patience}
             wanting["checkpoints.keep_best"] = checkpoints and checkpoints.keep_best
             for key, value in wanting.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from sftron.checkpoint.model_folder import check_files
 from sftron.config import Config
-from sftron.config.data_schema import Rows
+from sftron.config.data_schema import KeptDataset, Rows
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, resolve_format
@@ -172,19 +172,26 @@ def data_options(config: Config) -> DataOptions:
 
 
 def open_evaluation_sets(config: Config, training: Preparation) -> tuple[EvaluationSet, ...]:
-    """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError as for training data."""
+    """Opens the rows held out of `training`, evaluation.datasets and evaluation.keep.
+
+    Raises DataError as for training data.
+    """
     held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
     held_out = [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
-    sets = [(HELD_OUT, held_out)] if held_out else []
-    for options in config.evaluation.datasets:
+    sets: list[tuple[str, list[DataSet], KeptDataset | None]] = [(HELD_OUT, held_out, None)] if held_out else []
+    for options in (*config.evaluation.datasets, *config.evaluation.keep):
         source = open_rows(config, options)
         name = options.name or Path(options.path).name.partition(".")[0] or options.path
-        sets.append((name, [DataSet(name, source, _row_format(config, options, source))]))
-    for name, count in Counter(name for name, _ in sets).items():
+        dataset = DataSet(name, source, _row_format(config, options, source))
+        sets.append((name, [dataset], options if isinstance(options, KeptDataset) else None))
+    for name, count in Counter(name for name, _, _ in sets).items():
         if count > 1 or name in RESERVED_NAMES:
             problem = f"{count} sets are" if count > 1 else "a set is"
             raise DataError(f"evaluation.datasets: {problem} named {name}; give it another `name`")
-    return tuple(_open_set(config, name, datasets, training.chat_tokenizer) for name, datasets in sets)
+    return tuple(
+        replace(_open_set(config, name, datasets, training.chat_tokenizer), limit=limit)
+        for name, datasets, limit in sets
+    )
 
 
 def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer: ChatTokenizer) -> EvaluationSet:

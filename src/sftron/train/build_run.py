@@ -64,7 +64,7 @@ def download_rows(config: Config, ranks: Ranks, extension: Extension = NO_EXTENS
         return
     named = config.data.datasets[0 if extension.data is None else 1 :]
     in_files = [options for options in named if not options.streaming]
-    for each in (*in_files, *config.evaluation.datasets):
+    for each in (*in_files, *config.evaluation.datasets, *config.evaluation.keep):
         if local_files(each) is None:
             open_rows(config, each)
 

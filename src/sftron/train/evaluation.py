@@ -20,6 +20,7 @@ from sftron.kernels.device import free_memory, is_gpu
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import gathered_blocks, whole_head
+from sftron.train.keep import WITHIN_LIMITS, KeptLoss, after, comparable, facts_of, problems
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
@@ -51,6 +52,8 @@ class SetLoss:
     token."""
     datasets: dict[str, dict[str, Any]]
     """{name: {"loss", "tokens"}} for the completions of each data set."""
+    kept: dict[str, float] | None = None
+    """{"before", "rise", "max_rise"} of a set of evaluation.keep, in nats; None for others."""
 
 
 class StopRequestedError(Exception):
@@ -154,8 +157,9 @@ class Evaluation:
         for name, each in self.sets.items():
             roles = ", ".join(f"{role} {found['loss']:.4f}" for role, found in each.roles.items())
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
+            kept = f" | rise {each.kept['rise']:.4f} of {each.kept['max_rise']:.4f}" if each.kept else ""
             yield (
-                f"eval {self.step:>4} | {name} loss {rounded(each.loss)} | accuracy {accuracy} "
+                f"eval {self.step:>4} | {name} loss {rounded(each.loss)}{kept} | accuracy {accuracy} "
                 f"| {counted(each.tokens, 'tokens')} of {each.conversations:,} conversations | by role: {roles}"
             )
         stopped = sum(each.stopped for each in self.answers)
@@ -177,6 +181,11 @@ class Best:
     """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
     num_worse: int = 0
     """The number of evaluations since this one."""
+
+    @property
+    def words(self) -> str:
+        """The metric and its value."""
+        return f"{self.metric} {self.value:.4f}" if self.metric != WITHIN_LIMITS else f"the last within {self.metric}"
 
     def after(self, value: float | None, step: int) -> Best:
         """Returns the best after one more evaluation.
@@ -217,6 +226,11 @@ def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_pr
         raise ValueError(f"{key}: {name} is no metric of this run; give one of {', '.join(known)}")
 
 
+def best_metric(config: Config) -> str | None:
+    """Returns the metric of the best checkpoint, which a limit that ends the run needs, too; None if none is kept."""
+    return config.checkpoints.keep_best or (WITHIN_LIMITS if config.evaluation.stops_at_limit else None)
+
+
 def is_patience_over(config: Config, sets: Sequence[EvaluationSet], watched: Best | None) -> bool:
     """Returns whether evaluation.patience ends the run: too many evaluations without a better value of its metric."""
     patience = config.evaluation.patience
@@ -237,18 +251,33 @@ class Evaluator:
         evaluated_step: The step of the last evaluation; None before the first one.
         best: The best evaluation by checkpoints.keep_best; the evaluation before the first step does not count.
         watched: The best by the metric of evaluation.patience, the first evaluation included; None if it is null.
+        kept: The losses of the sets of evaluation.keep, by their names.
     """
 
     def __init__(self, config: Config, data: RunData, ranks: Ranks, should_stop: Callable[[], bool]) -> None:
         """`should_stop` returns whether a stop of the run was requested; its value is the same on all ranks."""
         self._config, self._data, self._ranks, self._should_stop = config, data, ranks, should_stop
-        self._options, self._keep_best = config.evaluation, config.checkpoints.keep_best
+        self._options, self._best_metric = config.evaluation, best_metric(config)
         has_patience = self._options.patience is not None
         self._watched_metric = watched_metric(config, data.evaluation_sets) if has_patience else None
         self._fingerprints = " ".join(each.fingerprint[:12] for each in data.evaluation_sets)
         self.evaluated_step: int | None = None
         self.best: Best | None = None
         self.watched: Best | None = None
+        self.kept: dict[str, KeptLoss] = {}
+
+    @property
+    def exceeded(self) -> list[str]:
+        """How sets exceed their limits that end the run; empty if none does."""
+        return problems(self._data.evaluation_sets, self.kept, "stop")
+
+    @property
+    def kept_facts(self) -> dict[str, Any]:
+        """The losses of the kept sets for result.json."""
+        sets = {each.name: each for each in self._data.evaluation_sets}
+        return {
+            name: facts_of(sets[name], each) | {"exceeded_at": each.exceeded_at} for name, each in self.kept.items()
+        }
 
     @property
     def is_patience_over(self) -> bool:
@@ -256,7 +285,9 @@ class Evaluator:
 
     @property
     def reason_of_end(self) -> str | None:
-        """Why evaluation.patience ends the run; None if it does not."""
+        """Why a limit or evaluation.patience ends the run; None if neither does."""
+        if exceeded := self.exceeded:
+            return "; ".join(exceeded)
         watched = self.watched
         if watched is None or not self.is_patience_over:
             return None
@@ -298,14 +329,21 @@ class Evaluator:
         except StopRequestedError:
             return None
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
+        for each in data.evaluation_sets:
+            if each.limit is not None:
+                self.kept[each.name] = after(self.kept.get(each.name), each, sets[each.name].loss, step)
+                sets[each.name] = replace(sets[each.name], kept=facts_of(each, self.kept[each.name]))
         evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
         self.evaluated_step = step
-        if self._keep_best and step > 0:  # step 0 has no checkpoint to keep
-            self.best = self._after(self.best, self._keep_best, evaluation)
+        # Step 0 has no checkpoint to keep.
+        if self._best_metric and step > 0 and not self.exceeded:
+            self.best = self._after(self.best, self._best_metric, evaluation)
         if self._watched_metric:
             self.watched = self._after(self.watched, self._watched_metric, evaluation)
         for line in evaluation.as_lines():
             console.write(line)
+        for problem in problems(data.evaluation_sets, self.kept, "warn"):
+            console.write(f"WARNING    {problem}")
         return evaluation
 
     def _raise_if_stopped(self) -> None:
@@ -331,7 +369,8 @@ class Evaluator:
 
     def _after(self, best: Best | None, metric: str, evaluation: Evaluation) -> Best | None:
         """Returns the best of the evaluation and `best`, the best one before."""
-        value, step = metric_of(evaluation.metrics(), metric), evaluation.step
+        step = evaluation.step
+        value = float(step) if metric == WITHIN_LIMITS else metric_of(evaluation.metrics(), metric)
         if best is not None:
             return best.after(value, step)
         return None if value is None else Best(metric, value, step, self._fingerprints)
@@ -339,11 +378,18 @@ class Evaluator:
     def state(self) -> dict[str, Any]:
         """Returns the evaluator's state for a checkpoint, as JSON values."""
         best, watched = self.best and asdict(self.best), self.watched and asdict(self.watched)
-        return {"evaluated_step": self.evaluated_step, "best": best, "watched": watched}
+        kept = {name: asdict(each) for name, each in self.kept.items()}
+        return {"evaluated_step": self.evaluated_step, "best": best, "watched": watched, "kept": kept}
 
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
         """Restores the state that a checkpoint of the run has."""
         self.evaluated_step = state["evaluated_step"]
+        self.kept = comparable(self._data.evaluation_sets, state)
+        for each in self._data.evaluation_sets:
+            if each.limit is not None and each.name not in self.kept:
+                what = f"the checkpoint has no set {each.name} with these rows, tokenizer and template, so its loss"
+                console.write(f"keep       {what} before the first step is not known")
+                console.write("           its rise counts from the next evaluation")
         watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
             if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
@@ -352,7 +398,7 @@ class Evaluator:
                 console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
-            if is_there and (best.metric, best.of) == (self._keep_best, self._fingerprints):
+            if is_there and (best.metric, best.of) == (self._best_metric, self._fingerprints):
                 self.best = best
             else:
                 what = f"step {best.step} was chosen by {best.metric} of other settings, or is no longer there"

@@ -185,12 +185,14 @@ class RunExports:
         self.directory.record_merge(step, merge)
         return merged_folder if merge["is_accepted"] else folder
 
-    def export_at_end(self, best: Best | None, *, is_pushed: bool) -> Path:
+    def export_at_end(self, best: Best | None, *, is_pushed: bool, has_forgotten: bool) -> Path | None:
         """Exports the final model, and `best` unless its folder exists already. Raises OSError for the former.
 
-        If it cannot export the best one, it prints a warning; the run is complete without it.
+        If it cannot export the best one, it prints a warning; the run is complete without it. If the final model
+        `has_forgotten` more than a limit allows, it exports only the best one, and `latest` links to that, too.
         """
-        exported, directory = self.export(is_last=True, is_pushed=is_pushed), self.directory
+        exported = None if has_forgotten else self.export(is_last=True, is_pushed=is_pushed)
+        directory = self.directory
         if best is None:
             return exported
 
@@ -202,12 +204,15 @@ class RunExports:
             is_model = directory.hf(best.step).is_dir()
             folder = directory.hf(best.step) if is_model else directory.adapter(best.step)
             directory.point("best", folder)
+            if has_forgotten:
+                directory.point("latest", folder)
             return str(folder)
 
         try:
             folder = main_or_raise(self.setup.ranks, write)
             also = f" (also {directory.folder / 'best'})" if directory.names("best", Path(folder)) else ""
-            console.write(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder}{also}")
+            console.write(f"best       step {best.step}, {best.words}: {folder}{also}")
+            return exported or Path(folder)
         except OSError as error:
             console.write(f"WARNING    could not export the best checkpoint, step {best.step}: {error}")
         return exported

@@ -109,6 +109,7 @@ def model_card(
         "verified": _verified(run_folder, state.get("fingerprint") or {}, base.folder),
         "changes": _change_rows(periods, progress.step),
         "evaluations": _evaluation_rows(evaluations),
+        "kept": _kept_rows(evaluations),
     }
     return fill_template(
         base,
@@ -144,6 +145,20 @@ def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]
             for name, measured in record["sets"].items():
                 numbers = map(_number, (measured["loss"], measured["token_accuracy"]))
                 rows.append([name, f"{record['step']:,}", *numbers, f"{measured['tokens']:,}"])
+    return rows
+
+
+def _kept_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Returns a row for each set of evaluation.keep in the last evaluation."""
+    rows = []
+    for record in evaluations[-1:]:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a record that is not what a run writes
+            for name, measured in record["sets"].items():
+                if kept := measured["kept"]:
+                    rise, most = (_number(kept[each]) for each in ("rise", "max_rise"))
+                    is_kept = kept["rise"] is not None and kept["rise"] <= kept["max_rise"]
+                    verdict = "kept" if is_kept else "**forgot more than allowed**"
+                    rows.append([name, f"{record['step']:,}", _number(kept["before"]), rise, most, verdict])
     return rows
 
 

@@ -148,7 +148,7 @@ def find_commits(config: Config) -> dict[str, str]:
         key = _key("models", path, revision)
         if not Path(path).is_dir() and key not in commits:
             commits[key] = known.get(key) or model_commit(path, revision, with_weights=with_weights)
-    for each in (*config.data.datasets, *config.evaluation.datasets):
+    for each in (*config.data.datasets, *config.evaluation.datasets, *config.evaluation.keep):
         key = _key("datasets", each.path, each.revision)
         if local_files(each) is None and key not in commits:
             commits[key] = known.get(key) or HubSplit(each.path, each.split, each.config, each.revision).commit()
@@ -197,7 +197,12 @@ def pin(config: Config, commits: dict[str, str]) -> Config:
             "model": model.model_copy(update={"revision": of_model(model.path, model.revision)}),
             "tokenizer": tokenizer,
             "data": data.model_copy(update={"datasets": tuple(map(of_rows, data.datasets))}),
-            "evaluation": evaluation.model_copy(update={"datasets": tuple(map(of_rows, evaluation.datasets))}),
+            "evaluation": evaluation.model_copy(
+                update={
+                    "datasets": tuple(map(of_rows, evaluation.datasets)),
+                    "keep": tuple(map(of_rows, evaluation.keep)),
+                }
+            ),
         }
     )
 

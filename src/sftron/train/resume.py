@@ -26,7 +26,8 @@ from sftron.kernels.device import device_name, is_gpu
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.regular_file import where_missing
-from sftron.train.evaluation import Best, is_patience_over
+from sftron.train.evaluation import Best, best_metric, is_patience_over
+from sftron.train.keep import comparable, problems
 from sftron.train.logs import console
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
@@ -123,10 +124,16 @@ class Start:
     """The best evaluation by the metric of evaluation.patience, if it was set."""
 
     def is_done(self, setup: Setup) -> bool:
-        """Returns whether the run is complete: it has its full length, or evaluation.patience ended it."""
-        return setup.length.is_done(self.progress) or is_patience_over(
-            setup.config, setup.data.evaluation_sets, self.watched
-        )
+        """Returns whether the run is complete: it has its full length, or evaluation.patience or a limit of
+        evaluation.keep ended it."""
+        sets = setup.data.evaluation_sets
+        is_early = is_patience_over(setup.config, sets, self.watched) or bool(self.exceeded(setup))
+        return setup.length.is_done(self.progress) or is_early
+
+    def exceeded(self, setup: Setup) -> list[str]:
+        """Returns how sets of evaluation.keep exceed the limits in force now that end the run."""
+        sets = setup.data.evaluation_sets
+        return problems(sets, comparable(sets, self.state.get("evaluation", {})), "stop")
 
     def changed_settings(self, setup: Setup) -> tuple[Change, ...]:
         """Returns every key whose value differs from the one in the checkpoint; none for a new run."""
@@ -177,10 +184,10 @@ def find_finished(setup: Setup, directory: RunDirectory) -> Start | None:
     """
     options, ranks = setup.config.checkpoints, setup.ranks
 
-    def is_completed() -> bool:
-        return options.resume != "never" and read_result(directory.folder).get("status") in ("completed", "diverged")
+    def status() -> str:
+        return "" if options.resume == "never" else str(read_result(directory.folder).get("status"))
 
-    if not main_or_raise(ranks, is_completed):
+    if (ended := main_or_raise(ranks, status)) not in ("completed", "diverged", "forgot"):
         return None
     found = _find(setup, directory.checkpoints)
     if found.folder is None or found.folder.resolve().parent != directory.checkpoints.resolve():
@@ -189,9 +196,12 @@ def find_finished(setup: Setup, directory: RunDirectory) -> Start | None:
     # With other data, `find_start` determines how many rows are left to train.
     if not start.is_done(setup) or (start.changes and setup.config.tokens.train_epochs is not None):
         return None
+    exceeded = bool(start.exceeded(setup))
+    if ended != "diverged" and exceeded != (ended == "forgot"):  # a limit was changed
+        return None
     evaluation, step = start.state["evaluation"], start.progress.step
-    exported = {step}
-    if options.keep_best and evaluation["best"]:
+    exported = set() if exceeded else {step}
+    if best_metric(setup.config) and evaluation["best"]:
         exported.add(evaluation["best"]["step"])
 
     def is_all_there() -> bool:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from sftron.checkpoint.export import BASE_WEIGHTS
 from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
+from sftron.config.data_schema import KeptDataset
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.lanes.lane import num_consumed
@@ -50,6 +51,8 @@ class EvaluationSet:
     runs of an ablation are compared on the same tokens."""
     dropped: Counter[str]
     """The number of dropped rows, by reason."""
+    limit: KeptDataset | None = None
+    """The limit for the rise of its loss, for a set of evaluation.keep."""
 
     @property
     def fingerprint(self) -> str:

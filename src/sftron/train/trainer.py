@@ -53,7 +53,7 @@ from sftron.train.signals import StopRequest
 from sftron.train.step import require_finite
 from sftron.train.text import conclusion, description
 
-EXIT_COMPLETED, EXIT_DIVERGED = 0, 3
+EXIT_COMPLETED, EXIT_DIVERGED, EXIT_FORGOT = 0, 3, 4
 
 
 def open_trainer(
@@ -362,7 +362,8 @@ class Trainer:
             if wanted["stop"] or not self._evaluate():
                 return "preempted"
             with self._logs.timed("checkpoint"):
-                self._exports.export_on_the_way()
+                if not self._evaluator.exceeded:
+                    self._exports.export_on_the_way()
                 self._saver.poll()
                 if wanted["save"] and self._saver.tried_step != progress.step:
                     self._saver.save(progress.step)
@@ -376,8 +377,8 @@ class Trainer:
         return "completed"
 
     def _conclude(self, status: str) -> str:
-        """Saves, exports and reports. Returns "completed", "diverged", "preempted" or NOT_FINITE."""
-        directory, step = self.directory, self.progress.step
+        """Saves, exports and reports. Returns "completed", "diverged", "forgot", "preempted" or NOT_FINITE."""
+        directory, step, exceeded = self.directory, self.progress.step, self._evaluator.exceeded
         if status == NOT_FINITE:
             self._saver.wait()
             directory.write_result("failed", step=step, error=NOT_FINITE)
@@ -397,20 +398,27 @@ class Trainer:
             if problem is None and self._is_stop_requested():
                 status = "preempted"  # training is complete and saved; the next start exports it
             else:
-                exported = self._exports.export_at_end(self._evaluator.best, is_pushed=diverged is None)
+                is_good = not (diverged or exceeded)
+                exported = self._exports.export_at_end(
+                    self._evaluator.best, is_pushed=is_good, has_forgotten=bool(exceeded)
+                )
         if problem is not None:
             raise problem
         facts: dict[str, Any] = {}
         if status == "completed":
             if reason := self._reason_of_early_end():
                 facts["reason"] = reason
+            if kept := self._evaluator.kept_facts:
+                facts["kept"] = kept
+            if exceeded:
+                status, facts["error"] = "forgot", "; ".join(exceeded)
             if diverged:
                 status, facts["error"] = "diverged", diverged
         directory.write_result(status, step=step, exported=exported and str(exported), **facts)
         if status != "preempted":
             before, after = (self._logs.answers(each) for each in (0, step))
             conclusion.show_answers(self.setup.data.questions, before, after)
-        conclusion.conclude(status, directory, step, exported=exported, divergence=facts.get("error"))
+        conclusion.conclude(status, directory, step, exported=exported, error=facts.get("error"))
         return status
 
     def _require_callbacks(self) -> None:
@@ -419,7 +427,8 @@ class Trainer:
             self._events.require_none_failed()
 
     def _is_done(self) -> bool:
-        return self.setup.length.is_done(self.progress) or self._evaluator.is_patience_over
+        is_early = self._evaluator.is_patience_over or bool(self._evaluator.exceeded)
+        return self.setup.length.is_done(self.progress) or is_early
 
     def _reason_of_early_end(self) -> str | None:
         """Returns why the run is done before its full length; None if it has its full length."""
@@ -462,4 +471,4 @@ class Trainer:
 
 
 def _exit_status(status: str) -> int:
-    return EXIT_DIVERGED if status in (NOT_FINITE, "diverged") else EXIT_COMPLETED
+    return {NOT_FINITE: EXIT_DIVERGED, "diverged": EXIT_DIVERGED, "forgot": EXIT_FORGOT}.get(status, EXIT_COMPLETED)

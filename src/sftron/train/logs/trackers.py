@@ -23,7 +23,9 @@ from sftron.train.run_directory import RunDirectory
 
 _PROJECT = "sftron"
 _NUM_FINAL_STEPS = 50
-_MLFLOW_STATUS = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED", "diverged": "FAILED"}
+_MLFLOW_STATUS = {"completed": "FINISHED", "preempted": "KILLED"} | dict.fromkeys(
+    ("failed", "diverged", "forgot"), "FAILED"
+)
 
 # By default, wandb collects host name, user, command line, packages, git remote, code, console output and GPU use.
 _WANDB_SETTINGS: dict[str, Any] = {

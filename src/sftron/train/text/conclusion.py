@@ -58,15 +58,21 @@ def conclude_not_finite(directory: RunDirectory, step: int, saved_step: int) -> 
     )
 
 
-def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path | None, divergence: str | None) -> None:
-    """Prints the result of the run. `status` is the status in result.json: completed, diverged or preempted."""
+def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path | None, error: str | None) -> None:
+    """Prints the result of the run. `status` is that in result.json: completed, diverged, forgot or preempted."""
     chart, run_dir = write_loss_chart(directory), directory.folder
     how = "stopped" if status == "preempted" else status
     next_time = "the same command continues it; " if status == "preempted" else ""
     console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
-    if divergence is not None:
+    if status == "forgot":
+        left = "the export is the best within the limits" if exported else "nothing within the limits is exported"
         console.write(
-            f"WARNING    {divergence}. The weights are worse than the initial ones: lower "
+            f"WARNING    {error}; {left}. Mix in old rows (docs/keep.md), lower optimizer.learning_rate, or raise the "
+            "limit; the same command then continues"
+        )
+    elif error is not None:
+        console.write(
+            f"WARNING    {error}. The weights are worse than the initial ones: lower "
             "optimizer.learning_rate, or raise optimizer.warmup_steps, and choose another general.run_name"
         )
     if chart is not None:
@@ -85,8 +91,8 @@ def describe_finished(config: Config, status: str, step: int, unused: Sequence[s
         for each in unused:
             console.write(f"             {each}")
         console.write(
-            "           To train further, raise tokens.train_steps, tokens.train_epochs or evaluation.patience; for a "
-            "run with these settings, choose another general.run_name"
+            "           To train further, raise tokens.train_steps, tokens.train_epochs, evaluation.patience or a "
+            "limit of evaluation.keep; for a run with these settings, choose another general.run_name"
         )
 
 
@@ -103,9 +109,13 @@ def write_loss_chart(directory: RunDirectory) -> Path | None:
     try:
         steps = _points((record["step"], record["loss"]) for record in read_records(directory.metrics))
         sets: dict[str, list[Point]] = {}
+        limits: dict[str, list[Point]] = {}
         for record in read_records(directory.evaluations):
             for name, found in record["sets"].items():
                 sets.setdefault(name, []).extend(_points([(record["step"], found["loss"])]))
+                if kept := found.get("kept"):
+                    limit = (record["step"], kept["before"] + kept["max_rise"])
+                    limits.setdefault(name, []).extend(_points([limit]))
         lines, names = [Line(thinned(steps, _MOST_MEANS), 0)], ["training"]
         if len(steps) > _MOST_MEANS:
             lines.append(Line(thinned(steps, _MOST_POINTS), 0, is_faint=True))
@@ -113,6 +123,9 @@ def write_loss_chart(directory: RunDirectory) -> Path | None:
         for style, (name, points) in enumerate(sets.items(), start=1):
             lines.append(Line(tuple(points), style, letter="e" if len(sets) == 1 else f"e{style}"))
             names.append(f"{lines[-1].letter}  evaluation, {name}")
+        for name, points in limits.items():
+            lines.append(Line(tuple(points), len(names)))
+            names.append(f"limit of {name}")
         chart = Chart("loss", directory.folder.name, "step", "loss", tuple(lines))
         if not chart.points:
             return None
