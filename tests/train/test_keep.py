@@ -1,0 +1,315 @@
+"""evaluation.keep: a rise of a kept loss beyond its limit warns or ends the run, wherever it was stopped before."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftron.compare.comparison import compare
+from sftron.compare.recorded_run import read_run
+from sftron.config import ConfigError
+from sftron.data.types import DataError
+from sftron.report.charts import Chart
+from sftron.train.text import conclusion
+from sftron.train.trainer import CompletedRun, open_setup, open_trainer
+from tests.train.ranks import launch, train
+from tests.train.runs import (
+    bits,
+    chat_line,
+    make_config,
+    on_each_step,
+    opened,
+    result,
+    settings,
+    stop_in,
+    write_config,
+    write_rows,
+)
+from tests.train.test_evaluation import evaluations, timeless
+
+NUM_STEPS = 8
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Conversations whose answers have nothing in common with the trained ones, so their loss rises and falls."""
+    path = tmp_path / "old.jsonl"
+    path.write_text("".join(chat_line(f"Old {n}?", f"QZX {n} VKW!") + "\n" for n in range(6)))
+    return path
+
+
+def options_of(old: Path, **limit: Any) -> dict[str, Any]:
+    return {
+        "tokens__train_steps": NUM_STEPS,
+        "evaluation__interval": 1,
+        "evaluation__keep": [{"path": str(old), **limit}],
+        "optimizer__learning_rate": 3e-2,
+        "optimizer__schedule": "constant",
+        "checkpoints__export_hf": False,
+    }
+
+
+@pytest.fixture
+def losses(tmp_path: Path, model_folder: Path, old: Path) -> list[float]:
+    """The kept losses by step of a run that nothing ends; a limit of 0 would be exceeded in a step after the first."""
+    write_rows(tmp_path / "rows.jsonl")
+    options = options_of(old, max_rise=1e9) | {"general__run_name": "free"}
+    trainer = opened(make_config(tmp_path, model_folder, **options))
+    assert trainer.train() == 0
+    return [each["sets"]["old"]["loss"] for each in evaluations(trainer.directory.folder)]
+
+
+def limit_between(losses: list[float]) -> tuple[float, int]:
+    """A limit that is exceeded after the second step for the first time, and the step in which it is."""
+    rises = [loss - losses[0] for loss in losses]
+    step = next(n for n in range(3, len(rises)) if rises[n] > max(0.0, *rises[:n]))
+    return (max(0.0, *rises[:step]) + rises[step]) / 2, step
+
+
+def problem_of(losses: list[float], step: int, max_rise: float) -> str:
+    rise = losses[step] - losses[0]
+    return (
+        f"evaluation.keep: the loss of old has risen by {rise:.4f}, from {losses[0]:.4f} to {losses[step]:.4f}; at "
+        f"most {max_rise:.4f} is allowed"
+    )
+
+
+# --- What happens beyond the limit ---
+
+
+def test_a_limit_that_warns_changes_no_bit_and_is_said_at_each_evaluation_and_in_the_result_card_and_plot(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    max_rise, step = limit_between(losses)
+    options = options_of(old, max_rise=max_rise) | {"checkpoints__export_hf": True}
+    trainer = opened(make_config(tmp_path, model_folder, **options))
+    assert trainer.train() == 0
+    folder, ended = trainer.directory.folder, result(trainer)
+    rise = losses[-1] - losses[0]
+    assert (ended["status"], ended["step"]) == ("completed", NUM_STEPS)
+    assert ended["kept"] == {"old": {"before": losses[0], "rise": rise, "max_rise": max_rise, "exceeded_at": step}}
+    above = [n for n, loss in enumerate(losses) if loss - losses[0] > max_rise]
+    printed = capfd.readouterr().out
+    assert "its loss may rise by" in printed
+    assert [f"WARNING    {problem_of(losses, n, max_rise)}" for n in above] == [
+        line for line in printed.splitlines() if line.startswith("WARNING    evaluation.keep")
+    ]
+    for each, loss in zip(evaluations(folder), losses, strict=True):
+        found = each["sets"]["old"]
+        kept = {"before": losses[0], "rise": loss - losses[0], "max_rise": max_rise}
+        assert (found["loss"], found["kept"]) == (loss, kept)
+    verdict = "**forgot more than allowed**" if rise > max_rise else "kept"
+    row = f"| `old` | {NUM_STEPS} | {losses[0]:.4f} | {rise:.4f} | {max_rise:.4f} | {verdict} |"
+    assert row in (folder / "latest" / "README.md").read_text()
+
+
+def test_the_plot_has_a_line_at_the_limit(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[Chart, list[str]]] = []
+    monkeypatch.setattr(conclusion, "write_images", lambda charts, _, names: drawn.append((charts[0], names)))
+    opened(make_config(tmp_path, model_folder, **options_of(old, max_rise_percent=5))).train()
+    ((chart, names),) = drawn
+    assert names == ["training", "e  evaluation, old", "limit of old"]
+    assert chart.lines[1].points == tuple((float(step), loss) for step, loss in enumerate(losses))
+    assert chart.lines[2].points == tuple((float(step), losses[0] * (1 + 5 / 100)) for step in range(len(losses)))
+    assert [line.style for line in chart.lines] == [0, 1, 2]
+
+
+def test_a_limit_that_stops_ends_the_run_with_status_4_and_exports_the_last_checkpoint_within_it(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    max_rise, step = limit_between(losses)
+    more = {"checkpoints__export_hf": True, "checkpoints__export_interval": 1}
+    options = options_of(old, max_rise=max_rise, on_exceeded="stop") | more
+    trainer = opened(make_config(tmp_path, model_folder, **options))
+    assert trainer.train() == 4
+    folder, ended, problem = trainer.directory.folder, result(trainer), problem_of(losses, step, max_rise)
+    within = folder / "hf" / f"step-{step - 1}"
+    assert (ended["status"], ended["step"], ended["exported"]) == ("forgot", step, str(within))
+    assert ended["error"] == ended["reason"] == problem
+    assert ended["kept"]["old"]["exceeded_at"] == step
+    assert [each["sets"]["old"]["loss"] for each in evaluations(folder)] == losses[: step + 1]
+    assert {(folder / name).resolve() for name in ("latest", "best")} == {within.resolve()}
+    assert not (folder / "hf" / f"step-{step}").exists()
+    assert "| kept |" in (within / "README.md").read_text()
+    assert {f"step-{step - 1}", f"step-{step}"} == {path.name for path in (folder / "checkpoints").iterdir()}
+    printed = capfd.readouterr().out
+    assert f"ends early {problem}" in printed
+    assert f"forgot     after step {step}" in printed
+    assert f"WARNING    {problem}; the export is the best within the limits" in printed
+
+    again = open_trainer(make_config(tmp_path, model_folder, **options))
+    assert isinstance(again, CompletedRun)
+    assert again.train() == 4
+    options["evaluation__keep"][0]["max_rise"] = 1e9
+    raised = opened(make_config(tmp_path, model_folder, **options))
+    assert raised.train() == 0
+    assert (result(raised)["status"], result(raised)["step"]) == ("completed", NUM_STEPS)
+    assert evaluations(folder)[-1]["sets"]["old"]["loss"] == losses[-1]
+    assert (folder / "latest").resolve().name == f"step-{NUM_STEPS}"
+
+
+def test_with_keep_best_the_best_by_its_metric_of_those_within_the_limit_is_exported(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float]
+) -> None:
+    """The kept loss itself: the lowest one is of an earlier step than the last within the limit, or of the last."""
+    max_rise, step = limit_between(losses)
+    options = options_of(old, max_rise=max_rise, on_exceeded="stop")
+    options |= {"checkpoints__export_hf": True, "checkpoints__keep_best": "eval/old/token_accuracy"}
+    trainer = opened(make_config(tmp_path, model_folder, **options))
+    assert trainer.train() == 4
+    within = evaluations(trainer.directory.folder)[1:step]
+    best = max(within, key=lambda each: (each["sets"]["old"]["token_accuracy"], -each["step"]))["step"]
+    assert (trainer.directory.folder / "latest").resolve().name == f"step-{best}"
+
+
+def test_a_first_evaluation_beyond_the_limit_exports_nothing_and_the_last_one_counts_too(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = options_of(old, max_rise=0, on_exceeded="stop")
+    above = next(n for n, loss in enumerate(losses) if loss > losses[0])
+    options |= {"checkpoints__export_hf": True, "tokens__train_steps": above, "evaluation__interval": NUM_STEPS}
+    trainer = opened(make_config(tmp_path, model_folder, **options))
+    assert trainer.train() == 4
+    assert (result(trainer)["status"], result(trainer)["exported"]) == ("forgot", None)
+    assert "reason" not in result(trainer)
+    assert "nothing within the limits is exported" in capfd.readouterr().out
+    assert not (trainer.directory.folder / "hf").exists()
+    assert isinstance(open_trainer(make_config(tmp_path, model_folder, **options)), CompletedRun)
+    options["evaluation__keep"][0]["on_exceeded"] = "warn"
+    warned = opened(make_config(tmp_path, model_folder, **options))
+    assert warned.train() == 0
+    assert result(warned)["status"] == "completed"
+    assert (trainer.directory.folder / "latest").resolve().name == f"step-{above}"
+
+
+def test_a_limit_in_percent_is_of_the_loss_before_the_first_step(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float]
+) -> None:
+    max_rise, step = limit_between(losses)
+    percent = 100 * max_rise / losses[0]
+    trainer = opened(
+        make_config(tmp_path, model_folder, **options_of(old, max_rise_percent=percent, on_exceeded="stop"))
+    )
+    assert trainer.train() == 4
+    assert result(trainer)["step"] == step
+    assert result(trainer)["kept"]["old"]["max_rise"] == pytest.approx(max_rise)
+    assert result(trainer)["error"].endswith(f"is allowed, {percent:g} % of it")
+
+
+# --- Stops, ranks and other rows ---
+
+
+def test_a_run_that_is_stopped_and_hops_to_two_ranks_ends_where_it_would_have_ended(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss before the first step is not measured again: the resumed weights have another one."""
+    max_rise, step = limit_between(losses)
+    options = options_of(old, max_rise=max_rise, on_exceeded="stop")
+    straight = opened(make_config(tmp_path, model_folder, general__run_name="straight", **options))
+    assert straight.train() == 4
+    with monkeypatch.context() as patch:
+        on_each_step(patch, stop_in(2))
+        stopped = opened(make_config(tmp_path, model_folder, **options))
+        assert stopped.train() == 0
+    assert result(stopped)["status"] == "preempted"
+    resumed = opened(make_config(tmp_path, model_folder, **options))
+    assert resumed._evaluator.kept["old"].before == losses[0]
+    assert resumed.train() == 4
+    assert result(resumed) == result(straight)
+    assert bits(resumed) == bits(straight)
+    assert timeless(resumed.directory.folder) == timeless(straight.directory.folder)
+
+    hop = options | {"general__run_name": "hop"}
+    for num_ranks, num_steps, status in ((1, 2, 0), (2, NUM_STEPS, 4)):
+        hop |= {"tokens__train_steps": num_steps, "tokens__batch_accumulation_per_replica": 2 // num_ranks}
+        config = write_config(tmp_path / "hop.yaml", settings(tmp_path, model_folder, **hop))
+        ended = launch(num_ranks, train, config, folder=tmp_path)
+        assert [each.exit_code for each in ended] == [status] * num_ranks, ended[0].err
+    hopped = json.loads((tmp_path / "runs" / "hop" / "result.json").read_text())
+    assert (hopped["status"], hopped["step"], hopped["kept"]["old"]["before"]) == ("forgot", step, losses[0])
+
+
+@pytest.mark.parametrize("other", ["rows", "name"])
+def test_a_resume_whose_kept_set_is_another_one_says_so_and_counts_from_the_next_evaluation(
+    tmp_path: Path, model_folder: Path, old: Path, capfd: pytest.CaptureFixture[str], other: str
+) -> None:
+    options = options_of(old, max_rise=1e9)
+    opened(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 2})).train()
+    name = "old"
+    if other == "rows":
+        old.write_text("".join(old.read_text().splitlines(keepends=True)[1:]))
+    else:
+        options["evaluation__keep"][0]["name"] = name = "older"
+    capfd.readouterr()
+    resumed = opened(make_config(tmp_path, model_folder, **options))
+    assert f"keep       the checkpoint has no set {name} with these rows" in capfd.readouterr().out
+    assert resumed.train() == 0
+    found = {each["step"]: each["sets"] for each in evaluations(resumed.directory.folder)}
+    assert list(resumed._evaluator.kept) == [name]
+    assert resumed._evaluator.kept[name].before == found[3][name]["loss"] == found[3][name]["kept"]["before"]
+
+
+# --- Configurations and rows ---
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"evaluation__interval": None}, "evaluation.keep: has a limit, but interval is null, so it is not checked"),
+        ({"evaluation__at_start": False}, "evaluation.at_start: is false, but keep measures a rise from the loss"),
+        ({"max_rise": -0.1}, "evaluation.keep.0.max_rise: found -0.1 .a number.; wanted a number from 0"),
+        ({"max_rise": None}, "evaluation.keep.0.max_rise: is missing; set it, in nats, or max_rise_percent"),
+        ({"max_rise_percent": 2}, "evaluation.keep.0.max_rise: is 0.5 and max_rise_percent is 2; keep one of them"),
+        ({"on_exceeded": "best"}, "evaluation.keep.0.on_exceeded: found .*wanted warn or stop"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_with_the_remedy(
+    tmp_path: Path, model_folder: Path, old: Path, change: dict[str, Any], problem: str
+) -> None:
+    options = options_of(old, max_rise=0.5)
+    for key, value in change.items():
+        if "__" in key:
+            options[key] = value
+        else:
+            options["evaluation__keep"][0][key] = value
+    with pytest.raises(ConfigError, match=problem):
+        make_config(tmp_path, model_folder, **options)
+
+
+def test_a_kept_file_that_is_missing_and_a_name_twice_are_refused_before_any_weight_is_read(
+    tmp_path: Path, model_folder: Path, old: Path
+) -> None:
+    options = options_of(tmp_path / "gone.jsonl", max_rise=0.5)
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        open_setup(make_config(tmp_path, model_folder, **options))
+    options = options_of(old, max_rise=0.5) | {"evaluation__datasets": [{"path": str(old)}]}
+    with pytest.raises(DataError, match="2 sets are named old; give it another `name`"):
+        open_setup(make_config(tmp_path, model_folder, **options))
+
+
+def test_kept_rows_that_are_also_trained_on_are_counted(
+    tmp_path: Path, model_folder: Path, old: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when the rows are replayed."""
+    write_rows(tmp_path / "rows.jsonl")
+    sets = [{"path": str(tmp_path / "rows.jsonl")}, {"path": str(old)}]
+    opened(make_config(tmp_path, model_folder, data__datasets=sets, **options_of(old, max_rise=0.5)))
+    assert "WARNING    6 rows of old are also in the training data" in capfd.readouterr().out
+
+
+# --- The comparison ---
+
+
+def test_compare_shows_kept_losses_and_their_rises(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float]
+) -> None:
+    folder = tmp_path / "runs" / "free"
+    comparison = compare("runs", [read_run(folder)])
+    figures = {figure.key: figure for figure in comparison.figures}
+    (run,) = comparison.runs
+    assert figures["evaluation.old"].of(run) == losses[-1]
+    assert figures["kept.old"].of(run) == pytest.approx(losses[-1] - losses[0])
+    assert "rise of the loss of old, kept" in comparison.as_text()
