@@ -83,7 +83,7 @@ def usage() -> str:
             "`sftron COMMAND --help` describes its arguments. On N GPUs:",
             "  torchrun --nproc_per_node=N -m sftron train ...",
             "Exit status: 0 success, 1 a failure, 2 invalid arguments, configuration or data; of train also",
-            "3 if the run diverges or its loss is not finite.",
+            "3 if the run diverges or its loss is not finite, 4 if it forgets more than evaluation.keep allows.",
         ]
     )
 

@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=N -m sftron train --config FILE ...
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 invalid configuration or data (a message, no
-traceback); 3 diverged, or the loss was not finite three times in a row or for the final weights.
+traceback); 3 diverged, or the loss was not finite three times in a row or for the final weights; 4 the loss of a kept
+set rose beyond a limit that stops the run (evaluation.keep).
 """
 
 from __future__ import annotations
