@@ -11,6 +11,8 @@ from sftron.compare.recorded_run import read_run
 from sftron.config import ConfigError
 from sftron.data.types import DataError
 from sftron.report.charts import Chart
+from sftron.train.evaluation import Evaluation, SetLoss
+from sftron.train.logs.loggers import flat_numbers
 from sftron.train.text import conclusion
 from sftron.train.trainer import CompletedRun, open_setup, open_trainer
 from tests.train.ranks import launch, train
@@ -21,6 +23,7 @@ from tests.train.runs import (
     on_each_step,
     opened,
     result,
+    run,
     settings,
     stop_in,
     write_config,
@@ -85,12 +88,14 @@ def test_a_limit_that_warns_changes_no_bit_and_is_said_at_each_evaluation_and_in
     options = options_of(old, max_rise=max_rise) | {"checkpoints__export_hf": True}
     trainer = opened(make_config(tmp_path, model_folder, **options))
     assert trainer.train() == 0
+    printed = capfd.readouterr().out
     folder, ended = trainer.directory.folder, result(trainer)
+    without = {key: value for key, value in options.items() if key.split("__")[0] != "evaluation"}
+    assert bits(trainer) == bits(run(make_config(tmp_path, model_folder, general__run_name="without", **without)))
     rise = losses[-1] - losses[0]
     assert (ended["status"], ended["step"]) == ("completed", NUM_STEPS)
     assert ended["kept"] == {"old": {"before": losses[0], "rise": rise, "max_rise": max_rise, "exceeded_at": step}}
     above = [n for n, loss in enumerate(losses) if loss - losses[0] > max_rise]
-    printed = capfd.readouterr().out
     assert "its loss may rise by" in printed
     assert [f"WARNING    {problem_of(losses, n, max_rise)}" for n in above] == [
         line for line in printed.splitlines() if line.startswith("WARNING    evaluation.keep")
@@ -183,6 +188,10 @@ def test_a_first_evaluation_beyond_the_limit_exports_nothing_and_the_last_one_co
     assert warned.train() == 0
     assert result(warned)["status"] == "completed"
     assert (trainer.directory.folder / "latest").resolve().name == f"step-{above}"
+    options["evaluation__keep"][0]["on_exceeded"] = "stop"
+    judged = opened(make_config(tmp_path, model_folder, **options))
+    assert judged.train() == 4
+    assert result(judged)["status"] == "forgot"
 
 
 def test_a_limit_in_percent_is_of_the_loss_before_the_first_step(
@@ -230,6 +239,16 @@ def test_a_run_that_is_stopped_and_hops_to_two_ranks_ends_where_it_would_have_en
         assert [each.exit_code for each in ended] == [status] * num_ranks, ended[0].err
     hopped = json.loads((tmp_path / "runs" / "hop" / "result.json").read_text())
     assert (hopped["status"], hopped["step"], hopped["kept"]["old"]["before"]) == ("forgot", step, losses[0])
+    assert hopped["kept"]["old"]["rise"] == pytest.approx(losses[step] - losses[0], abs=1e-4)
+
+
+def test_a_run_that_begins_with_the_weights_of_another_counts_from_these(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float]
+) -> None:
+    checkpoint = str(tmp_path / "runs" / "free" / "checkpoints" / f"step-{NUM_STEPS}")
+    options = options_of(old, max_rise=1e9) | {"checkpoints__load": "weights", "checkpoints__resume": checkpoint}
+    trainer = run(make_config(tmp_path, model_folder, **options))
+    assert result(trainer)["kept"]["old"]["before"] == pytest.approx(losses[-1], abs=1e-6)
 
 
 @pytest.mark.parametrize("other", ["rows", "name"])
@@ -309,7 +328,11 @@ def test_compare_shows_kept_losses_and_their_rises(
     folder = tmp_path / "runs" / "free"
     comparison = compare("runs", [read_run(folder)])
     figures = {figure.key: figure for figure in comparison.figures}
-    (run,) = comparison.runs
-    assert figures["evaluation.old"].of(run) == losses[-1]
-    assert figures["kept.old"].of(run) == pytest.approx(losses[-1] - losses[0])
+    (free,) = comparison.runs
+    assert figures["evaluation.old"].of(free) == losses[-1]
+    assert figures["kept.old"].of(free) == pytest.approx(losses[-1] - losses[0])
     assert "rise of the loss of old, kept" in comparison.as_text()
+    kept = {"before": 1.0, "rise": 0.5, "max_rise": 0.25}
+    measured = SetLoss(loss=1.5, token_accuracy=0.5, tokens=1, conversations=1, roles={}, datasets={}, kept=kept)
+    logged = flat_numbers(Evaluation(1, 0.1, {"old": measured}, [], None).metrics())
+    assert logged["eval/old/kept/rise"] == 0.5
