@@ -269,7 +269,7 @@ class Evaluator:
     @property
     def exceeded(self) -> list[str]:
         """How sets exceed their limits that end the run; empty if none does."""
-        return problems(self._data.evaluation_sets, self.kept, "stop")
+        return problems(self._data.evaluation_sets, self.kept, "stop") if self.kept else []
 
     @property
     def kept_facts(self) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class Evaluator:
             self.watched = self._after(self.watched, self._watched_metric, evaluation)
         for line in evaluation.as_lines():
             console.write(line)
-        for problem in problems(data.evaluation_sets, self.kept, "warn"):
+        for problem in problems(data.evaluation_sets, self.kept, "warn") if self.kept else ():
             console.write(f"WARNING    {problem}")
         return evaluation
 

@@ -133,7 +133,7 @@ class Start:
     def exceeded(self, setup: Setup) -> list[str]:
         """Returns how sets of evaluation.keep exceed the limits in force now that end the run."""
         sets = setup.data.evaluation_sets
-        return problems(sets, comparable(sets, self.state.get("evaluation", {})), "stop")
+        return problems(sets, comparable(sets, self.state["evaluation"]), "stop") if self.state else []
 
     def changed_settings(self, setup: Setup) -> tuple[Change, ...]:
         """Returns every key whose value differs from the one in the checkpoint; none for a new run."""
