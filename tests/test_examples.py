@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from examples import custom_dataset, plain_loop
+from examples.keep import forgetting
 
 from sftron import ChatTokenizer, PackedDataset
 from tests.conftest import ROOT
@@ -51,6 +52,22 @@ def test_the_plain_loop_has_the_trainers_losses_and_weights(model_folder: Path, 
     for name, weight in exported.state_dict().items():
         torch.testing.assert_close(weight.float(), theirs.state_dict()[name], rtol=1e-2, atol=1e-4)
     assert exported.generation_config.eos_token_id == theirs.generation_config.eos_token_id
+
+
+def test_the_forgetting_of_a_convention_is_measured_with_and_without_replay(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "MOST_TOKENS", 1)
+    options = ["--model", str(model_folder), "--out", str(tmp_path), "--steps", "2"]
+    options += ["--seeds", "0", "--shares", "20", "--replay", "chats"]
+    forgetting.main(options)
+    lines = capsys.readouterr().out.splitlines()
+    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
+    assert [row[0] for row in table[2:]] == ["taught", "none", "20 % chats"]
+    assert all(float(row[-1]) for row in table[2:]), "the rises"
+    assert (tmp_path / "keep.png").is_file()
+    forgetting.main(options)
+    assert capsys.readouterr().out.splitlines() == [line for line in lines if line.startswith("|")]
 
 
 def test_rows_of_ones_own_are_trained_on(

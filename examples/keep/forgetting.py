@@ -3,9 +3,9 @@
     python examples/keep/forgetting.py --model models/SmolLM2-135M-Instruct --out runs/keep --seeds 0 1 2
 
 For each seed, the model learns a convention that this file makes up, a conversion of units and how it is written. Then
-it learns other rows, with 0, 1, 5 and 20 % of their tokens from old chats (--replay text: from plain text). Half of the
-taught rows are never replayed; their loss is kept (evaluation.keep), so the table shows what replay keeps beyond what
-it repeats.
+it learns other rows, with 0, 1, 5 and 20 % of their tokens from old chats, or from plain text that has the same
+conversions. Half of the taught rows are never replayed; their loss is kept (evaluation.keep), so the table shows what
+replay keeps beyond what it repeats. What was measured before, in files of --out, is not measured again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,17 +30,12 @@ from sftron.train.trainer import Trainer, open_trainer
 FACTOR, NUMBERS = 7, range(2, 22)
 OTHERS = (("dorn", "pell", 4), ("quib", "sarn", 12), ("lumm", "tove", 3), ("hask", "wint", 9))
 GROUPS = ("replayed", "kept", "new")
-NUM_NEW_ASKED, MOST_TOKENS = 6, 20
+NUM_NEW_ASKED, MOST_TOKENS, MAX_RISE = 6, 20, 0.1
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
     turns = (("system", "Convert."), ("user", question), ("assistant", answer))
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def write_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -53,7 +49,7 @@ def write_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     texts = [{"text": "Vark are written in moln so: " + row["messages"][-1]["content"]} for row in replayed]
     files = {"old": old, "replayed": replayed, "kept": kept, "new": new, "text": texts}
     for name, rows in files.items():
-        write(folder / f"{name}.jsonl", rows)
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return {"replayed": replayed, "kept": kept, "new": new[:NUM_NEW_ASKED]}
 
 
@@ -86,7 +82,7 @@ def train(folder: Path, name: str, model: Path, datasets: list[dict[str, Any]], 
             "checkpoints": {"export_hf": is_teaching, "interval": None},
             "evaluation": {
                 "interval": max(1, options.steps // 6),
-                "keep": [{"path": str(folder / "kept.jsonl"), "max_rise": options.max_rise}],
+                "keep": [{"path": str(folder / "kept.jsonl"), "max_rise": MAX_RISE}],
             },
         }
         file = folder / f"{name}.yaml"
@@ -107,15 +103,14 @@ def one_seed(folder: Path, options: Any) -> dict[str, dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder)
     results = {"taught": train(folder, "taught", options.model, [{"path": str(folder / "old.jsonl")}], options)}
-    for share in options.shares:
-        datasets = [{"path": str(folder / "new.jsonl"), "weight": 100.0 - share}]
-        if share:
-            source = {"path": str(folder / "replayed.jsonl")}
-            if options.replay == "text":
-                source = {"path": str(folder / "text.jsonl"), "format": "text"}
-            datasets.append({**source, "weight": float(share)})
-        name = f"{share} % {options.replay}" if share else "none"
-        results[name] = train(folder, name.replace(" % ", "-"), folder / "taught" / "latest", datasets, options)
+    new, taught = {"path": str(folder / "new.jsonl")}, folder / "taught" / "latest"
+    results["none"] = train(folder, "none", taught, [new], options)
+    chats = {"path": str(folder / "replayed.jsonl")}
+    text = {"path": str(folder / "text.jsonl"), "format": "text"}
+    for kind, share in product(options.replay, options.shares):
+        old = {"chats": chats, "text": text}[kind]
+        datasets = [{**new, "weight": 100.0 - share}, {**old, "weight": float(share)}]
+        results[f"{share} % {kind}"] = train(folder, f"{share}-{kind}", taught, datasets, options)
     return results
 
 
@@ -129,22 +124,21 @@ def table(results: Sequence[dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
     parser.add_argument("--out", type=Path, default=Path("runs/keep"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--shares", type=int, nargs="+", default=[0, 1, 5, 20], help="percent of the tokens")
-    parser.add_argument("--replay", choices=("chats", "text"), default="chats")
+    parser.add_argument("--shares", type=int, nargs="+", default=[1, 5, 20], help="percent of the tokens")
+    parser.add_argument("--replay", choices=("chats", "text"), nargs="+", default=["chats", "text"])
     parser.add_argument("--steps", type=int, default=24, help="of each run; the convention is taught in twice as many")
     parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--max-rise", type=float, default=0.1)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     results = [one_seed(options.out / str(seed), options) for seed in options.seeds]
     print(table(results))
     names = [name for name in results[0] if name != "taught"]
     lines = [Line(tuple(result[name]["rises"]), style) for style, name in enumerate(names) for result in results]
-    lines.append(Line(((0, options.max_rise), (options.steps, options.max_rise)), len(names)))
+    lines.append(Line(((0, MAX_RISE), (options.steps, MAX_RISE)), len(names)))
     chart = Chart("keep", "Rise of the kept loss while other rows are trained", "step", "nats", tuple(lines))
     write_images([chart], options.out, names=[*(f"replay: {name}" for name in names), "limit"])
 
