@@ -336,3 +336,14 @@ def test_compare_shows_kept_losses_and_their_rises(
     measured = SetLoss(loss=1.5, token_accuracy=0.5, tokens=1, conversations=1, roles={}, datasets={}, kept=kept)
     logged = flat_numbers(Evaluation(1, 0.1, {"old": measured}, [], None).metrics())
     assert logged["eval/old/kept/rise"] == 0.5
+
+
+def test_documents_of_plain_text_are_kept_as_conversations_are(tmp_path: Path, model_folder: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"QZX {n} VKW, and more of it."}) + "\n" for n in range(4)))
+    options = options_of(documents, format="text", max_rise=1e9) | {"tokens__train_steps": 2}
+    trainer = run(make_config(tmp_path, model_folder, **options))
+    first, *_, last = (each["sets"]["documents"] for each in evaluations(trainer.directory.folder))
+    assert set(first["roles"]) == {"text"}
+    assert first["roles"]["text"]["loss"] == first["loss"]
+    assert last["kept"]["rise"] == last["loss"] - first["loss"] != 0
