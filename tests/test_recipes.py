@@ -86,3 +86,19 @@ def test_a_recipe_passes_a_dry_run_with_the_tiny_model_of_its_family(
     tiny |= {"tokens.sequence_length": 96, "model.compute_dtype": "float32", "data.num_workers": 0}
     arguments = [f"--{key}={value}" for key, value in tiny.items()]
     assert main(["train", "--config", str(FILES[name]), "--dry-run", *arguments]) == 0, capfd.readouterr().err
+
+
+def test_the_commented_replay_and_kept_set_of_a_recipe_load(tmp_path: Path) -> None:
+    assert all(text.count("# - {path: old.jsonl") == text.count("# keep: [") == 1 for text in texts_of_recipes())
+    for number, text in enumerate(texts_of_recipes()):
+        text = re.sub(r"# (- \{path: old|interval:|keep:)", r"\1", text)
+        text = text.replace("- path: my.jsonl ", "- weight: 99\n      path: my.jsonl ")
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(re.sub(r"train_epochs: \d+", "train_steps: 100", text), encoding="utf-8")
+        config = load_config(path)
+        assert [each.weight for each in config.data.datasets] == [99, 1]
+        assert [(each.format, each.max_rise) for each in config.evaluation.keep] == [("text", 0.02)]
+
+
+def texts_of_recipes() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in FILES.values()]

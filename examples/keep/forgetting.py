@@ -104,7 +104,7 @@ def one_seed(folder: Path, options: Any) -> dict[str, dict[str, Any]]:
     write_rows(folder)
     results = {"taught": train(folder, "taught", options.model, [{"path": str(folder / "old.jsonl")}], options)}
     new, taught = {"path": str(folder / "new.jsonl")}, folder / "taught" / "latest"
-    results["none"] = train(folder, "none", taught, [new], options)
+    results["none"] = train(folder, "none", taught, [{**new, "weight": 100.0}], options)
     chats = {"path": str(folder / "replayed.jsonl")}
     text = {"path": str(folder / "text.jsonl"), "format": "text"}
     for kind, share in product(options.replay, options.shares):
