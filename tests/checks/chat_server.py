@@ -3,18 +3,21 @@
 It shares no code with sftron.
 """
 
+import datetime
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -95,6 +98,91 @@ def serve(behavior: Behavior) -> type[BaseHTTPRequestHandler]:
             self.send_response(behavior.status if behavior.status != 200 else status)
             self.end_headers()
             self.wfile.write(json.dumps(content).encode() if behavior.body is None else behavior.body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+@dataclass
+class Rendering:
+    """How a server makes a prompt of messages in OpenAI's form, without a model; by default, as vLLM does."""
+
+    folder: Path
+    tokenizer: Any = None
+    change_message: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    change_messages: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
+    change_tools: Callable[[list[Any]], Any] = list
+    json_options: dict[str, Any] = field(default_factory=dict)
+    change_json: Callable[[str], str] = str
+    template: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    date: datetime.date | None = None
+    change_ids: Callable[[list[int]], list[int]] = list
+    parses_arguments: bool = True
+    parses_special: bool = True
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(self.folder)
+
+        def tojson(value: Any, indent: int | None = None) -> str:
+            return self.change_json(json.dumps(value, **{"ensure_ascii": False, "indent": indent, **self.json_options}))
+
+        def refuse(problem: str) -> None:
+            raise ValueError(problem)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = tojson
+        day = self.date or datetime.date.today()
+        environment.globals |= {"raise_exception": refuse, "strftime_now": day.strftime}
+        self._template = environment.from_string(self.template or self.tokenizer.chat_template)
+
+    def text(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        given = []
+        for message in self.change_messages(messages):
+            changed = self.change_message(json.loads(json.dumps(message)))
+            for call in changed.get("tool_calls") or ():
+                if self.parses_arguments:
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            given.append({**changed, "content": changed.get("content") or ""})
+        options = {"add_generation_prompt": True, **self.tokenizer.special_tokens_map, **self.variables}
+        return self._template.render(messages=given, tools=self.change_tools(tools) or None, **options)
+
+    def ids(self, text: str) -> list[int]:
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = not self.parses_special
+        return self.change_ids(backend.encode(text, add_special_tokens=False).ids)
+
+
+def serve_prompts(rendering: Rendering) -> type[BaseHTTPRequestHandler]:
+    """The paths of vLLM, llama-server and Ollama that give prompts, by hand after their documentation."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"data": [{"id": "tiny"}]})
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if "content" in request:
+                return self.reply({"tokens": rendering.ids(request["content"])})
+            for message in request["messages"]:
+                if "thinking" in message:  # Ollama's name
+                    message["reasoning_content"] = message.pop("thinking")
+                for call in message.get("tool_calls") or ():
+                    if not isinstance(arguments := call["function"]["arguments"], str):
+                        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            text = rendering.text(request["messages"], request.get("tools", []))
+            if self.path == "/apply-template":
+                return self.reply({"prompt": text})
+            if self.path == "/api/chat" and request["_debug_render_only"]:
+                return self.reply({"_debug_info": {"rendered_template": text}})
+            return self.reply({"tokens": rendering.ids(text)})
+
+        def reply(self, content: dict[str, Any]) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
 
         def log_message(self, *_: object) -> None:
             pass

@@ -3,6 +3,7 @@
     sftron check --model path/to/model
     sftron check --model path/to/model --against vllm http://localhost:8000
     sftron check --model path/to/model --against vllm path/to/model
+    sftron check --model path/to/model --against llama-server http://localhost:8080 --data rows.jsonl
 
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
@@ -10,6 +11,8 @@ Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts c
 from sftron.commands.arguments import as_path, device, make_parser, positive, refusing, write_json
 from sftron.errors import show
 from sftron.regular_file import expand_home
+
+_OTHER_SERVERS = ("llama-server", "ollama")
 
 
 @refusing(ValueError, OSError, tool="sftron check")
@@ -30,7 +33,13 @@ def main(arguments: list[str]) -> int:
         type=expand_home,
         metavar=("KIND", "WHERE"),
         help="compare --model with a server: `vllm` and its URL, or a folder for `vllm serve` to serve; `gguf` and "
-        "a file",
+        "a file; with --data, also `llama-server` or `ollama` and a URL",
+    )
+    add(
+        "--data",
+        type=as_path,
+        help="with --against: compare the prompt and the stop of each trained turn of these rows "
+        "(a file, or a run's configuration) in place of answers",
     )
     add("--prompts", type=as_path, help="JSONL of `messages` that end with a user's (default: five examples)")
     add("--limit", type=positive, help="use the first LIMIT prompts only")
@@ -46,8 +55,25 @@ def main(arguments: list[str]) -> int:
     add("--device", type=device, help="cpu (default) or cuda")
     add("--json", type=as_path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(arguments)
-    if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
+    kind = (options.against or [""])[0]
+    if options.data and not kind:
+        parser.error("give --data only with --against KIND WHERE")
+    if (options.served_model or options.timeout) and kind not in ("vllm", *(_OTHER_SERVERS if options.data else ())):
         parser.error("give --served-model and --timeout only with --against vllm URL")
+    if options.data:
+        from sftron.checks.served_turns import check_served_turns
+
+        report = check_served_turns(
+            options.model,
+            options.data,
+            tuple(options.against),
+            limit=options.limit,
+            served_model=options.served_model,
+            timeout=options.timeout or 120,
+        )
+        show(report.as_text())
+        write_json(options.json, report.as_dict())
+        return 0 if report.passed else 1
     # Imported here, so that --help takes no time.
     import torch
     from transformers.utils.logging import disable_progress_bar

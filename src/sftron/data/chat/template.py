@@ -78,6 +78,7 @@ class ChatTemplate:
         self.date = (date or datetime.date.today()) if _DATE_FUNCTION in source else None
         """The date that the template writes, or None if it writes none."""
         self._constants = dict(constants)
+        self._changed: dict[tuple[Callable[..., str] | None, datetime.date | None], jinja2.Template] = {}
         try:
             self._reference = chat_template_utils._compile_jinja_template(source)
             if self.date is not None:
@@ -159,6 +160,26 @@ class ChatTemplate:
         """
         messages, tools = _alias_reasoning(self.plain_messages(conversation.messages)), list(conversation.tools) or None
         return lambda number: self._run(self._reference, messages[:number], tools, True, self.kwargs)
+
+    def render_changed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        tojson: Callable[..., str] | None = None,
+        date: datetime.date | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> str:
+        """Renders plain messages as another program may: with its own JSON, date or variables. Raises TemplateError."""
+        if (tojson, date) not in self._changed:
+            environment = self._reference.environment.overlay()
+            environment.filters = {**environment.filters, **({"tojson": tojson} if tojson else {})}
+            environment.globals = {**environment.globals, **({_DATE_FUNCTION: date.strftime} if date else {})}
+            self._changed[tojson, date] = environment.from_string(self.source)
+        given = _alias_reasoning([dict(each) for each in messages])
+        changed, kwargs = self._changed[tojson, date], {**self.kwargs, **variables}
+        return self._run(changed, given, list(tools) or None, add_generation_prompt, kwargs)
 
     def _run(
         self,

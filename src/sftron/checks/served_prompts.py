@@ -1,0 +1,195 @@
+"""The prompts that llama-server, vLLM, Ollama and the template in a GGUF file make of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from sftron.checks.served_causes import Ids, encode
+from sftron.checks.servers import RefusedError, Server
+from sftron.data.chat.template import TEMPLATE_ROLE_NAMES, ChatTemplate, TemplateError
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.formats.messages import REASONING_FIELDS
+from sftron.data.types import Conversation
+
+KINDS = ("llama-server", "vllm", "gguf", "ollama")
+
+
+class PromptSource(Protocol):
+    """What serves the model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Where its ids come from."""
+        ...
+
+    @property
+    def stop_ids(self) -> set[int] | None:
+        """The ids that end a generation; None if it reads those of the folder."""
+        ...
+
+    def prompt_ids(self, conversation: Conversation) -> Ids | None:
+        """Returns the ids of the conversation and the generation prompt; None if it is refused."""
+        ...
+
+
+def open_prompts(kind: str, where: str, chat: ChatTokenizer, model: str | None, timeout: float) -> PromptSource:
+    """Opens what `--against KIND WHERE` names. Raises ValueError with the remedy."""
+    if kind == "gguf":
+        return GgufTemplate(Path(where), chat)
+    if kind not in _SERVERS:
+        raise ValueError(f"--against: {kind} is none of {', '.join(KINDS)}")
+    if not where.startswith(("http://", "https://")):
+        raise ValueError(f"--against {kind}: {where} is no URL, such as http://localhost:8000; start the server first")
+    return _SERVERS[kind](where, chat, model, timeout)
+
+
+def openai_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Returns messages in OpenAI's form, in which the arguments of calls are JSON text."""
+    messages = []
+    for message in conversation.messages:
+        role, fields = message.role_name or TEMPLATE_ROLE_NAMES[message.role], dict(message.fields)
+        if calls := fields.get("tool_calls"):
+            fields["tool_calls"] = [_openai_call(call, f"call_{n}") for n, call in enumerate(calls)]
+        messages.append({"role": role, "content": message.content, **fields})
+    return messages
+
+
+def _openai_call(call: Mapping[str, Any], identifier: str) -> dict[str, Any]:
+    function = dict(call.get("function") or call)
+    if not isinstance(arguments := function.get("arguments"), str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return {"id": identifier, "type": "function", **call, "function": function}
+
+
+class _PromptServer(Server):
+    stop_ids: set[int] | None = None
+    source = ""
+
+    def __init__(self, url: str, chat: ChatTokenizer, model: str | None, timeout: float) -> None:
+        super().__init__(url, model, timeout, len(chat.tokenizer))
+        self._chat = chat
+
+    def prompt_ids(self, conversation: Conversation) -> Ids | None:
+        try:
+            return self._rendered(conversation)
+        except RefusedError as error:
+            if error.status in (401, 403, 404) or error.status < 400:
+                raise
+            return None
+
+    def _rendered(self, conversation: Conversation) -> Ids | None:
+        raise NotImplementedError
+
+    def _body(self, conversation: Conversation) -> dict[str, Any]:
+        tools = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
+        return {"model": self._model, "messages": openai_messages(conversation), **tools}
+
+
+class VllmPrompts(_PromptServer):
+    source = "/tokenize"
+
+    def _rendered(self, conversation: Conversation) -> Ids | None:
+        with self._as_expected("/tokenize"):
+            return self._ids(
+                self._request("/tokenize", self._body(conversation) | {"add_generation_prompt": True})["tokens"]
+            )
+
+
+class LlamaServerPrompts(_PromptServer):
+    source = "/apply-template and /tokenize"
+
+    def _rendered(self, conversation: Conversation) -> Ids | None:
+        with self._as_expected("/apply-template"):
+            text = str(self._request("/apply-template", self._body(conversation))["prompt"])
+        with self._as_expected("/tokenize"):  # as its own chat completion does
+            options = {"add_special": True, "parse_special": True}
+            return self._ids(self._request("/tokenize", {"content": text, **options})["tokens"])
+
+
+class OllamaPrompts(_PromptServer):
+    """Ollama gives the text of a prompt, and no ids: the folder's tokenizer makes them, with its BOS token."""
+
+    source = "/api/chat, in the folder's tokenizer"
+
+    def _rendered(self, conversation: Conversation) -> Ids | None:
+        body = self._body(conversation)
+        for given in body["messages"]:
+            thought = next((given[key] for key in REASONING_FIELDS if given.get(key)), None)
+            for key in REASONING_FIELDS:
+                given.pop(key, None)
+            given |= {"content": given["content"] or "", **({"thinking": thought} if thought else {})}
+            for call in given.get("tool_calls") or ():
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        with self._as_expected("/api/chat"):
+            reply = self._request("/api/chat", body | {"stream": False, "_debug_render_only": True})
+            text = str(reply["_debug_info"]["rendered_template"])
+        bos = self._chat.tokenizer.bos_token
+        writes_bos = isinstance(bos, str) and self._chat.template.source.find("bos_token") >= 0
+        return encode(self._chat, bos + text if writes_bos and not text.startswith(bos) else text)
+
+
+_SERVERS: Mapping[str, type[_PromptServer]] = {
+    "llama-server": LlamaServerPrompts,
+    "vllm": VllmPrompts,
+    "ollama": OllamaPrompts,
+}
+
+
+class GgufTemplate:
+    """The template and the vocabulary in a GGUF file. Jinja renders the template, not llama.cpp's own engine.
+
+    Raises ValueError if the file cannot be read, or if its vocabulary is not the tokenizer's.
+    """
+
+    source = "the file's template in Jinja, and its vocabulary"
+
+    def __init__(self, path: Path, chat: ChatTokenizer) -> None:
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:
+            raise ValueError(f"--against gguf --data: needs the package gguf ({error}); pip install gguf") from error
+        if not path.is_file():
+            raise ValueError(f"--against gguf: {path} is not a file")
+        try:
+            fields = GGUFReader(path).fields
+        except ValueError as error:
+            raise ValueError(f"--against gguf: {path} cannot be read ({error}); convert it again") from error
+
+        def value(key: str) -> Any:
+            return fields[key].contents() if key in fields else None
+
+        if not (template := value("tokenizer.chat_template")):
+            raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
+        self.name, self._chat = str(path), chat
+        self._template = ChatTemplate(template, chat.tokenizer.special_tokens_map, chat.template.date, str(path))
+        self._bos = value("tokenizer.ggml.bos_token_id") if value("tokenizer.ggml.add_bos_token") else None
+        names = ("eos", "eot", "eom")
+        tokens = value("tokenizer.ggml.tokens") or []
+        self.stop_ids = {token for name in names if (token := value(f"tokenizer.ggml.{name}_token_id")) is not None}
+        self.stop_ids |= {number for number, token in enumerate(tokens) if token in _ENDS_BY_NAME}
+        own = chat.tokenizer.get_vocab()
+        wrong = next((token for token, number in own.items() if tokens[number : number + 1] != [token]), None)
+        if wrong is not None:
+            there = tokens[own[wrong]] if own[wrong] < len(tokens) else "nothing"
+            raise ValueError(f"{path}: id {own[wrong]} is {there!r}, and {wrong!r} in the folder; convert it again")
+
+    def prompt_ids(self, conversation: Conversation) -> Ids | None:
+        messages = self._template.plain_messages(conversation.messages)
+        try:
+            text = self._template.render_changed(messages, [dict(tool) for tool in conversation.tools])
+        except TemplateError:
+            return None
+        ids = encode(self._chat, text)
+        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+
+
+_ENDS_BY_NAME = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<end_of_turn>"}
+)
+"""Tokens that llama.cpp takes for stops by their names, whatever the file states."""

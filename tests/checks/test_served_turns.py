@@ -1,0 +1,250 @@
+"""Each planted fault of a server is named by its kind, over templates and conversations, and sound servers pass.
+
+The stand-in (chat_server.py) renders with an engine of its own. Its paths are written by hand after the documentation
+of vLLM, llama-server and Ollama: no answer of theirs was recorded.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from sftron.checks import served_turns
+from sftron.checks.report import Check
+from sftron.checks.served_causes import Cause
+from sftron.checks.served_prompts import openai_messages
+from sftron.checks.served_turns import compare_turns, open_rows_to_serve
+from sftron.data.prepare import DataSet, Preparation
+from sftron.data.sources import open_source
+from sftron.data.types import Conversation
+from tests.checks.chat_server import Rendering
+from tests.data.family_conversations import CONVERSATIONS, SYSTEM, TOOLS, answer, call, calling, given, result, user
+from tests.data.test_families import Family, load
+
+FAMILIES = (
+    *("chatml_like", "qwen3_like", "llama31_like", "mistral_like", "gpt_oss_like", "granite_like", "deepseek_like"),
+    *("command_a_like", "hunyuan_like", "qwen3_thinking_like", "zephyr_like", "smollm3_like"),
+)
+DATED = "{{ strftime_now('%d %B %Y') }}"
+MORE = (
+    given("two systems", SYSTEM, {"role": "system", "content": "Be brief."}, user("Who?"), answer("Pip.")),
+    given("an inline thought", user("Who?"), answer("<think>\nThey ask.\n</think>\n\nPip.")),
+    given(
+        "a thought before a call",
+        *(user("Weather?"), calling(call(city="Zürich", at="8 <b>"), reasoning_content="I need it."), result("2")),
+        answer("It is 2."),
+        needs="tools",
+    ),
+)
+
+
+@dataclass
+class Served:
+    """The stand-in without HTTP."""
+
+    rendering: Rendering
+    name: str = "the stand-in"
+    source: str = "its ids"
+    stop_ids: set[int] | None = None
+
+    def prompt_ids(self, conversation: Conversation) -> list[int] | None:
+        try:
+            text = self.rendering.text(openai_messages(conversation), [dict(tool) for tool in conversation.tools])
+        except Exception:  # a template raises exceptions of any kind
+            return None
+        return self.rendering.ids(text)
+
+
+def make_folder(folder: Path, name: str, prefix: str = "") -> Path:
+    family = Family(name)
+    tokenizer = load(family, "tokenizer")
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(prefix + family.source, encoding="utf-8")
+    stops = [tokenizer.convert_tokens_to_ids(each) for each in family.words("stop")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    return folder
+
+
+@cache
+def tokenizer_in(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def served_by(folder: Path, **changes: Any) -> Served:
+    return Served(Rendering(folder, tokenizer_in(folder), **changes))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Preparation]]:
+    """Makes the folder of a template, and opens the conversations of which a sound server gives the trained prompts.
+
+    The rest are refused, or rewritten by the template itself once more messages follow.
+    """
+
+    @cache
+    def make(name: str, prefix: str = "") -> tuple[Path, Preparation]:
+        home = tmp_path_factory.mktemp(name)
+        folder, rows = make_folder(home / "model", name, prefix), home / "rows.jsonl"
+        lines = [json.dumps({"messages": e.messages, "tools": e.tools or None}) for e in (*CONVERSATIONS, *MORE)]
+        rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        prepared, served, kept = open_rows_to_serve(rows, folder), served_by(folder), []
+        prepared.options = replace(prepared.options, on_bad_row="skip")
+        for conversation, tokenized in served_turns._conversations(prepared):
+            turns, ids = list(served_turns._trained_turns(prepared, tokenized)), tokenized.input_ids.tolist()
+            prompts = [replace(conversation, messages=conversation.messages[: turn.message]) for turn in turns]
+            if [served.prompt_ids(prompt) for prompt in prompts] == [ids[: turn.start] for turn in turns]:
+                kept.append(lines[conversation.key.row])
+        rows.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        source = open_source(str(rows))
+        data = DataSet(source.name, source, prepared.datasets[0].row_format)
+        return folder, Preparation([data], prepared.chat_tokenizer, prepared.options)
+
+    return make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _read_once():
+    before = served_turns._readers_of
+    served_turns._readers_of = cache(before)
+    yield
+    served_turns._readers_of = before
+
+
+def without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    message.pop("reasoning_content", None)
+    content = message.get("content") or ""
+    if message["role"] == "assistant" and "</think>" in content:
+        message["content"] = content.split("</think>")[-1].lstrip("\n")
+    return message
+
+
+def with_default_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    has_system = messages[0]["role"] == "system"
+    return messages if has_system else [{"role": "system", "content": "You are helpful."}, *messages]
+
+
+def go_struct(tools: list[Any]) -> list[Any]:
+    """As Ollama has written tools: names without quotes in braces."""
+    return [{"function": {"name": "{f " + t["function"]["name"] + "}", "parameters": "{object map[]}"}} for t in tools]
+
+
+FAULTS: dict[str, tuple[Cause, dict[str, Any]]] = {
+    "thoughts dropped": (Cause.HISTORY_WITHOUT_THOUGHTS, {"change_message": without_thought}),
+    "no tools": (Cause.TOOL_SCHEMA, {"change_tools": lambda tools: []}),
+    "bare tools": (Cause.TOOL_SCHEMA, {"change_tools": lambda tools: [t["function"] for t in tools]}),
+    "go struct": (Cause.TOOL_SCHEMA, {"change_tools": go_struct}),
+    "compact": (Cause.JSON_SPACING, {"json_options": {"separators": (",", ":")}}),
+    "sorted": (Cause.KEY_ORDER, {"json_options": {"sort_keys": True}}),
+    "ascii": (Cause.UNICODE_ESCAPES, {"json_options": {"ensure_ascii": True}}),
+    "html": (
+        Cause.UNICODE_ESCAPES,
+        {"change_json": lambda text: "".join(f"\\u{ord(c):04x}" if c in "<>&'" else c for c in text)},
+    ),
+    "arguments as text": (Cause.ARGUMENTS, {"parses_arguments": False}),
+    "no generation prompt": (Cause.GENERATION_PROMPT, {"variables": {"add_generation_prompt": False}}),
+    "default system": (Cause.SYSTEM_PROMPT, {"change_messages": with_default_system}),
+    "control as text": (Cause.SPECIAL_TOKENS, {"parses_special": False}),
+    "another template": (Cause.TEMPLATE, {"template": "{% for m in messages %}{{ m.content }} ; {% endfor %}:"}),
+}
+
+
+def checks_of(folder: Path, prepared: Preparation, **changes: Any) -> dict[str, Check]:
+    report = compare_turns(folder, prepared, served_by(folder, **changes))
+    return {each.name: each for each in report.checks}
+
+
+def named(folder: Path, prepared: Preparation, **changes: Any) -> dict[str, int]:
+    """Returns the number of rows by cause."""
+    report = compare_turns(folder, prepared, served_by(folder, **changes))
+    assert report.checks[0].passed is not bool(report.facts["causes"])
+    assert set(report.checks[0].faults) == set(report.facts["causes"])
+    return {cause: rows for cause, (rows, _, _) in report.facts["causes"].items()}
+
+
+PLANTED: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_planted_fault_is_named_by_its_kind_and_a_sound_server_by_none(places, name: str) -> None:
+    """A template may refuse what a faulty server gives it, which is named as a refusal and not counted here."""
+    folder, prepared = places(name)
+    assert all(check.passed for check in checks_of(folder, prepared).values())
+    wrong = []
+    for fault, (cause, changes) in FAULTS.items():
+        causes = named(folder, prepared, **changes)
+        PLANTED[fault] = PLANTED.get(fault, 0) + causes.get(cause.name.lower(), 0)
+        wrong += [(fault, causes)] * bool(set(causes) - {cause.name.lower(), "refused"})
+    assert not wrong
+
+
+def test_every_fault_is_planted_and_at_least_two_hundred_in_all(places) -> None:
+    for name in ("qwen3_like", "granite_like", "command_a_like") * (not PLANTED):  # where this test runs alone
+        test_each_planted_fault_is_named_by_its_kind_and_a_sound_server_by_none(places, name)
+    assert set(PLANTED) == set(FAULTS)
+    assert min(PLANTED.values()) > 0, PLANTED
+    assert sum(PLANTED.values()) >= 200, PLANTED
+
+
+@pytest.mark.parametrize("name", ["llama31_like", "mistral_like"])
+def test_a_second_bos_and_a_missing_one_are_named(places, name: str) -> None:
+    folder, prepared = places(name)
+    for change in (lambda ids: [ids[0], *ids], lambda ids: ids[1:]):
+        assert set(named(folder, prepared, change_ids=change)) == {"bos"}
+
+
+@pytest.mark.parametrize("name", ["chatml_like", "qwen3_like", "zephyr_like"])
+def test_the_date_is_named_whatever_it_is(places, name: str) -> None:
+    folder, prepared = places(name, DATED)
+    assert named(folder, prepared) == {}
+    for day in (datetime.date(2024, 7, 26), datetime.date(1970, 1, 1)):
+        assert set(named(folder, prepared, date=day)) == {"date"}
+
+
+def test_a_history_that_the_template_itself_rewrites_is_named(places, tmp_path: Path) -> None:
+    """Mistral's tools stand before the last question, so that an earlier answer was trained without them."""
+    folder, _ = places("mistral_like")
+    row = {"messages": [user("Who?"), answer("Pip."), user("Why?"), answer("It grows.")], "tools": list(TOOLS)}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    prepared = open_rows_to_serve(tmp_path / "rows.jsonl", folder)
+    assert set(named(folder, prepared)) <= {"rewritten", "tool_schema"}
+    assert named(folder, prepared)
+
+
+def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
+    _, prepared = places("gpt_oss_like")
+    folder = make_folder(tmp_path / "model", "gpt_oss_like")
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+
+    def faults(**generation: Any) -> dict[str, tuple[str, ...]]:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        return {name: each.faults for name, each in checks_of(folder, prepared).items() if each.passed is False}
+
+    early = faults(eos_token_id=stops)  # <|end|> ends a thought too
+    assert early in ({}, {"stops": ("stop_list",)})
+    assert faults(eos_token_id=stops[1]) == {"stops": ("stop_list",)}
+    assert faults()["files"] == ("stop_list",)
+    assert faults(eos_token_id=stops, repetition_penalty=1.1)["sampling"] == ("sampling",)
+    assert "sampling" not in faults(eos_token_id=stops, temperature=0.6, top_p=0.9)
+    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert faults(eos_token_id=stops)["files"] == ("template",)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama-server", "ollama"])
+def test_the_command_asks_a_server_by_its_own_paths(
+    places, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder, prepared = places("qwen3_like")
+    rows, out = prepared.datasets[0].source, tmp_path / "report.json"
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(rows[n]) for n in range(len(rows))) + "\n", encoding="utf-8")
+    for changes, status, causes in (({}, 0, set()), (FAULTS["compact"][1], 1, {"json_spacing"})):
+        with serving(serve_prompts(Rendering(folder, tokenizer_in(folder), **changes))) as url:
+            options = ["--model", folder, "--against", kind, url, "--data", data, "--json", out]
+            assert check.main([*map(str, options)]) == status
+        assert set(json.loads(out.read_text())["causes"]) == causes
