@@ -4,9 +4,10 @@ The stand-in (chat_server.py) renders with an engine of its own. Its paths are w
 of vLLM, llama-server and Ollama: no answer of theirs was recorded.
 """
 
+import datetime
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ from sftron.checks.report import Check
 from sftron.checks.served_causes import Cause
 from sftron.checks.served_prompts import openai_messages
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
+from sftron.commands import check
 from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation
-from tests.checks.chat_server import Rendering
+from tests.checks.chat_server import Rendering, serve_prompts, serving
 from tests.data.family_conversations import CONVERSATIONS, SYSTEM, TOOLS, answer, call, calling, given, result, user
 from tests.data.test_families import Family, load
 
 FAMILIES = (
     *("chatml_like", "qwen3_like", "llama31_like", "mistral_like", "gpt_oss_like", "granite_like", "deepseek_like"),
-    *("command_a_like", "hunyuan_like", "qwen3_thinking_like", "zephyr_like", "smollm3_like"),
+    *("hunyuan_like", "qwen3_thinking_like", "zephyr_like", "smollm3_like"),
 )
 DATED = "{{ strftime_now('%d %B %Y') }}"
 MORE = (
@@ -173,7 +175,9 @@ PLANTED: dict[str, int] = {}
 def test_each_planted_fault_is_named_by_its_kind_and_a_sound_server_by_none(places, name: str) -> None:
     """A template may refuse what a faulty server gives it, which is named as a refusal and not counted here."""
     folder, prepared = places(name)
-    assert all(check.passed for check in checks_of(folder, prepared).values())
+    # In gpt-oss's template, one token ends a thought and an earlier answer, so no list of stops is right for both.
+    unsound = {check.name for check in checks_of(folder, prepared).values() if not check.passed}
+    assert unsound == ({"stops"} if name == "gpt_oss_like" else set())
     wrong = []
     for fault, (cause, changes) in FAULTS.items():
         causes = named(folder, prepared, **changes)
@@ -183,7 +187,7 @@ def test_each_planted_fault_is_named_by_its_kind_and_a_sound_server_by_none(plac
 
 
 def test_every_fault_is_planted_and_at_least_two_hundred_in_all(places) -> None:
-    for name in ("qwen3_like", "granite_like", "command_a_like") * (not PLANTED):  # where this test runs alone
+    for name in ("qwen3_like", "granite_like", "llama31_like") * (not PLANTED):  # where this test runs alone
         test_each_planted_fault_is_named_by_its_kind_and_a_sound_server_by_none(places, name)
     assert set(PLANTED) == set(FAULTS)
     assert min(PLANTED.values()) > 0, PLANTED
@@ -211,8 +215,7 @@ def test_a_history_that_the_template_itself_rewrites_is_named(places, tmp_path: 
     row = {"messages": [user("Who?"), answer("Pip."), user("Why?"), answer("It grows.")], "tools": list(TOOLS)}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     prepared = open_rows_to_serve(tmp_path / "rows.jsonl", folder)
-    assert set(named(folder, prepared)) <= {"rewritten", "tool_schema"}
-    assert named(folder, prepared)
+    assert named(folder, prepared) == {"tool_schema": 1}
 
 
 def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
@@ -224,8 +227,7 @@ def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
         return {name: each.faults for name, each in checks_of(folder, prepared).items() if each.passed is False}
 
-    early = faults(eos_token_id=stops)  # <|end|> ends a thought too
-    assert early in ({}, {"stops": ("stop_list",)})
+    assert faults(eos_token_id=stops) == {"stops": ("stop_list",)}  # <|end|> ends a thought too
     assert faults(eos_token_id=stops[1]) == {"stops": ("stop_list",)}
     assert faults()["files"] == ("stop_list",)
     assert faults(eos_token_id=stops, repetition_penalty=1.1)["sampling"] == ("sampling",)
@@ -247,4 +249,4 @@ def test_the_command_asks_a_server_by_its_own_paths(
         with serving(serve_prompts(Rendering(folder, tokenizer_in(folder), **changes))) as url:
             options = ["--model", folder, "--against", kind, url, "--data", data, "--json", out]
             assert check.main([*map(str, options)]) == status
-        assert set(json.loads(out.read_text())["causes"]) == causes
+        assert set(json.loads(out.read_text())["facts"]["causes"]) == causes
