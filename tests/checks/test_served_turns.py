@@ -16,9 +16,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from sftron.checks import served_turns
-from sftron.checks.report import Check
+from sftron.checks.report import Check, Report
 from sftron.checks.served_causes import Cause
-from sftron.checks.served_prompts import openai_messages
+from sftron.checks.served_prompts import GgufTemplate, openai_messages
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
 from sftron.commands import check
 from sftron.data.prepare import DataSet, Preparation
@@ -29,7 +29,7 @@ from tests.data.family_conversations import CONVERSATIONS, SYSTEM, TOOLS, answer
 from tests.data.test_families import Family, load
 
 FAMILIES = (
-    *("chatml_like", "qwen3_like", "llama31_like", "mistral_like", "gpt_oss_like", "granite_like", "deepseek_like"),
+    *("chatml_like", "qwen3_like", "llama31_like", "mistral_like", "gpt_oss_like", "granite_like"),
     *("hunyuan_like", "qwen3_thinking_like", "zephyr_like", "smollm3_like"),
 )
 DATED = "{{ strftime_now('%d %B %Y') }}"
@@ -250,3 +250,35 @@ def test_the_command_asks_a_server_by_its_own_paths(
             options = ["--model", folder, "--against", kind, url, "--data", data, "--json", out]
             assert check.main([*map(str, options)]) == status
         assert set(json.loads(out.read_text())["facts"]["causes"]) == causes
+
+
+def test_the_template_the_stops_and_the_vocabulary_of_a_gguf_file_are_compared(places, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra quickstart has it")
+    folder, prepared = places("qwen3_like")
+    tokenizer, file = tokenizer_in(folder), tmp_path / "model.gguf"
+    own = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+
+    def report(tokens: list[str], template: str, eos: int) -> Report:
+        writer = gguf.GGUFWriter(file, "llama")
+        writer.add_token_list(tokens)
+        writer.add_eos_token_id(eos)
+        writer.add_chat_template(template)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return compare_turns(folder, prepared, GgufTemplate(file, prepared.chat_tokenizer))
+
+    source = Family("qwen3_like").source
+    assert report(own, source, tokenizer.eos_token_id).passed
+    changed = report(own, source.replace("# Tools", "# Functions"), tokenizer.eos_token_id)
+    assert set(changed.facts["causes"]) == {"tool_schema"}
+    with pytest.raises(ValueError, match="in the folder; convert it again"):
+        report([*own[:20], "another", *own[21:]], source, tokenizer.eos_token_id)
+
+
+def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:
+    _, prepared = places("chatml_like")
+    folder = make_folder(tmp_path / "model", "zephyr_like")
+    found = checks_of(folder, prepared)
+    assert found["tokenizer"].faults == ("special_tokens",)
+    assert found["files"].passed is False
