@@ -192,6 +192,7 @@ def test_every_fault_is_planted_and_at_least_two_hundred_in_all(places) -> None:
     assert set(PLANTED) == set(FAULTS)
     assert min(PLANTED.values()) > 0, PLANTED
     assert sum(PLANTED.values()) >= 200, PLANTED
+    print(sum(PLANTED.values()), PLANTED)
 
 
 @pytest.mark.parametrize("name", ["llama31_like", "mistral_like"])
@@ -277,7 +278,7 @@ def test_the_template_the_stops_and_the_vocabulary_of_a_gguf_file_are_compared(p
 
 
 def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:
-    _, prepared = places("chatml_like")
+    _, prepared = places("qwen3_like")
     folder = make_folder(tmp_path / "model", "zephyr_like")
     found = checks_of(folder, prepared)
     assert found["tokenizer"].faults == ("special_tokens",)
