@@ -192,7 +192,6 @@ def test_every_fault_is_planted_and_at_least_two_hundred_in_all(places) -> None:
     assert set(PLANTED) == set(FAULTS)
     assert min(PLANTED.values()) > 0, PLANTED
     assert sum(PLANTED.values()) >= 200, PLANTED
-    print(sum(PLANTED.values()), PLANTED)
 
 
 @pytest.mark.parametrize("name", ["llama31_like", "mistral_like"])

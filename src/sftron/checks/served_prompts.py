@@ -88,7 +88,8 @@ class _PromptServer(Server):
 
     def _body(self, conversation: Conversation) -> dict[str, Any]:
         tools = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
-        return {"model": self._model, "messages": openai_messages(conversation), **tools}
+        kwargs = {"chat_template_kwargs": dict(conversation.template_kwargs)} if conversation.template_kwargs else {}
+        return {"model": self._model, "messages": openai_messages(conversation), **tools, **kwargs}
 
 
 class VllmPrompts(_PromptServer):

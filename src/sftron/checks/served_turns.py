@@ -230,11 +230,11 @@ def _check_files(folder: Path, chat: ChatTokenizer) -> Check:
     if file.is_file():
         places[file.name] = file.read_text(encoding="utf-8")
     lacking, faults = list[str](), list[Cause]()
-    sources = {"default": chat.template.source}
+    trained = (chat.template.source, chat.template.source_with_defaults)
     for place, template in places.items():
         own = {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
         own = own.get("default") if isinstance(own, dict) else own
-        if own is not None and own != sources["default"]:
+        if own is not None and own not in trained:
             lacking.append(f"{place} has another template than training")
             faults.append(Cause.TEMPLATE)
     if not any(places.values()):
