@@ -548,8 +548,8 @@ def test_train_on_inputs_is_answered_with_the_opposite_value():
     [
         ("optimizer.state", "it was removed: write optimizer.name: adamw for fp32"),
         ("optimizer.type", "write optimizer.name: adamw, adamw_8bit or muon"),
-        ("parallelism.tp", "there is no tensor, pipeline or expert parallelism"),
-        ("tp", "there is no tensor, pipeline or expert parallelism"),
+        ("parallelism.tp", "tensor, pipeline and expert parallelism are not supported"),
+        ("tp", "tensor, pipeline and expert parallelism are not supported"),
         ("stage", "every run is supervised fine-tuning (SFT): remove the key"),
         ("template", "write tokenizer.chat_template; without it, the run uses the model's own template"),
         ("finetuning_type", "write a section lora: {rank: 16} to train adapters; without it, all weights are trained"),

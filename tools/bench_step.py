@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.hf_weights import StreamedBase, load_model
 from sftron.checkpoint.model_folder import read_config
 from sftron.commands.arguments import positive
@@ -185,10 +184,16 @@ def make_streamed_model(options: argparse.Namespace) -> LlamaForSFT:
             max(options.budget, config.max_position_embeddings),
             options.checkpointing,
             device=options.device,
-            adapters=AdapterStart(spec=spec_of(list(model_projections(config)))),
+            adapters=AdapterStart(spec=_lora_spec(config)),
             frozen_dtype=options.dtype,
             stream=StreamedBase(folder, ""),
         )
+
+
+def _lora_spec(config: LlamaConfig) -> LoraSpec:
+    """Returns adapters of all linear layers of a model with this architecture."""
+    with torch.device("meta"):
+        return spec_of(list(projections_of(LlamaForSFT(config), config)))
 
 
 def spec_of(names: Sequence[str]) -> LoraSpec:

@@ -89,7 +89,7 @@ def difference(mutant: Mutant) -> list[str]:
     """Returns the changed lines, those before with "-" and those after with "+"."""
     before = (ROOT / mutant.path).read_text(encoding="utf-8").splitlines()
     lines = difflib.unified_diff(before, changed(mutant).splitlines(), n=0, lineterm="")
-    return [line for line in lines if not line.startswith(("---", "+++", ""))]
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
 def all_places() -> dict[tuple[str, int, int], list[Mutant]]:

@@ -243,7 +243,7 @@ def test_each_piece_is_a_row_that_is_named_and_the_documents_are_counted(chat_to
 def test_overlong_error_refuses_a_long_document_in_place_of_cutting_it(chat_tokenizer: ChatTokenizer) -> None:
     preparation = prepared(chat_tokenizer, SHORT, LONG, overlong="error")
     assert preparation.num_rows == 2
-    with pytest.raises(DataError, match=r"rows.jsonl:2: \d+ tokens, tokens.sequence_length is 48; raise it, or set"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: \d+ tokens, but tokens.sequence_length is 48; raise it"):
         preparation.read(ConversationKey(0, 1))
     for overlong in ("drop", "truncate_turns"):
         assert prepared(chat_tokenizer, SHORT, LONG, overlong=overlong).num_rows > 3
@@ -345,7 +345,7 @@ def test_a_text_file_holds_one_document_or_one_in_each_line(tmp_path: Path) -> N
     before = whole.fingerprint
     (folder / "a.txt").write_text("Another", encoding="utf-8")
     assert open_source(str(folder), documents="file").fingerprint != before
-    with pytest.raises(DataError, match=r"a.txt: had \d+ bytes when it was opened and has 7 now"):
+    with pytest.raises(DataError, match=r"a.txt: had \d+ bytes when it was opened, but has 7 now"):
         whole[0]
 
 

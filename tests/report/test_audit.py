@@ -169,7 +169,7 @@ def test_boundary_tokens_control_text_second_thoughts_and_truncation_are_counted
     assert counted["num_boundary_tokens"] == 6
     assert counted["num_holding_control_text"] == counted["num_truncated"] == 2
     assert counted["num_with_second_thought"] == 2
-    assert ("rows in which the template repeats reasoning", "2") in audit.row_facts()
+    assert ("rows with a second thought of the template's", "2") in audit.row_facts()
 
 
 def test_a_drop_has_its_location_once() -> None:

@@ -34,7 +34,7 @@ _NUM_EPOCHS = 4
 class Matrix(torch.nn.Module):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
-        self.model = SimpleNamespace(layers=())
+        self.model, self.stream = SimpleNamespace(layers=()), None
         self.matrix = torch.nn.Parameter(torch.zeros(num_rows, _NUM_EPOCHS + 1))
 
     @property
@@ -42,7 +42,7 @@ class Matrix(torch.nn.Module):
         return self.matrix
 
 
-def load_matrix(setup: Setup) -> Matrix:
+def load_matrix(setup: Setup, *_: object) -> Matrix:
     return Matrix(num_rows_of(setup.config))
 
 

@@ -89,7 +89,7 @@ def _make_setup(*_: Any, **__: Any) -> Setup:
         chat_tokenizer=rows.chat_tokenizer,
         sample=SimpleNamespace(stop_ids=()),
         projection=None,
-        evaluation_sets=(SimpleNamespace(name="held_out", fingerprint="made up", conversations=()),),
+        evaluation_sets=(SimpleNamespace(name="held_out", fingerprint="made up", conversations=(), limit=None),),
         questions=[],
         file_stamps=[],
         is_evaluated=config.checkpoints.keep_best is not None,
@@ -213,7 +213,7 @@ def _replacements(clock: Clock) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield trainer, {"start_ranks": lambda *_, **__: _make_setup().ranks, "build_run": _make_setup}
     yield trainer, {"mix_report": lambda *_: {}, "find_start": _find_start}
     yield trainer, {"load_run_model": model.load_matrix}
-    yield trainer, {"make_optimizer": lambda _, matrix: model.Moments(matrix.parameters())}
+    yield trainer, {"make_optimizer": lambda _, matrix, *__: model.Moments(matrix.parameters())}
     yield loop, {"train_step": model.train_step, "step_flops": lambda *_: StepFlops(0, 0)}
     yield step, {"peak_memory_bytes": lambda _: 0}
     yield saving, {"train_step": model.train_step, "shards_to_store": model.shards_to_store}

@@ -208,7 +208,7 @@ def test_a_rank_that_would_compute_attention_by_another_backend_is_refused(tmp_p
     config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder))
     ended = launch(2, train_with_other_attention, config, folder=tmp_path)
     assert [each.exit_code for each in ended] == [2, 2]
-    assert "the attention backends: sdpa, there flex" in ended[0].err
+    assert "the attention backends: sdpa on rank 0, flex there" in ended[0].err
 
 
 def look_in_a_full_folder(folder: Path) -> int:

@@ -109,6 +109,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(make_config(folder, make_model_folder(folder / "model"), **options))
     directory = folder / "runs/run"
     by_hand = ["output.log", "verify.yaml", "merge_report.json", "revisions.json", "mlflow.db"]
+    by_hand += ["frozen-nf4.safetensors", "frozen-nf4.json"]
     for name in [*by_hand, *map("{}.json".format, LOGGERS)]:
         (directory / name).write_text("{}\n", encoding="utf-8")
     for name in (f"adapter/step-{LAST}", "wandb", "tensorboard"):

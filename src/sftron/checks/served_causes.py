@@ -101,7 +101,7 @@ def render_prompt(
 
 
 def encode(chat: ChatTokenizer, text: str, *, is_text: bool = False) -> Ids:
-    backend = chat.tokenizer.backend_tokenizer
+    backend: Any = chat.tokenizer.backend_tokenizer
     before = backend.encode_special_tokens
     backend.encode_special_tokens = is_text
     try:

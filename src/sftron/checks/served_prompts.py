@@ -131,8 +131,9 @@ class OllamaPrompts(_PromptServer):
             reply = self._request("/api/chat", body | {"stream": False, "_debug_render_only": True})
             text = str(reply["_debug_info"]["rendered_template"])
         bos = self._chat.tokenizer.bos_token
-        writes_bos = isinstance(bos, str) and self._chat.template.source.find("bos_token") >= 0
-        return encode(self._chat, bos + text if writes_bos and not text.startswith(bos) else text)
+        if isinstance(bos, str) and "bos_token" in self._chat.template.source and not text.startswith(bos):
+            text = bos + text
+        return encode(self._chat, text)
 
 
 _SERVERS: Mapping[str, type[_PromptServer]] = {

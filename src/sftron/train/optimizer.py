@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from torch.optim.adamw import adamw
 
 from sftron.models.quantization import import_bitsandbytes, is_matrix
 from sftron.models.sharding import local_shard
-from sftron.train.extension import MakeOptimizer
+
+if TYPE_CHECKING:  # an optimizer needs no package of the configuration
+    from sftron.train.extension import MakeOptimizer
+
 
 _BLOCK, _MIN_VALUES = 256, 4096
 """The values of an 8-bit block, and of the smallest matrix with 8-bit moments; both are those of bitsandbytes."""
