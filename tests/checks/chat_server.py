@@ -156,7 +156,7 @@ class Rendering:
 
 
 def serve_prompts(rendering: Rendering) -> type[BaseHTTPRequestHandler]:
-    """The paths of vLLM, llama-server and Ollama that give prompts, written by hand and not checked against a server."""
+    """The paths of vLLM, llama-server and Ollama that give prompts, written by hand: no server was compared."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
