@@ -60,6 +60,7 @@ def options_of(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
 
 def texts_of(folder: Path) -> dict[str, Any]:
     read = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert all(found.pop("kept") is None for each in read for found in each["sets"].values())
     return {each["step"]: each["sets"] for each in read}
 
 
