@@ -1,4 +1,4 @@
-"""What a user's own Python adds to a run: an objective, callbacks, an optimizer, and measures of answers.
+"""What a user's own Python adds to a run: an objective, callbacks, rows and an optimizer.
 
 `extend.setup` of a configuration names a function that returns an `Extension`; `open_trainer` takes its parts as
 arguments. The run names them, with a hash of their source, in its settings, so a resume with other code says so.
@@ -62,20 +62,6 @@ class MakeOptimizer(Protocol):
     def __call__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], /) -> torch.optim.Optimizer: ...
 
 
-class ComputeMetrics(Protocol):
-    """Measures the answers to `evaluation.prompts`, by name.
-
-    Args:
-        questions: The messages of each prompt, as {"role", "content"}.
-        answers: The model's answer to each.
-        references: The value of the column `reference` of each prompt's row; None without it.
-    """
-
-    def __call__(
-        self, questions: Sequence[Sequence[Mapping[str, Any]]], answers: Sequence[str], references: Sequence[Any], /
-    ) -> Mapping[str, float]: ...
-
-
 class ExtensionError(RuntimeError):
     """A callback has raised; the message names the callback and the error."""
 
@@ -92,7 +78,6 @@ class Extension:
     """The rows of the first data set, in place of its `path`: a sequence, or a `datasets.Dataset`."""
     callbacks: Sequence[Callback] = ()
     optimizer: MakeOptimizer | None = None
-    compute_metrics: ComputeMetrics | None = None
 
     def __post_init__(self) -> None:
         for name in ("denominator", "loss_sum", "names") if self.objective is not None else ():
@@ -104,9 +89,8 @@ class Extension:
         for each in self.callbacks:
             if not isinstance(each, Callback):
                 raise ValueError(f"callbacks: {type(each).__name__} is not a Callback; inherit from sftron.Callback")
-        for name in ("optimizer", "compute_metrics"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise ValueError(f"{name}: {type(value).__name__} is not a function")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise ValueError(f"optimizer: {type(self.optimizer).__name__} is not a function")
         if self.data is not None and not (hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__")):
             raise ValueError(
                 f"data: {type(self.data).__name__} has no length or no index, so a resume could not find its place; "
@@ -121,7 +105,6 @@ class Extension:
             "objective": [self.objective],
             "callbacks": [*self.callbacks],
             "optimizer": [self.optimizer],
-            "compute_metrics": [self.compute_metrics],
         }
         return {name: kept for name, objects in given.items() if (kept := [each for each in objects if each])}
 

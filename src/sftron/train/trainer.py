@@ -29,7 +29,6 @@ from sftron.train.exports import RunExports
 from sftron.train.extension import (
     NO_EXTENSION,
     Callback,
-    ComputeMetrics,
     Events,
     Extension,
     ExtensionError,
@@ -64,7 +63,6 @@ def open_trainer(
     data: Any = None,
     callbacks: Sequence[Callback] = (),
     optimizer: MakeOptimizer | None = None,
-    compute_metrics: ComputeMetrics | None = None,
 ) -> Trainer | CompletedRun:
     """Opens a run: checks it, locks its directory, and loads its weights, its optimizer and what it resumes.
 
@@ -76,16 +74,13 @@ def open_trainer(
         callbacks: What is called at the events of the run.
         optimizer: Makes the optimizer from the named parameters that are trained; by default, that of the section
             `optimizer`, whose schedule and clipping hold for it as well.
-        compute_metrics: Measures the answers to `evaluation.prompts`.
 
     Raises:
         ValueError: On all ranks, with a message for the user.
     """
     started = time.perf_counter()
     # Dimensions, data and model. There are no weights yet.
-    given = Extension(
-        objective=objective, data=data, callbacks=callbacks, optimizer=optimizer, compute_metrics=compute_metrics
-    )
+    given = Extension(objective=objective, data=data, callbacks=callbacks, optimizer=optimizer)
     setup = open_setup(config, extension=given)
     config, ranks = setup.config, setup.ranks
     stop_request = stop_request or StopRequest(prints=ranks.is_main)
