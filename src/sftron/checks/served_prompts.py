@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,7 +68,7 @@ def _openai_call(call: Mapping[str, Any], identifier: str) -> dict[str, Any]:
     return {"id": identifier, "type": "function", **call, "function": function}
 
 
-class _PromptServer(Server):
+class _PromptServer(Server, ABC):
     stop_ids: set[int] | None = None
     source = ""
 
@@ -83,8 +84,9 @@ class _PromptServer(Server):
                 raise
             return None
 
+    @abstractmethod
     def _rendered(self, conversation: Conversation) -> Ids | None:
-        raise NotImplementedError
+        """Returns the ids that the server makes of a conversation. Raises RefusedError."""
 
     def _body(self, conversation: Conversation) -> dict[str, Any]:
         tools = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}

@@ -273,7 +273,7 @@ def _evaluation_lines(setup: Setup) -> _Lines:
         yield "evaluation", f"{each.name}: {size}{dropped}{compared}"
         if limit := each.limit:
             most = f"{limit.max_rise:g}" if limit.max_rise is not None else f"{limit.max_rise_percent:g} %"
-            yield "", f"its loss may rise by {most}; otherwise the run {limit.on_exceeded}s"
+            yield "", f"its loss may rise by {most}; above that, the run {limit.on_exceeded}s"
         if shared:
             there, here = shared[0]
             part = "" if num_compared == num_rows else f" ({num_compared:,} of its {num_rows:,} rows were compared)"
