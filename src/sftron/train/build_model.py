@@ -349,6 +349,11 @@ def make_optimizer(config: Config, model: LlamaForSFT, extension: Extension = NO
     """Returns the optimizer of the configuration, or a user's own. Raises ValueError if that is not one."""
     options = config.optimizer
     if extension.optimizer is not None:
+        if config.general.deterministic == "layout":
+            raise ValueError(
+                "general.deterministic: layout holds for sftron's own AdamW alone, and open_trainer was given an "
+                "optimizer; set it to true, or leave the optimizer out"
+            )
         return own_optimizer(extension.optimizer, model)
     return make_by_name(
         model.named_parameters(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +67,37 @@ def own_optimizer(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimize
             f"optimizer: {len(missing)} of {len(trained)} trained parameters are in no group, such as {missing[0]}; "
             "give the optimizer all of them, or freeze them"
         )
+    _require_resumable(optimizer)
+    largest = max(group["lr"] for group in optimizer.param_groups)
+    if not largest > 0:
+        raise ValueError(
+            "optimizer: all groups have the learning rate 0, so the schedule has no ratio; give another one"
+        )
     for group in optimizer.param_groups:  # the schedule keeps the ratios between the groups' rates
-        group.setdefault("learning_rate_factor", group["lr"] / optimizer.param_groups[0]["lr"])
+        group.setdefault("learning_rate_factor", float(group["lr"] / largest))
     return with_state_shapes(optimizer)
+
+
+def _require_resumable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if the optimizer keeps state where no checkpoint saves it, or none that can be saved."""
+    kind, held = type(optimizer).__name__, vars(optimizer)
+    if "step" in held:
+        raise ValueError(
+            f"optimizer: the step of {kind} is wrapped, as by a scheduler; the section optimizer has the schedule"
+        )
+    inner = [each for value in held.values() for each in (value if isinstance(value, list | tuple) else [value])]
+    if any(isinstance(each, torch.optim.Optimizer) for each in inner):
+        raise ValueError(
+            f"optimizer: {kind} holds other optimizers, whose state no checkpoint would save and whose learning rates "
+            "the schedule would not set; keep all in one optimizer's groups and state"
+        )
+    for group in optimizer.param_groups:
+        for parameter in {each.ndim: each for each in group["params"]}.values():
+            getattr(optimizer, "state_shapes", partial(probed_state_shapes, optimizer))(parameter)
+
+
+def _differ(value: Any, before: Mapping[str, Any], name: str) -> bool:
+    return name not in before or bool(torch.as_tensor(value != before[name]).any())
 
 
 def with_state_shapes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -89,14 +118,26 @@ def probed_state_shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> 
     tiny.grad = torch.ones_like(tiny)
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
-    probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [tiny]}]
-    probe.step()
+    own = {name: value for name, value in group.items() if name != "params"}
+    probe.state, probe.param_groups = defaultdict(dict), [{**deepcopy(own), "params": [tiny]}]
+    kind = type(optimizer).__name__
+    try:
+        probe.step()
+    except Exception as error:
+        raise ValueError(f"optimizer: a step of {kind} failed: {type(error).__name__}: {error}") from error
+    if changed := [
+        name for name, value in probe.param_groups[0].items() if name != "params" and _differ(value, own, name)
+    ]:
+        raise ValueError(
+            f"optimizer: {kind} keeps {', '.join(changed)} in its groups, which a checkpoint does not save; keep it in "
+            "the state of each parameter"
+        )
     shapes = dict[str, torch.Size]()
     for name, value in probe.state[tiny].items():
         if not isinstance(value, Tensor) or (value.shape != tiny.shape and value.ndim):
             found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ValueError(
-                f"{type(optimizer).__name__} keeps {name}, {found}, which cannot be saved by shards: give it a "
+                f"optimizer: {kind} keeps {name}, {found}, which cannot be saved by shards: give it a "
                 "method state_shapes(parameter) that returns the shape of each of its tensors"
             )
         shapes[name] = parameter.shape if value.shape == tiny.shape else torch.Size()
