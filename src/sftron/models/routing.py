@@ -142,6 +142,8 @@ class Routing:
         assert not coefficient or all(router.has_aux_loss for router in self._routers)
         self.coefficient = coefficient if self._routers else 0.0
         self._num_real, self._is_counting = 0, False
+        self._passed: set[Router] | None = None
+        """The routers that the forward pass of a micro-batch has passed; None outside of one."""
         self._pull_E: Tensor | None = None
         sizes = (len(self._routers), 2, *(self._routers[0].weight.shape[:1] if self._routers else (0,)))
         device = next(model.parameters()).device
@@ -160,12 +162,12 @@ class Routing:
     @contextmanager
     def forward_pass(self, num_real: int, *, counts: bool) -> Iterator[None]:
         """Encloses the forward pass of a micro-batch, of which the first `num_real` tokens are no padding."""
-        self._num_real, self._is_counting = num_real, counts
+        self._num_real, self._is_counting, self._passed = num_real, counts, set()
         try:
             yield
         finally:
             # Activation checkpointing repeats the forward pass in the backward pass.
-            self._is_counting = False
+            self._is_counting, self._passed = False, None
 
     def before_backward(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Computes the gradient from the loads of the whole step, which have been counted on all ranks."""
@@ -188,6 +190,13 @@ class Routing:
     # --- Called by the routers ---
 
     def count(self, router: Router, probabilities_TE: Tensor, experts_TK: Tensor) -> None:
+        if self._passed is not None and self.coefficient:
+            if router in self._passed:
+                raise ValueError(
+                    "the objective computes the hidden states of a micro-batch twice, and the auxiliary loss of the "
+                    "routers would count both; set model.router_aux_loss_coef to 0, or call hidden_states once"
+                )
+            self._passed.add(router)
         if not self._is_counting:
             return
         counts_E, sums_E = self.table_L2E[self._routers.index(router)]

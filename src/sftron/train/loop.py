@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Steps:
             self._num_empty += len(fetched.batches) * self._ranks.dp_world_size
             self._setup.length.require_more_data(progress, self._num_empty, self._setup.data.dataset.num_lanes)
             return None
+        self._require_denominator(fetched)
         self._num_empty = 0
         if progress.step == self._config.optimizer.warmup_steps:
             progress.rows_at_peak = progress.rows
@@ -85,6 +87,15 @@ class Steps:
             changed_settings=self._settings.changed_at(progress.step),
         )
         return fetched, result
+
+    def _require_denominator(self, fetched: StepBatches) -> None:
+        """Raises ValueError if a user's objective has no denominator for a step with targets."""
+        if self._denominator_of is not None and fetched.counts.weight_sum > 0 and not 0 < fetched.denominator < inf:
+            kind = type(self._objective).__name__
+            raise ValueError(
+                f"{kind}.denominator gives {fetched.denominator:g} for a step with "
+                f"{fetched.counts.total.trained_tokens:,} trained tokens; return a number above 0"
+            )
 
     def _fetch(self, batches: Iterator[Batch]) -> StepBatches:
         """Returns the batches of the next step, and their counts over all ranks."""

@@ -58,7 +58,14 @@ class TokenSums:
 
     def add_measure(self, name: str, value: Tensor) -> None:
         """Adds a scalar to the sum of one of the `names`. The step reports each sum divided by its denominator."""
-        self.sums_N[self.names.index(name)] += value.detach()
+        if name not in self.names:
+            raise ValueError(
+                f"the measure {name!r} is not among the names of the objective, {list(self.names)}; add it"
+            )
+        found = torch.as_tensor(value).detach()
+        if found.ndim:
+            raise ValueError(f"the measure {name!r} has shape {tuple(found.shape)}; give the sum, a single number")
+        self.sums_N[self.names.index(name)] += found
 
 
 @dataclass(frozen=True, slots=True)

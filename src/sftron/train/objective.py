@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sftron.data.types import Batch
-from sftron.models.adapters import without_adapters
+from sftron.models.adapters import is_adapter, without_adapters
 from sftron.models.block import OnHost
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, RowMeasures, weighted_loss_sum
@@ -45,6 +45,7 @@ class TokenLoss:
     """
 
     names: Sequence[str] = ()
+    loss_function: LossSum = staticmethod(weighted_loss_sum)
 
     def __init__(self, loss_function: LossSum = weighted_loss_sum) -> None:
         self.loss_function = loss_function
@@ -107,7 +108,15 @@ def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
 
 
 def base_hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
-    """Returns the hidden states of the base, which has none of the model's adapters, without gradients, [T, H]."""
+    """Returns the hidden states of the base, which has none of the model's adapters, without gradients, [T, H].
+
+    Raises ValueError if other weights than adapters are trained, as the base is no longer in memory then.
+    """
+    if others := [name for name, each in model.named_parameters() if each.requires_grad and not is_adapter(name)]:
+        raise ValueError(
+            f"the base is not in memory: the run also trains {others[0]} and {len(others) - 1} others; set lora "
+            "without modules_to_save"
+        )
     with torch.no_grad(), without_adapters(model):
         return hidden_states(model, batch)
 

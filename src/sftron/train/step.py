@@ -213,7 +213,13 @@ def train_step(
         for number, batch in enumerate(batches, start=1):
             sum_over_copies(model, wanted=number == len(batches))
             with routing.forward_pass(batch.num_real, counts=number == 1 or not is_counted_ahead):
-                share = objective.loss_sum(model, batch, measures) / denominator
+                loss_sum = objective.loss_sum(model, batch, measures)
+                if not isinstance(loss_sum, Tensor) or loss_sum.ndim:
+                    kind = f"shape {tuple(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
+                    raise TypeError(
+                        f"{type(objective).__name__}.loss_sum returned {kind}; return the sum, a scalar tensor"
+                    )
+                share = loss_sum / denominator
             if number == 1:
                 routing.before_backward(sum_over_ranks)
             is_last = number == len(batches)
