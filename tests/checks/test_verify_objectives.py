@@ -45,7 +45,7 @@ class OwnDenominator(TokenLoss):
     def denominator(self, batch):
         return float(batch.loss_weights.sum())
 
-def setup(options):
+def setup(options) -> Extension:
     return Extension(objective=globals()[options["kind"]]())
 """
 

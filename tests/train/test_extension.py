@@ -192,14 +192,17 @@ class Twice(TokenLoss):
         measures.add_measure("twice", loss * self.factor)
         return loss * self.factor
 
-def setup(options):
+def setup(options) -> Extension:
     return Extension(objective=Twice(options["factor"]))
 
-def nothing(options):
+def nothing(options) -> Extension:
     return None
 
-def fails(options):
+def fails(options) -> Extension:
     return options["absent"]
+
+def unmarked(options):
+    raise AssertionError("a configuration has called it")
 """
 
 
@@ -249,6 +252,9 @@ def test_extend_in_the_configuration_is_part_of_the_run_and_of_its_resumes(
     [
         ("absent_module:setup", "there is no module absent_module"),
         ("{module}:absent", "has no function absent"),
+        ("{module}:unmarked", "does not state that it returns an Extension"),
+        ("{module}:Twice", "has no function Twice"),
+        ("subprocess:call", "subprocess is a module of Python"),
         ("{module}:nothing", "returned NoneType; return a sftron.Extension"),
         ("{module}:fails", r"failed: KeyError: 'absent' \(.*\.py:\d+\)"),
     ],
@@ -263,10 +269,10 @@ def test_a_setup_that_cannot_be_used_is_refused_before_the_weights_are_read(
 
 def test_code_in_a_models_folder_does_not_run(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model_folder(tmp_path / "model")
-    (folder / "canary.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef setup(options): ...")
+    (folder / "canary.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef setup(options) -> 'Extension': ...")
     config = make_config(tmp_path, folder, extend__setup="canary:setup")
     monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match=r"canary lies in .*, which holds downloaded files"):
+    with pytest.raises(ValueError, match=r"canary or the working directory lies in .*, which holds downloaded files"):
         open_trainer(config)
     assert not (tmp_path / "ran").exists()
 
@@ -327,10 +333,6 @@ def sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=1.0, momentum=0.9)
 
 
-def adafactor_like(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor([parameter for _, parameter in named], lr=1e-2)
-
-
 def half(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named[::2]], lr=1.0)
 
@@ -388,14 +390,6 @@ def test_an_optimizer_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         open_trainer(make_config(tmp_path, model_folder, **SHORT), optimizer=make)
-
-
-def test_an_optimizer_whose_state_has_other_shapes_says_what_it_lacks(tmp_path: Path, model_folder: Path) -> None:
-    config = make_config(tmp_path, model_folder, **SHORT)
-    opened(config, optimizer=adafactor_like).train()
-    longer = make_config(tmp_path, model_folder, **SHORT | {"tokens__train_steps": 6})
-    with pytest.raises(ValueError, match="give it a method state_shapes"):
-        open_trainer(longer, optimizer=adafactor_like)
 
 
 # --- Over ranks ---

@@ -64,7 +64,8 @@ def _help(arguments: list[str]) -> int:
     """Prints the help, or that of the section that follows --help. Returns the exit status."""
     from sftron.config import describe_config
 
-    section = next((each for each in arguments if not each.startswith("-")), None)
+    after = [arguments[n + 1 : n + 2] for n, each in enumerate(arguments) if each in ("-h", "--help")]
+    section = next((words[0] for words in after if words and not words[0].startswith("-")), None)
     try:
         keys = describe_config(section)
     except ValueError as error:

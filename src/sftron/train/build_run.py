@@ -36,7 +36,10 @@ def build_run(config: Config, ranks: Ranks, extension: Extension = NO_EXTENSION)
     Raises:
         ValueError: On all ranks, with a message for the user; DataError is a subclass.
     """
-    commits = ranks.gather(ranks.all_or_raise(lambda: find_commits(config) if ranks.is_main else {}))[0]
+    gives_rows = extension.data is not None
+    commits = ranks.gather(
+        ranks.all_or_raise(lambda: find_commits(config, gives_rows=gives_rows) if ranks.is_main else {})
+    )[0]
     config = pin(config, commits)
     places = find_places(config, ranks)
     ranks.all_or_raise(lambda: download_rows(config, ranks, extension))

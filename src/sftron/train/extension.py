@@ -6,6 +6,7 @@ arguments. The run names them, with a hash of their source, in its settings, so 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -34,7 +35,7 @@ class Callback:
     """Events of a run; override those that you need.
 
     All but `on_before_step` are called on the main rank, with values. If one raises, the run saves its last finished
-    step, and ends with the error.
+    step and ends with the error. If `on_before_step` raises, nothing is saved, as it may have changed the model.
     """
 
     def on_start(self, step: int, folder: Path) -> None:
@@ -53,7 +54,7 @@ class Callback:
         """The checkpoint of `step` is complete in `folder`."""
 
     def on_end(self, status: str) -> None:
-        """Training has ended: completed, diverged, preempted or failed."""
+        """Training has ended, with the status of result.json: completed, diverged, forgot, preempted or failed."""
 
 
 class MakeOptimizer(Protocol):
@@ -65,8 +66,13 @@ class MakeOptimizer(Protocol):
 class ExtensionError(RuntimeError):
     """A callback has raised; the message names the callback and the error."""
 
+    def __init__(self, message: str, *, may_save: bool) -> None:
+        super().__init__(message)
+        self.may_save = may_save
+        """Whether the weights are those of the last finished step."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extension:
     """The parts that a run takes from a user's code; without any, the run is sftron's own.
 
@@ -80,33 +86,31 @@ class Extension:
     optimizer: MakeOptimizer | None = None
 
     def __post_init__(self) -> None:
-        for name in ("denominator", "loss_sum", "names") if self.objective is not None else ():
-            if not hasattr(self.objective, name):
-                raise ValueError(
-                    f"objective: {type(self.objective).__name__} has no {name}; inherit from TokenLoss, or give it the "
-                    "names, denominator and loss_sum of an Objective"
-                )
+        if isinstance(self.callbacks, Callback):
+            raise ValueError("callbacks: found one callback; give a list of them")
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))  # an iterator could be read only once
+        if self.objective is not None:
+            _require_objective(self.objective)
         for each in self.callbacks:
+            if isinstance(each, type):
+                raise ValueError(f"callbacks: {each.__name__} is a class; make an instance of it")
             if not isinstance(each, Callback):
                 raise ValueError(f"callbacks: {type(each).__name__} is not a Callback; inherit from sftron.Callback")
         if self.optimizer is not None and not callable(self.optimizer):
             raise ValueError(f"optimizer: {type(self.optimizer).__name__} is not a function")
-        if self.data is not None and not (hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__")):
-            raise ValueError(
-                f"data: {type(self.data).__name__} has no length or no index, so a resume could not find its place; "
-                "give a sequence of rows or a datasets.Dataset, or name a streamed data set in data.datasets "
-                "(streaming: true)"
-            )
+        if self.data is not None:
+            _require_rows(self.data)
 
     @property
     def parts(self) -> dict[str, list[Any]]:
         """The given objects by the name of their argument."""
         given = {
             "objective": [self.objective],
+            "data": [self.data],
             "callbacks": [*self.callbacks],
             "optimizer": [self.optimizer],
         }
-        return {name: kept for name, objects in given.items() if (kept := [each for each in objects if each])}
+        return {name: kept for name, own in given.items() if (kept := [each for each in own if each is not None])}
 
     @property
     def changes_model(self) -> list[str]:
@@ -116,23 +120,77 @@ class Extension:
     def described(self, options: Extend | None) -> Extend | None:
         """Returns the section `extend` with the source's hash, which the run writes to its config.yaml.
 
-        Parts that were given as arguments are named in place of a setup function. None for a run without extension.
+        Parts that were given as arguments are named in place of a setup function, the objective with the values of its
+        attributes. None for a run without extension.
         """
         if options is not None and not options.was_given_in_python:
             return options.model_copy(update={"source": self._source(options.setup.partition(":")[0])})
         if not self.parts:
             return None
-        names = ", ".join(f"{part}={'+'.join(map(_name, objects))}" for part, objects in self.parts.items())
-        return Extend(setup=f"open_trainer({names})", source=self._source())
+        names = ", ".join(f"{part}={'+'.join(map(_name, own))}" for part, own in self.parts.items())
+        values = {} if self.objective is None else _plain_values(self.objective)
+        return Extend(setup=f"open_trainer({names})", options=values, source=self._source())
 
     def _source(self, *modules: str) -> str:
-        """Returns the hash of the source of all modules that the parts are from, 12 digits."""
-        objects = [each for kept in self.parts.values() for each in kept]
-        names = {*modules, *(_type_of(each).__module__ for each in objects)}
-        digest = hashlib.sha256()
-        for name in sorted(name for name in names if name.partition(".")[0] not in ("sftron", "torch")):
-            digest.update(f"{name}\n{_source_of(name)}\n".encode())
+        """Returns the hash of the source of the modules that define the parts and of those that they import, 12 digits.
+
+        Installed packages are left out; the run records their versions.
+        """
+        kinds = [_type_of(each) for own in self.parts.values() for each in own]
+        names = [*modules, *(base.__module__ for kind in kinds for base in getattr(kind, "__mro__", [kind]))]
+        sources: dict[str, str] = {}
+        while names:
+            name = names.pop()
+            if name not in sources and _is_own(name):
+                sources[name] = _source_of(name)
+                names += _imported_by(name, sources[name])
+        digest = hashlib.sha256("".join(f"{name}\n{sources[name]}\n" for name in sorted(sources)).encode())
         return digest.hexdigest()[:12]
+
+
+def _require_objective(objective: Any) -> None:
+    kind = type(objective).__name__
+    if isinstance(objective, type):
+        raise ValueError(f"objective: {objective.__name__} is a class; make an instance of it")
+    for name in ("denominator", "loss_sum", "names"):
+        if not hasattr(objective, name):
+            raise ValueError(
+                f"objective: {kind} has no {name}; inherit from TokenLoss, or give it the names, denominator and "
+                "loss_sum of an Objective"
+            )
+    names = objective.names
+    if isinstance(names, str) or not all(isinstance(each, str) for each in names) or len({*names}) < len(names):
+        raise ValueError(f"objective: {kind}.names is {names!r}; give a list of different texts")
+    for name, value in _attributes(objective).items():
+        tensors = value.parameters() if isinstance(value, nn.Module) else [value]
+        if any(isinstance(each, nn.Parameter) and each.requires_grad for each in tensors):
+            raise ValueError(
+                f"objective: {kind}.{name} has parameters, which no optimizer of the run trains and no checkpoint "
+                "saves; freeze them, or make them part of the model"
+            )
+
+
+def _require_rows(data: Any) -> None:
+    kind = type(data).__name__
+    if hasattr(data, "to_dict") and hasattr(data, "columns") and not hasattr(data, "with_format"):
+        raise ValueError(f"data: found a {kind}; give datasets.Dataset.from_pandas(frame)")
+    if isinstance(data, Mapping):
+        raise ValueError(
+            f"data: found a {kind} with {', '.join(map(str, data))}; give one of them, such as data['train']"
+        )
+    if isinstance(data, str):
+        raise ValueError(f"data: found the text {data!r}; a path belongs in data.datasets")
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"data: {kind} has no length or no index, so a resume could not find its place; give a sequence of rows "
+            "or a datasets.Dataset, or name a streamed data set in data.datasets (streaming: true)"
+        )
+    if len(data) == 0:
+        raise ValueError("data: there are 0 rows; give at least one")
+    if not isinstance(data[0], Mapping):
+        raise ValueError(
+            f"data: row 0 is of type {type(data[0]).__name__}; give rows as mappings, {{'messages': [...]}}"
+        )
 
 
 NO_EXTENSION = Extension()
@@ -147,6 +205,42 @@ def _type_of(value: Any) -> Any:
 def _name(value: Any) -> str:
     kind = _type_of(value)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _plain_values(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that are numbers, texts or lists of them."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: list(found) if isinstance(found, tuple) else found
+        for name, found in sorted(_attributes(value).items())
+        if isinstance(found, plain)
+        or (isinstance(found, list | tuple) and len(found) < 100 and all(isinstance(each, plain) for each in found))
+    }
+
+
+def _is_own(module: str) -> bool:
+    """Returns whether a module is the user's: neither installed, nor of Python, nor of sftron."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None or module.partition(".")[0] in ("sftron", "sftcheck", *sys.stdlib_module_names):
+        return False
+    return {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+
+
+def _imported_by(module: str, source: str) -> Iterator[str]:
+    """Yields the names of the modules that a module's source imports, anywhere in it."""
+    package = getattr(sys.modules[module], "__package__", None) or ""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{each.name}" for each in node.names)
 
 
 def _source_of(module: str) -> str:
@@ -181,8 +275,14 @@ def load_extension(options: Extend | None, model_path: str) -> Extension:
         except Exception as error:
             raise _failed(options, f"{module_name} cannot be imported", error) from error
         function = getattr(module, function_name, None)
-        if not callable(function):
+        if not inspect.isfunction(function):
             raise ValueError(f"extend.setup: {module_name} has no function {function_name}")
+        # Otherwise a configuration alone could call any function of an installed package.
+        if function.__annotations__.get("return") not in (Extension, "Extension", "sftron.Extension"):
+            raise ValueError(
+                f"extend.setup: {options.setup} does not state that it returns an Extension; write `def "
+                f"{function_name}(options) -> Extension:`"
+            )
         try:
             extension = function(options.options)
         except Exception as error:
@@ -215,8 +315,11 @@ def _failed(options: Extend, problem: str, error: Exception) -> ValueError:
 
 def _refuse_downloaded(module: str, model_path: str) -> None:
     """Raises ValueError if a module would be imported from a model's folder or from a cache of downloads."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        raise ValueError(f"extend.setup: {module} is a module of Python; name one of your own")
     try:
-        found = importlib.util.find_spec(module.partition(".")[0])  # which runs nothing yet
+        found = importlib.util.find_spec(top)  # which runs nothing yet
     except (ImportError, ValueError):
         found = None
     if found is None:
@@ -225,12 +328,13 @@ def _refuse_downloaded(module: str, model_path: str) -> None:
             f"extend.setup: there is no module {module}{where_missing(path)}; it is looked up in the working directory "
             "and in the installed packages"
         )
-    origins = [*([found.origin] if found.origin else []), *(found.submodule_search_locations or [])]
+    # What the module imports is looked up in the working directory, too.
+    origins = [str(Path.cwd()), *([found.origin] if found.origin else []), *(found.submodule_search_locations or [])]
     for folder in (Path(model_path), Path(constants.HF_HOME), Path(constants.HF_HUB_CACHE)):
         if any(Path(each).resolve().is_relative_to(folder.resolve()) for each in origins):
             raise ValueError(
-                f"extend.setup: {module} lies in {folder}, which holds downloaded files; code runs only from your own "
-                "folders: copy the module there after you have read it"
+                f"extend.setup: {module} or the working directory lies in {folder}, which holds downloaded files; code "
+                "runs only from your own folders: copy the module there after you have read it"
             )
 
 
@@ -255,29 +359,24 @@ class Events:
     def __init__(self, callbacks: Sequence[Callback], *, is_main: bool) -> None:
         self._callbacks, self._is_main = callbacks, is_main
         self.error: Exception | None = None
-        self._failed = ""
+        self.problem = ""
+        """What the error was, in which callback."""
 
     def call(self, event: str, *values: Any, on_all_ranks: bool = False) -> None:
-        """Calls an event of every callback, such as "on_step", on the main rank or on all ranks."""
-        if self.error is not None or not (self._is_main or on_all_ranks):
+        """Calls an event of every callback, such as "on_step", on the main rank or on all ranks.
+
+        After an error, only "on_end" is still called.
+        """
+        if not (self._is_main or on_all_ranks) or (self.error is not None and event != "on_end"):
             return
         for callback in self._callbacks:
             try:
                 getattr(callback, event)(*values)
             except Exception as error:
-                self.error, self._failed = error, f"{_name(callback)}.{event}"
+                if self.error is None:
+                    self.error = error
+                    self.problem = f"{_name(callback)}.{event} raised {type(error).__name__}: {error}"
                 return
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._callbacks)
-
-    def require_none_failed(self) -> None:
-        """Raises ExtensionError if a callback has raised on any rank; here or there."""
-        if self.error is None:
-            raise ExtensionError("a callback has failed on another rank")
-        words = f"{self._failed} raised {type(self.error).__name__}: {self.error}"
-        raise ExtensionError(f"{words}. The last finished step is saved") from self.error
 
 
 Setup = Callable[[Mapping[str, Any]], Extension]

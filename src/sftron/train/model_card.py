@@ -114,7 +114,7 @@ def model_card(
     return fill_template(
         base,
         title=config.general.run_name,
-        hub_datasets=[dataset.path for dataset in config.data.datasets if not Path(dataset.path).exists()],
+        hub_datasets=[dataset.path for dataset in config.data.datasets if dataset.revision is not None],
         made_with=made_with,
         config_yaml=shareable(config),
         run=run,

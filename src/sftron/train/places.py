@@ -132,12 +132,15 @@ def pinned(config: Config) -> Config:
     return pin(config, find_commits(config))
 
 
-def find_commits(config: Config) -> dict[str, str]:
+def find_commits(config: Config, *, gives_rows: bool = False) -> dict[str, str]:
     """Returns the commits of everything that the configuration takes from the Hub, in the form of the file REVISIONS.
 
     If the run has a checkpoint to resume from, they are the run's recorded commits, otherwise the Hub's current ones.
     Recorded commits stay even if the run's own config.yaml, with commits in place of branches, resumes it. Raises
     ValueError.
+
+    Args:
+        gives_rows: Whether a user's own code gives the rows of the first data set, whose path is then only a name.
     """
     known, commits = _recorded(config), dict[str, str]()
     models = [
@@ -148,7 +151,8 @@ def find_commits(config: Config) -> dict[str, str]:
         key = _key("models", path, revision)
         if not Path(path).is_dir() and key not in commits:
             commits[key] = known.get(key) or model_commit(path, revision, with_weights=with_weights)
-    for each in (*config.data.datasets, *config.evaluation.datasets, *config.evaluation.keep):
+    named = config.data.datasets[1:] if gives_rows else config.data.datasets
+    for each in (*named, *config.evaluation.datasets, *config.evaluation.keep):
         key = _key("datasets", each.path, each.revision)
         if local_files(each) is None and key not in commits:
             commits[key] = known.get(key) or HubSplit(each.path, each.split, each.config, each.revision).commit()

@@ -156,7 +156,7 @@ def open_setup(config: Config, *, plans: bool = False, extension: Extension = NO
     console.start(ranks.is_main)
     ranks.all_or_raise(lambda: _require_services(config) if ranks.is_main else None)
     torch.manual_seed(config.general.seed)
-    if extension == NO_EXTENSION:
+    if extension is NO_EXTENSION or not extension.parts:
         extension = ranks.all_or_raise(lambda: load_extension(config.extend, config.model.path))
     elif config.extend is not None and not config.extend.was_given_in_python:
         raise ValueError("extend: open_trainer was given parts as arguments too; give them in one of both ways")
@@ -291,17 +291,20 @@ class Trainer:
 
         Returns the exit status. Raises DataError for a bad row.
         """
-        status = "failed"
+        status, has_ended = "failed", False
         try:
             with self.stop_request.listening():
                 try:
                     with self.ranks.failure_reported(self._report, refusal=DataError):
                         status = self._conclude(self._train())
                         self._events.call("on_end", "failed" if status == NOT_FINITE else status)
+                        has_ended = True
                         self._require_callbacks()
                 finally:  # not within failure_reported: the result of the run is known
                     self._exports.finish(lambda: status != "completed" or self.stop_request.received)
         finally:
+            if not has_ended:
+                self._events.call("on_end", "failed")
             self._saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
         return _exit_status(status)
@@ -321,8 +324,9 @@ class Trainer:
             if self.ranks.world_size == 1:  # other ranks may still be in the step
                 self._saver.save_before_failure(self.progress.step)
             raise
-        except (DataError, ExtensionError):
-            self._saver.save_before_failure(self.progress.step)
+        except (DataError, ExtensionError) as error:
+            if isinstance(error, DataError) or error.may_save:
+                self._saver.save_before_failure(self.progress.step)
             raise
         except RuntimeError as error:
             if death := death_of_worker(error):
@@ -341,7 +345,7 @@ class Trainer:
         while not self._is_done():
             if self.setup.extension.changes_model:
                 self._events.call("on_before_step", progress.step + 1, self.model, on_all_ranks=True)
-                self._require_callbacks()
+                self._require_callbacks(may_save=False)
             made = self._steps.next(batches)
             if made is None:
                 continue
@@ -353,7 +357,7 @@ class Trainer:
             has_failed = self._events.error is not None
             wanted = self.ranks.any_of(stop=self.stop_request.received, save=is_save_due, callback=has_failed)
             if wanted["callback"]:
-                self._events.require_none_failed()
+                self._require_callbacks()
             if wanted["stop"] or not self._evaluate():
                 return "preempted"
             with self._logs.timed("checkpoint"):
@@ -416,10 +420,14 @@ class Trainer:
         conclusion.conclude(status, directory, step, exported=exported, error=facts.get("error"))
         return status
 
-    def _require_callbacks(self) -> None:
+    def _require_callbacks(self, *, may_save: bool = True) -> None:
         """Raises ExtensionError on all ranks if a callback has raised on any. Every rank calls this."""
-        if self.setup.extension.callbacks and self.ranks.any(self._events.error is not None):
-            self._events.require_none_failed()
+        if not self.setup.extension.callbacks:
+            return
+        everyone = self.ranks.gather({"problem": self._events.problem})
+        if problem := next((facts["problem"] for facts in everyone if facts["problem"]), ""):
+            saved = "The last finished step is saved" if may_save else "The run goes on from its newest checkpoint"
+            raise ExtensionError(f"{problem}. {saved}", may_save=may_save) from self._events.error
 
     def _is_done(self) -> bool:
         is_early = self._evaluator.is_patience_over or bool(self._evaluator.exceeded)

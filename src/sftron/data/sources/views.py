@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,7 +53,7 @@ class RawRow(NamedTuple):
 class RowList:
     """Rows that are in memory: a list, or a data set of the datasets library, whose rows are read as from its files.
 
-    The fingerprint covers at most 256 rows, evenly spread. A data set's own transform, if any, applies to its rows.
+    The fingerprint covers at most 20,000 rows, evenly spread. A data set's own transform, if any, applies to its rows.
     """
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
@@ -64,10 +64,10 @@ class RowList:
         self._table: Any = dataset.with_format("arrow") if is_dataset else None
         self._reader = None if self._table is None else RowReader(name, self._table[:0].schema, sys.maxsize)
 
-    @property
-    def fingerprint(self) -> str:
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         digest = hashlib.sha256(str(len(self)).encode())
-        for index in np.linspace(0, len(self) - 1, min(256, len(self))).astype(int).tolist():
+        for index in np.linspace(0, len(self) - 1, min(20_000, len(self))).astype(int).tolist():
             digest.update(json.dumps(self[index], sort_keys=True, default=repr).encode())
         return digest.hexdigest()
 
