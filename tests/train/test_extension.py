@@ -311,7 +311,7 @@ def test_rows_from_python_are_trained_and_resumed_as_those_of_a_file(
     options = {"tokens__train_steps": None, "tokens__train_epochs": 1}
     of_file = opened(make_config(tmp_path, model_folder, **options))
     of_file.train()
-    data = rows() if kind == "list" else Dataset.from_list(rows())
+    data: Any = rows() if kind == "list" else Dataset.from_list(rows())
     config = make_config(tmp_path, model_folder, **options, general__run_name=kind)
     stop = StopsAfter(2)
     first = opened(config, data=data, callbacks=[stop])

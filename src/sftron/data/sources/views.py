@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,14 +62,17 @@ class RowList:
         dataset: Any = rows
         is_dataset = hasattr(dataset, "with_format") and dataset.format["type"] != "custom"
         self._table: Any = dataset.with_format("arrow") if is_dataset else None
+        self._fingerprint = ""
         self._reader = None if self._table is None else RowReader(name, self._table[:0].schema, sys.maxsize)
 
-    @cached_property
-    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        digest = hashlib.sha256(str(len(self)).encode())
-        for index in np.linspace(0, len(self) - 1, min(20_000, len(self))).astype(int).tolist():
-            digest.update(json.dumps(self[index], sort_keys=True, default=repr).encode())
-        return digest.hexdigest()
+    @property
+    def fingerprint(self) -> str:
+        if not self._fingerprint:
+            digest = hashlib.sha256(str(len(self)).encode())
+            for index in np.linspace(0, len(self) - 1, min(20_000, len(self))).astype(int).tolist():
+                digest.update(json.dumps(self[index], sort_keys=True, default=repr).encode())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def __len__(self) -> int:
         return len(self._rows)
