@@ -1,6 +1,7 @@
 """A user's own code in a run: objectives, callbacks, optimizers and rows, in one process and over ranks."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from examples.extend.label_smoothing import SmoothedLoss
 from examples.extend.unlikelihood import Unlikelihood
 from torch import Tensor, nn
 
-from sftron import Callback, Extension, LlamaForSFT
+from sftron import Callback, Config, Extension, LlamaForSFT
+from sftron.config import load_config
+from sftron.train.evaluation import Answer
 from sftron.train.trainer import CompletedRun, Trainer, open_trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import make_config, make_model_folder, settings, write_config, write_rows
@@ -239,8 +242,6 @@ def test_extend_in_the_configuration_is_part_of_the_run_and_of_its_resumes(
     opened(longer).train()
     assert "extend.source" in capsys.readouterr().out
     # The run's own config.yaml states the source, and another one is refused.
-    from sftron.config import load_config
-
     sys.modules.pop(module)
     (tmp_path / f"{module}.py").write_text(MODULE)
     with pytest.raises(ValueError, match=r"extend\.source: [0-9a-f]{12}, but the source of own_\w+ now has"):
@@ -423,3 +424,106 @@ def test_a_run_that_hops_between_ranks_is_the_run_that_did_not(tmp_path: Path, m
         assert ours["measures"] == pytest.approx(theirs["measures"], rel=1e-3, abs=1e-6)
     if kind == "kl":
         assert lines[0][-1]["measures"]["kl"] > 0
+
+
+# --- Numbers of answers ---
+
+
+def exact(answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    assert [each.prompt for each in answers] == [row["messages"][-1]["content"] for row in rows]
+    return {
+        "asked": len(answers),
+        "right": sum(row["reference"] != each.answer for each, row in zip(answers, rows, strict=True)),
+    }
+
+
+def prompts(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    questions = [{"messages": [{"role": "user", "content": f"What is {n}?"}], "reference": n} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    return file
+
+
+def answered(tmp_path: Path, model_folder: Path, **more: Any) -> Config:
+    options = {"evaluation__prompts": str(prompts(tmp_path)), "evaluation__max_new_tokens": 2}
+    return make_config(tmp_path, model_folder, **SHORT, **options, evaluation__interval=2, **more)
+
+
+def evaluations_of(trainer: Trainer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trainer.directory.folder / "evaluations.jsonl").read_text().splitlines()]
+
+
+def test_a_function_of_the_users_measures_the_answers_and_chooses_the_best(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = iter((0.0, 3.0, 1.0))
+
+    def scored(answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        return exact(answers, rows) | {"score": next(scores)}
+
+    config = answered(tmp_path, model_folder, checkpoints__keep_best="eval/measures/score")
+    trainer = opened(config, compute_metrics=scored)
+    assert trainer.train() == 0
+    measured = [line["measures"] for line in evaluations_of(trainer)]
+    assert measured == [{"asked": 3.0, "right": 3.0, "score": score} for score in (0.0, 3.0, 1.0)]
+    assert " | asked 3.0000 | right 3.0000 | score 1.0000" in capsys.readouterr().out
+    assert (config.run_dir / "best").resolve().name == "step-2"
+
+
+@pytest.mark.parametrize(
+    ("compute", "problem"),
+    [
+        (lambda answers, rows: rows[0]["absent"], "raised KeyError: 'absent'. The last finished step is saved"),
+        (lambda answers, rows: {"score": float("nan")}, "gives nan for score; give a finite number"),
+        (lambda answers, rows: 3.0, "raised AttributeError"),
+        (lambda answers, rows: {"other": 3.0}, "gives no eval/measures/score, which the configuration names"),
+    ],
+)
+def test_a_function_that_gives_no_numbers_ends_the_run(
+    tmp_path: Path, model_folder: Path, compute: Any, problem: str
+) -> None:
+    config = answered(tmp_path, model_folder, checkpoints__keep_best="eval/measures/score")
+    with pytest.raises(RuntimeError, match=problem):
+        opened(config, compute_metrics=compute).train()
+    assert json.loads((config.run_dir / "result.json").read_text())["status"] == "failed"
+
+
+def test_metrics_of_answers_without_prompts_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"no answers to compute from; set evaluation\.prompts"):
+        open_trainer(make_config(tmp_path, model_folder, **SHORT), compute_metrics=exact)
+    with pytest.raises(ValueError, match="eval/measures/score is no metric of this run"):
+        open_trainer(answered(tmp_path, model_folder, checkpoints__keep_best="eval/measures/score"))
+    with pytest.raises(ValueError, match="compute_metrics: int is not a function"):
+        Extension(compute_metrics=3)  # pyright: ignore[reportArgumentType]
+
+
+def answer_over_ranks(config: Path, kind: str) -> None:
+    """Trains with a function that only the main rank may call, and that fails at its second call if it is to."""
+    calls = list[int]()
+
+    def compute(answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        assert os.environ["RANK"] == "0"
+        calls.append(len(answers))
+        if kind == "fails" and len(calls) == 2:
+            raise KeyError("second")
+        return {"calls": len(calls)}
+
+    try:
+        opened(load_config(config), compute_metrics=compute).train()
+    except RuntimeError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("kind", ["measures", "fails"])
+def test_only_the_main_rank_computes_numbers_of_answers_and_all_end_alike(
+    tmp_path: Path, model_folder: Path, kind: str
+) -> None:
+    options = {"evaluation__prompts": str(prompts(tmp_path)), "evaluation__max_new_tokens": 2}
+    tree = settings(tmp_path, model_folder, **SHORT, **options, evaluation__interval=2)
+    write_rows(tmp_path / "rows.jsonl")
+    config = write_config(tmp_path / "config.yaml", tree)
+    for ended in launch(2, answer_over_ranks, config, kind, folder=tmp_path):
+        assert ended.exit_code == 0, ended.err
+        assert ("raised KeyError: 'second'" in ended.out) == (kind == "fails")
+    result = json.loads((tmp_path / "runs" / "run" / "result.json").read_text())
+    assert result["status"] == {"measures": "completed", "fails": "failed"}[kind]

@@ -44,7 +44,7 @@ from sftron.visible_text import counted
 
 HELD_OUT = "held_out"
 """The name of the evaluation set from evaluation.share."""
-RESERVED_NAMES = ("seconds", "stop_rate")
+RESERVED_NAMES = ("measures", "seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
 _LONG_ENOUGH_TO_REPORT = 20_000
@@ -223,17 +223,15 @@ def read_questions(path: str | None) -> list[Question]:
     source = open_source(path, "train")
     questions = []
     for index in range(len(source)):
-        location = source.locate(index)
-        conversation = parse_conversation(
-            source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
-        )
+        location, row = source.locate(index), source[index]
+        conversation = parse_conversation(row, RowFormat("messages"), key=ConversationKey(0, index), location=location)
         assert isinstance(conversation, Conversation), "format messages holds no ids"
         if conversation.tools:
             raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
         role = conversation.messages[-1].role
         if role is not Role.USER:
             raise DataError(f"{location}: a prompt must end in a user turn, but this one ends in {role.name.lower()}")
-        questions.append(Question(conversation.messages))
+        questions.append(Question(conversation.messages, row))
     return questions
 
 

@@ -57,7 +57,7 @@ def open_run(config: Config, ranks: Ranks, places: Places, extension: Extension 
     require_device(config, ranks)
     data = build_data(config, ranks, places, extension.data)
     model = build_model(config, ranks, places, data)
-    preflight(config, data, model)
+    preflight(config, data, model, extension)
     return Setup(config, ranks, data, model, extension=extension)
 
 
@@ -139,8 +139,13 @@ def require_compiler(device: str) -> None:
         )
 
 
-def preflight(config: Config, data: RunData, model: RunModel) -> None:
+def preflight(config: Config, data: RunData, model: RunModel, extension: Extension = NO_EXTENSION) -> None:
     """Runs all checks that one rank can make without weights. Raises ValueError with both values and the remedy."""
+    if extension.compute_metrics is not None and not data.questions:
+        raise ValueError(
+            "compute_metrics: there are no answers to compute from; set evaluation.prompts to a file of questions, or "
+            "remove compute_metrics"
+        )
     if config.optimizer.name == "adamw_8bit":
         import_bitsandbytes("optimizer.name: adamw_8bit")
     if config.model.frozen_dtype == "nf4":
@@ -148,7 +153,8 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
     watched = None if config.evaluation.patience is None else watched_metric(config, data.evaluation_sets)
     for key, metric in (("checkpoints.keep_best", config.checkpoints.keep_best), ("evaluation.metric", watched)):
         if metric is not None:
-            require_metric(key, metric, data.evaluation_sets, has_prompts=bool(data.questions))
+            has_prompts, has_own = bool(data.questions), extension.compute_metrics is not None
+            require_metric(key, metric, data.evaluation_sets, has_prompts=has_prompts, has_own=has_own)
     _require_positions(config, model)
     highest_id, token = max((number, token) for token, number in data.chat_tokenizer.tokenizer.get_vocab().items())
     if highest_id >= (num_ids := model.architecture.vocab_size):

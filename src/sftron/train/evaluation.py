@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from sftron.kernels.device import free_memory, is_gpu
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import gathered_blocks, whole_head
+from sftron.train.extension import NO_EXTENSION, Extension, ExtensionError, computed
 from sftron.train.keep import WITHIN_LIMITS, KeptLoss, after, comparable, facts_of, problems
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
@@ -142,11 +145,14 @@ class Evaluation:
     answers: list[Answer]
     stop_rate: float | None
     """The share of answers that ended with a stop token; None if there are no prompts."""
+    measures: dict[str, float] = field(default_factory=dict[str, float])
+    """What a user's `compute_metrics` gives, by name."""
 
     def metrics(self) -> dict[str, Any]:
         """Returns the numbers as nested dictionaries; their keys joined by "/" are the names in wandb and keep_best."""
         sets = {name: asdict(each) for name, each in self.sets.items()}
-        return {"eval": {**sets, "stop_rate": self.stop_rate, "seconds": self.seconds}}
+        own = {"measures": self.measures} if self.measures else {}
+        return {"eval": {**sets, **own, "stop_rate": self.stop_rate, "seconds": self.seconds}}
 
     def as_lines(self) -> Iterator[str]:
         """Yields the lines for the console: the numbers of evaluations.jsonl, rounded."""
@@ -162,9 +168,10 @@ class Evaluation:
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)}{kept} | accuracy {accuracy} "
                 f"| {counted(each.tokens, 'tokens')} of {each.conversations:,} conversations | by role: {roles}"
             )
+        own = "".join(f" | {name} {value:.4f}" for name, value in self.measures.items())
         stopped = sum(each.stopped for each in self.answers)
         of_answers = f" | {stopped} of {len(self.answers)} answers ended by themselves" if self.answers else ""
-        yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}"
+        yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}{own}"
 
 
 # --- The best evaluation ---
@@ -215,8 +222,19 @@ def watched_metric(config: Config, sets: Sequence[EvaluationSet]) -> str:
     return f"eval/{sets[0].name}/loss"
 
 
-def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
-    """Raises ValueError if the run does not measure the metric `name`, which the configuration's `key` gives."""
+_OWN_MEASURES = "eval/measures/"
+
+
+def require_metric(
+    key: str, name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool, has_own: bool = False
+) -> None:
+    """Raises ValueError if the run does not measure the metric `name`, which the configuration's `key` gives.
+
+    Args:
+        has_own: Whether a user's `compute_metrics` gives numbers, whose names the first evaluation shows.
+    """
+    if has_own and name.startswith(_OWN_MEASURES):
+        return
     known = ["eval/stop_rate"] if has_prompts else []
     for each in sets:
         roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
@@ -254,13 +272,20 @@ class Evaluator:
         kept: The losses of the sets of evaluation.keep, by their names.
     """
 
-    def __init__(self, config: Config, data: RunData, ranks: Ranks, should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data: RunData,
+        ranks: Ranks,
+        should_stop: Callable[[], bool],
+        extension: Extension = NO_EXTENSION,
+    ) -> None:
         """`should_stop` returns whether a stop of the run was requested; its value is the same on all ranks."""
         self._config, self._data, self._ranks, self._should_stop = config, data, ranks, should_stop
+        self._extension = extension
         self._options, self._best_metric = config.evaluation, best_metric(config)
         has_patience = self._options.patience is not None
         self._watched_metric = watched_metric(config, data.evaluation_sets) if has_patience else None
-        self._fingerprints = " ".join(each.fingerprint[:12] for each in data.evaluation_sets)
         self.evaluated_step: int | None = None
         self.best: Best | None = None
         self.watched: Best | None = None
@@ -326,6 +351,7 @@ class Evaluator:
                 sets = {each.name: measure_set(model, each, **options) for each in data.evaluation_sets}
                 with gathered_blocks(model, self._fits):
                     answers = [self._answer(model, question) for question in data.questions]
+            measures = self._measures(answers)
         except StopRequestedError:
             return None
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
@@ -333,7 +359,7 @@ class Evaluator:
             if each.limit is not None:
                 self.kept[each.name] = after(self.kept.get(each.name), each, sets[each.name].loss, step)
                 sets[each.name] = replace(sets[each.name], kept=facts_of(each, self.kept[each.name]))
-        evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
+        evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate, measures)
         self.evaluated_step = step
         # Step 0 has no checkpoint to keep.
         if self._best_metric and step > 0 and not self.exceeded:
@@ -343,7 +369,7 @@ class Evaluator:
         for line in evaluation.as_lines():
             console.write(line)
         for problem in problems(data.evaluation_sets, self.kept, "warn") if self.kept else ():
-            console.write(f"WARNING    {problem}")
+            console.warn(f"{problem}")
         return evaluation
 
     def _raise_if_stopped(self) -> None:
@@ -367,13 +393,42 @@ class Evaluator:
         text = str(tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
 
+    def _measures(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Returns what a user's `compute_metrics` gives, computed on the main rank. Raises ExtensionError on all."""
+        compute = self._extension.compute_metrics
+        if compute is None:
+            return {}
+        problem, measures, cause = "", dict[str, float](), None
+        if self._ranks.is_main:
+            try:
+                measures = computed(compute, answers, [each.row for each in self._data.questions])
+            except ExtensionError as error:
+                problem, cause = str(error), error.__cause__
+        facts = self._ranks.gather({"problem": problem, "measures": measures})[0]
+        problem, measures = facts["problem"], facts["measures"]
+        names = [_OWN_MEASURES + name for name in measures]
+        for metric in (self._best_metric, self._watched_metric):
+            if not problem and metric and metric.startswith(_OWN_MEASURES) and metric not in names:
+                problem = f"compute_metrics gives no {metric}, which the configuration names; it gives {names}"
+        if problem:
+            raise ExtensionError(f"{problem}. The last finished step is saved", may_save=True) from cause
+        return measures
+
+    def _of(self, metric: str | None) -> str:
+        """Returns the fingerprint of what a metric is measured on; values of another are not comparable."""
+        if metric is None or not metric.startswith(_OWN_MEASURES):
+            return " ".join(each.fingerprint[:12] for each in self._data.evaluation_sets)
+        described = self._extension.described(self._config.extend)
+        facts = [[dict(each.row) for each in self._data.questions], described and described.source]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+
     def _after(self, best: Best | None, metric: str, evaluation: Evaluation) -> Best | None:
         """Returns the best of the evaluation and `best`, the best one before."""
         step = evaluation.step
         value = float(step) if metric == WITHIN_LIMITS else metric_of(evaluation.metrics(), metric)
         if best is not None:
             return best.after(value, step)
-        return None if value is None else Best(metric, value, step, self._fingerprints)
+        return None if value is None else Best(metric, value, step, self._of(metric))
 
     def state(self) -> dict[str, Any]:
         """Returns the evaluator's state for a checkpoint, as JSON values."""
@@ -392,13 +447,13 @@ class Evaluator:
                 console.write("           its rise counts from the next evaluation")
         watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
-            if (watched.metric, watched.of) == (self._watched_metric, self._fingerprints):
+            if (watched.metric, watched.of) == (self._watched_metric, self._of(watched.metric)):
                 self.watched = watched
             else:
                 console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
-            if is_there and (best.metric, best.of) == (self._best_metric, self._fingerprints):
+            if is_there and (best.metric, best.of) == (self._best_metric, self._of(best.metric)):
                 self.best = best
             else:
                 what = f"step {best.step} was chosen by {best.metric} of other settings, or is no longer there"

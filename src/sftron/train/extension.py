@@ -1,4 +1,4 @@
-"""What a user's own Python adds to a run: an objective, callbacks, rows and an optimizer.
+"""What a user's own Python adds to a run: an objective, callbacks, rows, an optimizer and metrics.
 
 `extend.setup` of a configuration names a function that returns an `Extension`; `open_trainer` takes its parts as
 arguments. The run names them, with a hash of their source, in its settings, so a resume with other code says so.
@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,7 @@ from sftron.regular_file import where_missing
 
 if TYPE_CHECKING:
     from sftron.models.llama import LlamaForSFT
+    from sftron.train.evaluation import Answer
     from sftron.train.objective import Objective
 
 
@@ -63,8 +65,14 @@ class MakeOptimizer(Protocol):
     def __call__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], /) -> torch.optim.Optimizer: ...
 
 
+class ComputeMetrics(Protocol):
+    """Computes numbers by name from the answers to `evaluation.prompts` and the rows of that file, in their order."""
+
+    def __call__(self, answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]], /) -> Mapping[str, float]: ...
+
+
 class ExtensionError(RuntimeError):
-    """A callback has raised; the message names the callback and the error."""
+    """A user's code has raised; the message names the code and the error."""
 
     def __init__(self, message: str, *, may_save: bool) -> None:
         super().__init__(message)
@@ -84,6 +92,7 @@ class Extension:
     """The rows of the first data set, in place of its `path`: a sequence, or a `datasets.Dataset`."""
     callbacks: Sequence[Callback] = ()
     optimizer: MakeOptimizer | None = None
+    compute_metrics: ComputeMetrics | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.callbacks, Callback):
@@ -96,8 +105,9 @@ class Extension:
                 raise ValueError(f"callbacks: {each.__name__} is a class; make an instance of it")
             if not isinstance(each, Callback):
                 raise ValueError(f"callbacks: {type(each).__name__} is not a Callback; inherit from sftron.Callback")
-        if self.optimizer is not None and not callable(self.optimizer):
-            raise ValueError(f"optimizer: {type(self.optimizer).__name__} is not a function")
+        for name in ("optimizer", "compute_metrics"):
+            if (given := getattr(self, name)) is not None and not callable(given):
+                raise ValueError(f"{name}: {type(given).__name__} is not a function")
         if self.data is not None:
             _require_rows(self.data)
 
@@ -109,6 +119,7 @@ class Extension:
             "data": [self.data],
             "callbacks": [*self.callbacks],
             "optimizer": [self.optimizer],
+            "compute_metrics": [self.compute_metrics],
         }
         return {name: kept for name, own in given.items() if (kept := [each for each in own if each is not None])}
 
@@ -377,6 +388,25 @@ class Events:
                     self.error = error
                     self.problem = f"{_name(callback)}.{event} raised {type(error).__name__}: {error}"
                 return
+
+
+# --- Numbers of answers ---
+
+
+def computed(compute: ComputeMetrics, answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns what a user's function computes from the answers.
+
+    Raises ExtensionError if the function raises, or returns anything but finite numbers by name.
+    """
+    name = _name(compute)
+    try:
+        found = {str(key): float(value) for key, value in compute(answers, rows).items()}
+    except Exception as error:
+        raise ExtensionError(f"{name} raised {type(error).__name__}: {error}", may_save=True) from error
+    for key, value in found.items():
+        if not isfinite(value):
+            raise ExtensionError(f"{name} gives {value} for {key}; give a finite number", may_save=True)
+    return found
 
 
 Setup = Callable[[Mapping[str, Any]], Extension]

@@ -64,6 +64,8 @@ class Question:
     """A prompt: messages that end in a user turn."""
 
     messages: tuple[Message, ...]
+    row: Mapping[str, Any]
+    """The row of the file, for a user's `compute_metrics`."""
 
     @property
     def text(self) -> str:

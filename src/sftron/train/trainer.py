@@ -29,6 +29,7 @@ from sftron.train.exports import RunExports
 from sftron.train.extension import (
     NO_EXTENSION,
     Callback,
+    ComputeMetrics,
     Events,
     Extension,
     ExtensionError,
@@ -63,6 +64,7 @@ def open_trainer(
     data: Any = None,
     callbacks: Sequence[Callback] = (),
     optimizer: MakeOptimizer | None = None,
+    compute_metrics: ComputeMetrics | None = None,
 ) -> Trainer | CompletedRun:
     """Opens a run: checks it, locks its directory, and loads its weights, its optimizer and what it resumes.
 
@@ -74,13 +76,16 @@ def open_trainer(
         callbacks: What is called at the events of the run.
         optimizer: Makes the optimizer from the named parameters that are trained; by default, that of the section
             `optimizer`, whose schedule and clipping hold for it as well.
+        compute_metrics: Computes numbers from the answers to `evaluation.prompts`.
 
     Raises:
         ValueError: On all ranks, with a message for the user.
     """
     started = time.perf_counter()
     # Dimensions, data and model. There are no weights yet.
-    given = Extension(objective=objective, data=data, callbacks=callbacks, optimizer=optimizer)
+    given = Extension(
+        objective=objective, data=data, callbacks=callbacks, optimizer=optimizer, compute_metrics=compute_metrics
+    )
     setup = open_setup(config, extension=given)
     config, ranks = setup.config, setup.ranks
     stop_request = stop_request or StopRequest(prints=ranks.is_main)
@@ -268,7 +273,7 @@ class Trainer:
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._settings, self._logs = settings, logs
         self._events = logs.events = Events(setup.extension.callbacks, is_main=setup.ranks.is_main)
-        self._evaluator = Evaluator(setup.config, setup.data, setup.ranks, self._is_stop_requested)
+        self._evaluator = Evaluator(setup.config, setup.data, setup.ranks, self._is_stop_requested, setup.extension)
         self._saver = Saver(
             setup.ranks,
             setup.config.checkpoints,
