@@ -36,7 +36,9 @@ def main(arguments: list[str]) -> int:
     commands = sorted(
         each.name.replace("_", "-") for each in iter_modules(package.__path__) if each.name != "arguments"
     )
-    options = " ".join(["--config", "--dry-run", "--help", *(f"--{key}=" for key in dotted_keys())])
+    options = " ".join(
+        ["--config", "--dry-run", "--quiet", "--verbose", "--help", *(f"--{key}=" for key in dotted_keys())]
+    )
     script = _BASH.format(commands=" ".join(commands), options=options)
     show(("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + script, end="")
     return 0

@@ -1,6 +1,6 @@
 """Trains a model on conversations, or continues a run:
 
-    sftron train --config FILE [--section.key=value ...] [--dry-run]
+    sftron train --config FILE [--section.key=value ...] [--dry-run] [--quiet] [--verbose]
     torchrun --nproc_per_node=N -m sftron train --config FILE ...
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 invalid configuration or data (a message, no
@@ -13,11 +13,23 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from sftron.errors import REFUSED, refuse, show
+from sftron.errors import REFUSED, refuse, show, show_traceback
 from sftron.train.signals import StopRequest, die_with_torchrun
 
 if TYPE_CHECKING:
     from sftron.config import Config
+
+
+_OPTIONS = """\
+--dry-run      Check everything, and train nothing.
+-q, --quiet    Print only warnings and the outcome; console.log has everything.
+-v, --verbose  Print the traceback of an error too.
+"""
+_SWITCHES = {
+    **{each: each for each in ("--dry-run", "--quiet", "--verbose")},
+    "-q": "--quiet",
+    "-v": "--verbose",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -41,19 +53,23 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
 
     if not arguments or {"-h", "--help"} & set(arguments):
         return _help(arguments)
-    dry_run = "--dry-run" in arguments
-    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    switches = {_SWITCHES[each] for each in arguments if each in _SWITCHES}
+    arguments = [each for each in arguments if each not in _SWITCHES]
+    dry_run, is_verbose = "--dry-run" in switches, "--verbose" in switches
     try:
         config = load_config(*split_arguments(arguments))
     except ValueError as error:
-        return _refuse(error)
+        return _refuse(error, is_verbose=is_verbose)
+    from sftron.train.logs import console
+
+    console.be_quiet("--quiet" in switches)
     stop_request = stop_request or StopRequest(prints=_is_main())
     if dry_run:
         stop_request.give_back()  # there is nothing to save
-        status = 1 if stop_request.received else _run(config, stop_request, dry_run)
+        status = 1 if stop_request.received else _run(config, stop_request, dry_run, is_verbose)
     else:
         with stop_request.listening():
-            status = _run(config, stop_request, dry_run)
+            status = _run(config, stop_request, dry_run, is_verbose)
     from sftron.train.ranks import end_ranks
 
     end_ranks()
@@ -70,14 +86,13 @@ def _help(arguments: list[str]) -> int:
         keys = describe_config(section)
     except ValueError as error:
         return _refuse(error)
-    usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]"
-    more = "       sftron train --help [SECTION]\n\n--dry-run checks everything and trains nothing.\n\n"
-    around = f"{__doc__}\n{usage}\n{more}"
+    usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run] [-q] [-v]"
+    around = f"{__doc__}\n{usage}\n       sftron train --help [SECTION]\n\n{_OPTIONS}\n"
     show((around if section is None else "") + keys)
     return 0 if arguments else REFUSED
 
 
-def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
+def _run(config: Config, stop_request: StopRequest, dry_run: bool, is_verbose: bool) -> int:
     if dry_run and _is_main():
         show("dry run    checking the data, the template and the model's files")  # before imports that take seconds
     # Imported here, so that --help and configuration errors take no time.
@@ -90,15 +105,17 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
             return trainer.dry_run(trainer.open_setup(config, plans=True))
         opened = trainer.open_trainer(config, stop_request)
     except ValueError as error:
-        return _refuse(error)
+        return _refuse(error, is_verbose=is_verbose)
     try:
         return opened.train()
     except (DataError, FrozenWeightsError) as error:
-        return _refuse(error)
+        return _refuse(error, is_verbose=is_verbose)
 
 
-def _refuse(error: ValueError | OSError) -> int:
+def _refuse(error: ValueError | OSError, *, is_verbose: bool = False) -> int:
     """Prints the error on the main rank only, because every rank gets here. Returns the exit status."""
+    if is_verbose and _is_main():
+        show_traceback(error)
     return refuse(error) if _is_main() else REFUSED
 
 

@@ -95,7 +95,7 @@ class RunExports:
         try:
             self.export(is_last=False)
         except OSError as error:
-            console.write(f"WARNING    could not write the export of step {step}: {error}")
+            console.warn(f"could not write the export of step {step}: {error}")
 
     def is_there(self, step: int) -> bool:
         """Returns whether all exports of a step have been written."""
@@ -214,7 +214,7 @@ class RunExports:
             console.write(f"best       step {best.step}, {best.words}: {folder}{also}")
             return exported or Path(folder)
         except OSError as error:
-            console.write(f"WARNING    could not export the best checkpoint, step {best.step}: {error}")
+            console.warn(f"could not export the best checkpoint, step {best.step}: {error}")
         return exported
 
     def _write_best(self, step: int) -> None:
@@ -270,7 +270,7 @@ class Exporter:
             files = {**self.source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)}
             self.source = replace(self.source, files=files)
         except (OSError, ValueError) as error:
-            console.write(f"WARNING    {card} is not exported: it {error}")
+            console.warn(f"{card} is not exported: it {error}")
 
     def plan(self, *, dtype: torch.dtype | None = None, merge: bool = False) -> ExportPlan:
         """Returns the plan of an export; see `plan_export`."""
@@ -359,9 +359,8 @@ class Exporter:
             console.write(f"merged     {folder}: {measured}")
         else:
             remove(unchecked)
-            console.write(
-                f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
-                "(`sftron convert --dtype float32`)"
+            console.warn(
+                f"not merged: {measured}. Serve the adapter, or merge it in float32 (`sftron convert --dtype float32`)"
             )
         for line in report.lines():
             console.write(f"           {line}")

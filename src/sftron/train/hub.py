@@ -99,7 +99,7 @@ class HubPusher:
 
     def _work(self) -> None:
         if problem := self._try(None):
-            console.write(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
+            console.warn(f"exports may not reach {self._options.push_to}: {problem}")
         while (push := self._jobs.get()) is not None and not self._is_over:
             problem = self._try(push)
             if self._is_over:
@@ -135,9 +135,7 @@ class HubPusher:
         command = ["hf", "upload", str(self._options.push_to), str(push.folder), push.path_in_repo]
         command += ["--private" if self._options.private else "--no-private"]
         command += ["--commit-message", f"step {push.step}"]
-        console.write(
-            f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:"
-        )
+        console.warn(f"{push.folder} was not pushed: {problem}. It is complete here; this command pushes it:")
         console.write(f"             {shlex.join(command)}")
 
 

@@ -79,7 +79,7 @@ def intact_records(path: Path) -> list[dict[str, Any]]:
     records = list(_records(path))
     damaged = [str(each) for each in records if isinstance(each, ValueError)]
     if damaged and damaged[0] not in _WARNED:
-        console.write(f"WARNING    {damaged[0]}. Damaged lines that are left out: {len(damaged)}")
+        console.warn(f"{damaged[0]}. Damaged lines that are left out: {len(damaged)}")
         _WARNED.add(damaged[0])
     return [each for each in records if not isinstance(each, ValueError)]
 
@@ -176,8 +176,8 @@ class RunDirectory:
                 "general.run_name"
             ) from None
         except OSError as error:  # ENOLCK, EOPNOTSUPP, ENOSYS: NFS without lockd, Lustre without -o flock
-            console.write(
-                f"WARNING    {self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
+            console.warn(
+                f"{self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
                 "second run started here would not be noticed. Start none, or put general.output_dir elsewhere"
             )
         appended = (self.metrics, self.evaluations, self.console_log)
@@ -255,7 +255,7 @@ class RunDirectory:
                     link.unlink()
                     older = "; the link to another export is removed"
                     sync(self.folder)
-            console.write(f"WARNING    {link} cannot name {target} ({error.strerror}){older}")
+            console.warn(f"{link} cannot name {target} ({error.strerror}){older}")
 
     def names(self, name: str, target: Path) -> bool:
         """Returns whether the link `name` is there and leads to `target`."""
@@ -290,6 +290,6 @@ class RunDirectory:
             sync(aside)  # a loss of power may keep the rename without the content
             aside.replace(self.folder / name)
         except OSError as error:
-            console.write(f"WARNING    {self.folder / name} cannot be written ({error.strerror}); it stays as it was")
+            console.warn(f"{self.folder / name} cannot be written ({error.strerror}); it stays as it was")
             with suppress(OSError):
                 aside.unlink(missing_ok=True)

@@ -231,7 +231,7 @@ class RunProjection:
         return sum(dataset.share * dataset.trained_share for dataset in self.datasets)
 
     def lines(self, config: Config, token_budget: int) -> Iterator[str]:
-        """Yields the lines for the console, with a warning for data that is repeated often and for packs not full."""
+        """Yields the lines for the console."""
         steps, epochs, per_epoch = config.tokens.train_steps, config.tokens.train_epochs, self.steps_per_epoch
         trained = f"{self.trained_share:.0%}"
         if per_epoch is None:
@@ -253,15 +253,19 @@ class RunProjection:
         known = [(each, each.epochs) for each in self.datasets if each.epochs is not None]
         for dataset, passes in known if per_epoch is None else ():
             yield f"           {dataset.name}: about {passes:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
-        for dataset, passes in known if epochs is None else ():
-            if passes > _MOST_EPOCHS:
-                remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
-                times = f"{dataset.name} is trained about {passes:.1f} times"
-                yield f"WARNING    {times}; if that is not intended, lower {remedy}"
+
+    def warnings(self, config: Config) -> Iterator[str]:
+        """Yields a warning for each data set that is repeated often, and for packs that are not full."""
+        for dataset in self.datasets if config.tokens.train_epochs is None else ():
+            if dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
+                is_alone = self.steps_per_epoch is not None
+                remedy = "tokens.train_steps" if is_alone else "its weight, or tokens.train_steps"
+                times = f"{dataset.name} is trained about {dataset.epochs:.1f} times"
+                yield f"{times}; if that is not intended, lower {remedy}"
         if config.data.packing.strategy == "pool" and self.fill < 1:
             pool = f"a pool of {config.data.packing.pool_size} conversations"
             remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
-            yield f"WARNING    {pool} fills about {self.fill:.0%} of a pack: {remedy}"
+            yield f"{pool} fills about {self.fill:.0%} of a pack: {remedy}"
 
 
 def project(config: Config, dataset: PackedDataset, sample: Sample, *, dp_world_size: int) -> RunProjection:

@@ -165,7 +165,7 @@ class Saver:
             if self.saved_step == step:
                 console.write(f"saved      step {step}, the last one before the failure")
         except OSError as error:
-            console.write(f"WARNING    could not save step {step}: {error}")
+            console.warn(f"could not save step {step}: {error}")
 
     def poll(self) -> None:
         """Completes a background save once the threads of all ranks have ended, at the same step on all ranks.
@@ -215,8 +215,8 @@ class Saver:
         if self._judged is None or self._judged[0] != step:
             self._judged = (step, self._has_finite_loss())
         if done and not self._judged[1]:
-            console.write(
-                f"WARNING    the loss or gradients after step {step} are not finite, so the weights are not {done}. "
+            console.warn(
+                f"the loss or gradients after step {step} are not finite, so the weights are not {done}. "
                 "Lower optimizer.learning_rate if this happens again"
             )
         return self._judged[1]
@@ -260,8 +260,8 @@ class Saver:
         if self._num_misses == _MAX_MISSES_IN_A_ROW:
             raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row failed: {error}") from error
         newest = f"step-{self.saved_step}" if self.saved_step else "none"
-        console.write(
-            f"WARNING    could not save the checkpoint of step {self.tried_step}: {error}. The run goes on; its newest "
+        console.warn(
+            f"could not save the checkpoint of step {self.tried_step}: {error}. The run goes on; its newest "
             f"checkpoint is {newest}. Free space in {self._root}: {_MAX_MISSES_IN_A_ROW} failures in a row end the run"
         )
 

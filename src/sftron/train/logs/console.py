@@ -21,6 +21,8 @@ from sftron.errors import printable, redacted
 _INDENT = " " * 11
 
 _prints = True
+_is_quiet = False
+"""Whether only warnings and the outcome are printed; console.log has everything."""
 _append: Callable[[bytes], None] | None = None
 """Appends a line to console.log."""
 _early_lines: list[bytes] | None = None
@@ -47,7 +49,18 @@ def log_to(append: Callable[[bytes], None] | None) -> None:
                 append(line)
 
 
-def write(line: str, colored: str | None = None) -> None:
+def be_quiet(is_quiet: bool) -> None:
+    """Sets whether the runs of this process print only their warnings and their outcome."""
+    global _is_quiet
+    _is_quiet = is_quiet
+
+
+def warn(text: str) -> None:
+    """Prints a warning, also in a quiet run."""
+    write(f"WARNING    {text}", is_needed=True)
+
+
+def write(line: str, colored: str | None = None, *, is_needed: bool = False) -> None:
     """Prints one line immediately and logs it.
 
     Removes secrets from it, and makes escape sequences visible. If the text contains line ends, for example in a
@@ -57,6 +70,7 @@ def write(line: str, colored: str | None = None) -> None:
         line: The text.
         colored: The same text for the screen, which may have colors and several lines. The caller has passed all
             foreign text in it through `visible_text`.
+        is_needed: Whether a quiet run prints the line too.
     """
     if not _prints:
         return
@@ -64,7 +78,9 @@ def write(line: str, colored: str | None = None) -> None:
     if colored is None:
         line = colored = line.replace("\n", f"\n{_INDENT}")
     with _lock:
-        if _bar is None:
+        if _is_quiet and not is_needed:
+            pass
+        elif _bar is None:
             _standard_output.write(redacted(colored) + "\n")
             _standard_output.flush()
         else:
@@ -99,7 +115,7 @@ class RunProgress:
             redirect_stderr=sys.stderr.isatty(),  # warnings of Python and of libraries appear above the bar
             speed_estimate_period=math.inf,
             get_time=clock,
-            disable=not (_prints and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
+            disable=not (_prints and not _is_quiet and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
         )
         self._task_id = self._progress.add_task("", total=1.0)
 

@@ -96,7 +96,7 @@ class LineFile:
         except OSError as error:
             had_failed, self._has_failed = self._has_failed, True  # before the warning: this may be console.log
             if not had_failed or self._file.closed:
-                console.write(f"WARNING    {self.path} cannot be written ({error.strerror}); {consequence}")
+                console.warn(f"{self.path} cannot be written ({error.strerror}); {consequence}")
 
 
 def _kept_size(path: Path, last_step: int | None) -> int:

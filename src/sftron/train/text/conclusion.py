@@ -63,16 +63,16 @@ def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path 
     chart, run_dir = write_loss_chart(directory), directory.folder
     how = "stopped" if status == "preempted" else status
     next_time = "the same command continues it; " if status == "preempted" else ""
-    console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
+    console.write(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}", is_needed=True)
     if status == "forgot":
         left = "the export is the best within the limits" if exported else "nothing within the limits is exported"
-        console.write(
-            f"WARNING    {error}; {left}. Mix in old rows (docs/keep.md), lower optimizer.learning_rate, or raise the "
+        console.warn(
+            f"{error}; {left}. Mix in old rows (docs/keep.md), lower optimizer.learning_rate, or raise the "
             "limit; the same command then continues"
         )
     elif error is not None:
-        console.write(
-            f"WARNING    {error}. The weights are worse than the initial ones: lower "
+        console.warn(
+            f"{error}. The weights are worse than the initial ones: lower "
             "optimizer.learning_rate, or raise optimizer.warmup_steps, and choose another general.run_name"
         )
     if chart is not None:
@@ -132,7 +132,7 @@ def write_loss_chart(directory: RunDirectory) -> Path | None:
         write_images([chart], directory.folder, names=names)
         return directory.folder / f"{chart.name}.png"
     except Exception as error:  # a full disk, a damaged line, a fault of matplotlib
-        console.write(f"WARNING    could not draw loss.png: {error}")
+        console.warn(f"could not draw loss.png: {error}")
         return None
 
 

@@ -50,7 +50,10 @@ _WARNING = "WARNING"
 
 def _show(lines: Iterable[tuple[str, str]]) -> None:
     for label, text in lines:
-        console.write(f"{label:<10} {text}")
+        if label == _WARNING:
+            console.warn(text)
+        else:
+            console.write(f"{label:<10} {text}")
 
 
 def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
@@ -79,6 +82,8 @@ def describe_setup(setup: Setup) -> None:
     _show(_evaluation_lines(setup))
     for line in data.projection.lines(config, data.dataset.token_budget):
         console.write(line)
+    for warning in data.projection.warnings(config):
+        console.warn(warning)
     _show(_model_lines(setup))
 
 
