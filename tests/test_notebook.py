@@ -33,7 +33,9 @@ def test_every_cell_of_the_first_hour_runs(tmp_path: Path, monkeypatch: pytest.M
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
-    for line in ("written    sft.yaml", "dry run    all checks passed", "completed  after step 20", "PASS  isolation"):
+    for line in ("written    sft.yaml", "dry run    all checks passed", "completed  after step 20", "isolation True"):
         assert line in text
+    bars = [output["data"]["text/plain"] for output in outputs if output["output_type"] == "display_data"]
+    assert any(line.startswith("━" * 30 + " 100% | step   20/20") for line in bars), bars
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert json.loads((tmp_path / "runs/my/result.json").read_text())["status"] == "completed"

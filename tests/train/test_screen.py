@@ -53,6 +53,36 @@ def test_the_bar_stands_below_the_lines_and_the_cursor_stays_visible(
     assert "\x1b[?25l" not in screen.getvalue()
 
 
+def test_in_a_notebook_the_bar_is_one_line_of_the_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = list[str]()
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        assert raw
+        assert display_id
+        return SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+
+    monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    now = 0.0
+    progress = console.RunProgress(lambda: now)
+    progress.update(0.25, "step 1/4")
+    now = 10.0
+    progress.update(0.5, f"step 2/4 {ESCAPE}[2J")
+    assert shown == [
+        f"{'━' * 8}{'·' * 22}  25% | step 1/4",
+        f"{'━' * 15}{'·' * 15}  50% | step 2/4 ␛[2J | 0:20 left",
+    ]
+    assert capsys.readouterr().out == ""
+    console.be_quiet(True)
+    try:
+        console.RunProgress().update(1.0, "step 4/4")
+    finally:
+        console.be_quiet(False)
+    assert len(shown) == 2
+
+
 def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
-"""The console of a run: lines on standard output and in console.log, and a progress bar on a terminal."""
+"""The console of a run: lines on standard output and in console.log, and a progress bar."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import shutil
@@ -19,6 +20,8 @@ from rich.text import Text
 from sftron.errors import printable, redacted
 
 _INDENT = " " * 11
+_CELL_BAR = 30
+"""The characters of the bar in a notebook."""
 
 _prints = True
 _is_quiet = False
@@ -101,7 +104,8 @@ def write_short(line: str, short: str) -> None:
 class RunProgress:
     """A progress bar at the bottom of the terminal, with the time left at the speed of the last 1,000 steps.
 
-    The speed includes saves and evaluations. If standard output is not a terminal, nothing is drawn.
+    The speed includes saves and evaluations. In a notebook, the bar is a line of the cell's output. Elsewhere, if
+    standard output is not a terminal, nothing is drawn.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,6 +122,7 @@ class RunProgress:
             disable=not (_prints and not _is_quiet and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
         )
         self._task_id = self._progress.add_task("", total=1.0)
+        self._cell = _notebook_line() if _prints and not _is_quiet else None
 
     def update(self, share: float, words: str) -> None:
         """Draws the bar after a step. `share` is the finished share of the run; `words` describes the step."""
@@ -126,6 +131,9 @@ class RunProgress:
         self._progress.update(self._task_id, completed=share)
         left = "" if self.time_left is None else f" | {self.time_left} left"
         self._progress.update(self._task_id, description=f"{share:4.0%} | {words}{left}")
+        if self._cell is not None:
+            filled = round(_CELL_BAR * share)
+            self._cell(printable(f"{'━' * filled}{'·' * (_CELL_BAR - filled)} {share:4.0%} | {words}{left}"))
         if not self._progress.disable:
             with _lock:
                 _bar = self._progress
@@ -141,6 +149,15 @@ class RunProgress:
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _notebook_line() -> Callable[[str], None] | None:
+    """Returns what shows a text in a line of the notebook cell that is running; None outside of a notebook."""
+    if "ipykernel" not in sys.modules:
+        return None
+    display: Any = importlib.import_module("IPython.display").display
+    handle = display({"text/plain": ""}, raw=True, display_id=True)
+    return None if handle is None else lambda text: handle.update({"text/plain": text}, raw=True)
 
 
 def hide_progress() -> None:
