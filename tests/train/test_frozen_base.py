@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sftron.checkpoint import frozen_files
 from sftron.checkpoint.adapter import model_projections
 from sftron.checkpoint.frozen_files import NF4_FACTS, NF4_FILE, FrozenFiles, FrozenWeightsError
 from sftron.checkpoint.hf_weights import StreamedBase, load_model
@@ -33,6 +35,7 @@ from sftron.models.generation import greedy_generate
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.quantization import NF4
 from sftron.models.weight_stream import WeightStream
+from sftron.train import build_run
 from sftron.train.objective import loss_of
 from sftron.train.optimizer import make_by_name
 from sftron.train.step import train_step
@@ -279,13 +282,27 @@ def _changed(path: Path) -> None:
     os.utime(path, ns=(0, 0))
 
 
+def _changed_unnoticed(path: Path) -> None:
+    """Other weights in the same size, under the old mtime."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"1234")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def _gone(_: Path) -> None:
     """What the system says of a disk that is gone."""
 
 
 @pytest.mark.parametrize(
     ("fail", "message"),
-    [(_shorter, "ends at byte|changed while"), (_changed, "changed while"), (_gone, "cannot be read at byte")],
+    [
+        (_shorter, "ends at byte|changed while"),
+        (_changed, "changed while"),
+        (_changed_unnoticed, "changed while"),
+        (_gone, "cannot be read at byte"),
+    ],
 )
 def test_a_file_that_fails_ends_the_step_with_its_name_and_the_remedy(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[Path], None], message: str
@@ -432,6 +449,48 @@ def test_a_run_whose_base_changes_saves_its_last_step_and_goes_on_once_it_is_res
     os.utime(weights, ns=(stamp, stamp))
     streamed = run(config)
     assert _results(streamed.directory.folder)["files"] == _results(resident.directory.folder)["files"]
+
+
+@pytest.mark.parametrize("way", ["LoRA", "NF4"])
+def test_a_base_that_changes_between_its_digest_and_its_streaming_is_refused(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of the bytes in NF4, nothing may be kept under the digest of the base before."""
+    if way == "NF4":
+        pytest.importorskip("bitsandbytes")
+    write_rows(tmp_path / "rows.jsonl")
+    shutil.copytree(run_folder, tmp_path / "model")
+    weights, digest = tmp_path / "model" / "model.safetensors", build_run.base_digest
+
+    def changed_after(*arguments: Any) -> Any:
+        found = digest(*arguments)
+        _changed_unnoticed(weights)
+        return found
+
+    monkeypatch.setattr(build_run, "base_digest", changed_after)
+    config = _config(tmp_path, tmp_path / "model", "stream", **OPTIONS[way])
+    with pytest.raises(ValueError, match=f"{weights} changed after the run had computed its digest"):
+        opened(config)
+    assert not (config.run_dir / NF4_FACTS).exists()
+
+
+@pytest.mark.parametrize("change", [_changed_unnoticed, None])
+def test_an_nf4_file_that_changes_between_its_digest_and_its_streaming_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None] | None
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder, is_intact = make_folder(tmp_path, "Llama 3", for_nf4=True), frozen_files._is_intact
+    load(folder, "NF4", "none", streams=True)
+
+    def changed_after(path: Path, *rest: Any) -> bool:
+        found = is_intact(path, *rest)
+        if change:
+            change(path)
+        return found
+
+    monkeypatch.setattr(frozen_files, "_is_intact", changed_after)
+    with pytest.raises(ValueError, match=f"{NF4_FILE} changed after") if change else nullcontext():
+        load(folder, "NF4", "none", streams=True)
 
 
 @pytest.mark.parametrize(

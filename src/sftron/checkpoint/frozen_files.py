@@ -26,6 +26,30 @@ class FrozenWeightsError(OSError):
     """The frozen weights of a run can no longer be read; the message names the file and the remedy."""
 
 
+class Stamp(NamedTuple):
+    """What tells two contents of a file apart: no program can set the ctime, which every write renews."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: int | Path) -> Stamp:
+        """Returns the stamp of a path or an open file. Raises OSError."""
+        status = os.fstat(file) if isinstance(file, int) else file.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def require_stamps(stamps: Mapping[Path, Stamp]) -> None:
+    """Raises ValueError if a file is no longer the one whose stamp was taken."""
+    for path, known in stamps.items():
+        if (now := Stamp.of(path)) != known:
+            raise ValueError(
+                f"{path} changed after the run had computed its digest: {known} then, {now} now. Restore the file, and "
+                "start the run again"
+            )
+
+
 class Place(NamedTuple):
     """Where a tensor is stored."""
 
@@ -65,7 +89,7 @@ class FrozenFiles:
         weakref.finalize(self, _close, self._open)
         for path in {place.path for each in parts.values() for place in each}:
             self._open[path] = os.open(path, os.O_RDONLY)
-        self._stamps = {path: _stamp(file) for path, file in self._open.items()}
+        self._stamps = {path: Stamp.of(file) for path, file in self._open.items()}
 
     def fill(self, name: str, out: Tensor) -> None:
         """Reads a whole tensor into `out`, a contiguous tensor on the CPU of any float type. Raises OSError."""
@@ -96,10 +120,10 @@ class FrozenFiles:
                 self._read_bytes(place.path, start, stored[: len(part)].view(torch.uint8))
                 part.copy_(stored[: len(part)])
                 start += part.numel() * size
-        if (now := _stamp(self._open[place.path])) != self._stamps[place.path]:
+        if (now := Stamp.of(self._open[place.path])) != (before := self._stamps[place.path]):
             raise FrozenWeightsError(
-                f"{place.path} changed while the run streamed its weights: size and mtime were "
-                f"{self._stamps[place.path]}, and are {now}. Restore the file; the same command then goes on"
+                f"{place.path} changed while the run streamed its weights: {before} before, {now} now. Restore the "
+                "file; the same command then goes on"
             )
 
     def _read_bytes(self, path: Path, offset: int, out: Tensor) -> None:
@@ -118,11 +142,6 @@ class FrozenFiles:
             rest, position = rest[count:], position + count
 
 
-def _stamp(file: int) -> tuple[int, int]:
-    status = os.fstat(file)
-    return status.st_size, status.st_mtime_ns
-
-
 def _close(files: dict[Path, int]) -> None:
     for file in files.values():
         with suppress(OSError):
@@ -132,7 +151,9 @@ def _close(files: dict[Path, int]) -> None:
 # --- NF4 ---
 
 
-def make_nf4_file(folder: Path, base: str, shapes: Mapping[str, torch.Size], make: Callable[[str], Tensor]) -> None:
+def make_nf4_file(
+    folder: Path, base: str, shapes: Mapping[str, torch.Size], make: Callable[[str], Tensor]
+) -> dict[Path, Stamp]:
     """Stores matrices in NF4 in a file of `folder`, unless an intact one of this base is there.
 
     Args:
@@ -140,19 +161,23 @@ def make_nf4_file(folder: Path, base: str, shapes: Mapping[str, torch.Size], mak
         shapes: The shape of each matrix as it is stored.
         make: Returns a matrix in NF4.
 
+    Returns the stamp of the file with this content.
+
     Raises:
         OSError: The file cannot be written.
         ValueError: A matrix has weights that are not finite.
     """
     path, facts = folder / NF4_FILE, folder / NF4_FACTS
-    if _is_intact(path, facts, base):
-        return
+    if path.exists() and (stamp := Stamp.of(path)) and _is_intact(path, facts, base):
+        return {path: stamp}
     for old in (facts, path):
         old.unlink(missing_ok=True)
     # The facts come last: a file without them was not finished.
     stored = {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     written = write_tensors(path, stored, {"base": base}, make)
+    stamp = Stamp.of(path)
     write_file(facts, [json.dumps({"base": base, **written}).encode()])
+    return {path: stamp}
 
 
 def _is_intact(path: Path, facts: Path, base: str) -> bool:

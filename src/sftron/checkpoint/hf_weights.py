@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sftron.checkpoint.frozen_files import NF4_FILE, FrozenFiles, make_nf4_file, places_in
+from sftron.checkpoint.frozen_files import NF4_FILE, FrozenFiles, Stamp, make_nf4_file, places_in, require_stamps
 from sftron.checkpoint.model_folder import EMBEDDINGS, HEAD, INDEX, read_config, read_json, require_inside
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
@@ -203,6 +203,11 @@ def file_digests(folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, s
     return digests
 
 
+def file_stamps(folder: Path) -> dict[Path, Stamp]:
+    """Returns the stamp of each weight file. Raises OSError."""
+    return {path: Stamp.of(path) for path in _weight_files(folder)[0]}
+
+
 def digest_of(file_digests: Mapping[str, str]) -> str:
     """Returns the hash of a model's weights, given the digests of all its files."""
     return hashlib.sha256(repr(sorted(file_digests.items())).encode()).hexdigest()
@@ -218,9 +223,11 @@ class StreamedBase(NamedTuple):
     """The folder for those in NF4, which are stored there once."""
     digest: str
     """The digest of the base model."""
+    stamps: Mapping[Path, Stamp] = {}
+    """Those of its files before they were read for the digest."""
     is_main: bool = True
     """Whether this rank writes them."""
-    together: Callable[[Callable[[], object]], object] = lambda make: make()
+    together: Callable[[Callable[[], dict[Path, Stamp]]], dict[Path, Stamp]] = lambda make: make()
     """Calls a function on every rank, and raises what any of them raises on all."""
 
 
@@ -332,12 +339,18 @@ def _frozen_files(
 
     def quantized(name: str) -> Tensor:
         whole = in_nf4[name][0]
-        return to_stored(read_fused(name, whole, config, source.read_range, 0, whole, spelling), NF4)
+        stored = to_stored(read_fused(name, whole, config, source.read_range, 0, whole, spelling), NF4)
+        require_stamps(stream.stamps)
+        return stored
 
+    stamps = dict(stream.stamps)
     if in_nf4:
-        stream.together(lambda: stream.is_main and make_nf4_file(stream.folder, stream.digest, in_nf4, quantized))
+        make = partial(make_nf4_file, stream.folder, stream.digest, in_nf4, quantized)
+        stamps |= stream.together(make if stream.is_main else dict)
         parts |= {name: [place] for name, place in places_in(stream.folder / NF4_FILE).items()}
-    return FrozenFiles(parts)
+    files = FrozenFiles(parts)
+    require_stamps(stamps)  # now that the files are open, with stamps of their own
+    return files
 
 
 def _adapter_value(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from sftron.checkpoint import hf_weights
 from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.checkpoint import trained_parameters
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests
+from sftron.checkpoint.frozen_files import Stamp
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, digest_of, file_digests, file_stamps
 from sftron.checkpoint.model_folder import read_json
 from sftron.config import Config
 from sftron.config.schema import Lora
@@ -280,10 +281,15 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {peft_name(name): whole(each.detach()).cpu() for name, each in trained_parameters(model).items()}
 
 
-def base_digest(folder: Path, ranks: Ranks) -> str:
-    """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
+def base_digest(folder: Path, ranks: Ranks) -> tuple[str, dict[Path, Stamp]]:
+    """Returns the SHA-256 over the weight files of the base model, and the stamps that they had before.
+
+    Every rank calls this and reads a share of the files.
+    """
+    stamps = file_stamps(folder)
+    ranks.gather({})  # no rank reads before each has its stamps
     own = file_digests(folder, ranks.rank, ranks.world_size)
-    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})
+    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()}), stamps
 
 
 # --- Weights and optimizer ---
@@ -323,10 +329,10 @@ def load_whole_model(
     config, model, stream = setup.config, setup.model, None
     if folder is not None and config.model.frozen_base == "stream":
         # Without `shard`, one rank loads it by itself.
-        digest, ranks = str(model.base_digest), setup.ranks
-        stream = hf_weights.StreamedBase(folder, digest)
+        ranks = setup.ranks
+        stream = hf_weights.StreamedBase(folder, str(model.base_digest), model.base_stamps)
         if shard is not None:
-            stream = hf_weights.StreamedBase(folder, digest, ranks.is_main, ranks.all_or_raise)
+            stream = stream._replace(is_main=ranks.is_main, together=ranks.all_or_raise)
     return hf_weights.load_model(
         model.folder,
         model.attention,

@@ -45,8 +45,8 @@ def build_run(config: Config, ranks: Ranks, extension: Extension = NO_EXTENSION)
     ranks.all_or_raise(lambda: download_rows(config, ranks, extension))
     setup = replace(ranks.all_or_raise(lambda: open_run(config, ranks, places, extension)), commits=commits)
     if setup.model.adapters is not None:
-        digest = base_digest(setup.model.folder, ranks)
-        setup = replace(setup, model=replace(setup.model, base_digest=digest))
+        digest, stamps = base_digest(setup.model.folder, ranks)
+        setup = replace(setup, model=replace(setup.model, base_digest=digest, base_stamps=stamps))
     require_alike(setup)
     plan_packs(setup)
     return setup

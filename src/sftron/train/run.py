@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from sftron.checkpoint.export import BASE_WEIGHTS
+from sftron.checkpoint.frozen_files import Stamp
 from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
 from sftron.config.data_schema import KeptDataset
@@ -169,6 +170,8 @@ class RunModel:
     """None for full fine-tuning."""
     base_digest: str | None = None
     """The hash of the weight files, which a checkpoint of adapters refers to; None for full fine-tuning."""
+    base_stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+    """Those of the weight files before they were read for the hash."""
     router_aux_loss_coef: float = 0.0
     """The factor of the auxiliary loss of routers; 0 for a model without experts."""
 
