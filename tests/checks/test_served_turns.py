@@ -21,6 +21,7 @@ from sftron.checks.served_causes import Cause
 from sftron.checks.served_prompts import GgufTemplate, openai_messages
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
 from sftron.commands import check
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation
@@ -79,6 +80,22 @@ def tokenizer_in(folder: Path) -> Any:
 
 def served_by(folder: Path, **changes: Any) -> Served:
     return Served(Rendering(folder, tokenizer_in(folder), **changes))
+
+
+def words_of(tokenizer: Any) -> list[str]:
+    return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+
+
+def write_gguf(gguf: Any, folder: Path, file: Path, template: Any, tokens: list[str] | None = None) -> Path:
+    """Writes the vocabulary of a folder and a template, which may be several by name, to a GGUF file."""
+    writer, tokenizer = gguf.GGUFWriter(file, "llama"), tokenizer_in(folder)
+    writer.add_token_list(tokens or words_of(tokenizer))
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +226,18 @@ def test_the_date_is_named_whatever_it_is(places, name: str) -> None:
         assert set(named(folder, prepared, date=day)) == {"date"}
 
 
+def test_a_date_of_training_is_named_where_today_is_served(places, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra quickstart has it")
+    folder, prepared = places("qwen3_like", DATED)
+    chat = ChatTokenizer.from_pretrained(folder, date=datetime.date(2024, 7, 26))
+    dated = Preparation(prepared.datasets, chat, prepared.options)
+    assert set(named(folder, dated)) == {"date"}
+    assert named(folder, dated, date=datetime.date(2024, 7, 26)) == {}
+    file = write_gguf(gguf, folder, tmp_path / "model.gguf", DATED + Family("qwen3_like").source)
+    assert set(compare_turns(folder, dated, GgufTemplate(file, chat)).facts["causes"]) == {"date"}
+    assert compare_turns(folder, prepared, GgufTemplate(file, prepared.chat_tokenizer)).passed
+
+
 def test_a_history_that_the_template_itself_rewrites_is_named(places, tmp_path: Path) -> None:
     """Mistral's tools stand before the last question, so that an earlier answer was trained without them."""
     folder, _ = places("mistral_like")
@@ -255,25 +284,16 @@ def test_the_command_asks_a_server_by_its_own_paths(
 def test_the_template_the_stops_and_the_vocabulary_of_a_gguf_file_are_compared(places, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the extra quickstart has it")
     folder, prepared = places("qwen3_like")
-    tokenizer, file = tokenizer_in(folder), tmp_path / "model.gguf"
-    own = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
 
-    def report(tokens: list[str], template: str, eos: int) -> Report:
-        writer = gguf.GGUFWriter(file, "llama")
-        writer.add_token_list(tokens)
-        writer.add_eos_token_id(eos)
-        writer.add_chat_template(template)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.close()
+    def report(template: str, **facts: Any) -> Report:
+        file = write_gguf(gguf, folder, tmp_path / "model.gguf", template, **facts)
         return compare_turns(folder, prepared, GgufTemplate(file, prepared.chat_tokenizer))
 
-    source = Family("qwen3_like").source
-    assert report(own, source, tokenizer.eos_token_id).passed
-    changed = report(own, source.replace("# Tools", "# Functions"), tokenizer.eos_token_id)
-    assert set(changed.facts["causes"]) == {"tool_schema"}
+    source, own = Family("qwen3_like").source, words_of(tokenizer_in(folder))
+    assert report(source).passed
+    assert set(report(source.replace("# Tools", "# Functions")).facts["causes"]) == {"tool_schema"}
     with pytest.raises(ValueError, match="in the folder; convert it again"):
-        report([*own[:20], "another", *own[21:]], source, tokenizer.eos_token_id)
+        report(source, tokens=[*own[:20], "another", *own[21:]])
 
 
 def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:

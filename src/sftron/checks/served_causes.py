@@ -133,7 +133,7 @@ def cause_of(chat: ChatTokenizer, conversation: Conversation, trained: Ids, serv
     closed = render_prompt(chat, conversation, _Change(variables={"add_generation_prompt": False}))
     if closed and closed == served[: len(closed)] == (own or [])[: len(closed)]:
         return Cause.GENERATION_PROMPT
-    if chat.template.date and _differs_in_date(chat, conversation, chat.decode(served)):
+    if chat.template_for(conversation).date and _differs_in_date(chat, conversation, chat.decode(served)):
         return Cause.DATE
     for cause, without in _REMOVALS:
         if (less := without(conversation)) != conversation and ask(less) == render_prompt(chat, less):

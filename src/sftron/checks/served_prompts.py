@@ -148,6 +148,8 @@ _SERVERS: Mapping[str, type[_PromptServer]] = {
 class GgufTemplate:
     """The template and the vocabulary in a GGUF file. Jinja renders the template, not llama.cpp's own engine.
 
+    It writes today's date, as llama.cpp does.
+
     Raises ValueError if the file cannot be read, or if its vocabulary is not the tokenizer's.
     """
 
@@ -171,7 +173,7 @@ class GgufTemplate:
         if not (template := value("tokenizer.chat_template")):
             raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
         self.name, self._chat = str(path), chat
-        self._template = ChatTemplate(template, chat.tokenizer.special_tokens_map, chat.template.date, str(path))
+        self._template = ChatTemplate(template, chat.tokenizer.special_tokens_map, None, str(path))
         self._bos = value("tokenizer.ggml.bos_token_id") if value("tokenizer.ggml.add_bos_token") else None
         names = ("eos", "eot", "eom")
         tokens = value("tokenizer.ggml.tokens") or []

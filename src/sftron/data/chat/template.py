@@ -159,7 +159,8 @@ class ChatTemplate:
         It renders in transformers' own environment, in a third of the time, and raises TemplateError.
         """
         messages, tools = _alias_reasoning(self.plain_messages(conversation.messages)), list(conversation.tools) or None
-        return lambda number: self._run(self._reference, messages[:number], tools, True, self.kwargs)
+        template = self._compiled(None, self.date) if self.date else self._reference
+        return lambda number: self._run(template, messages[:number], tools, True, self.kwargs)
 
     def render_changed(
         self,
@@ -172,14 +173,18 @@ class ChatTemplate:
         **variables: object,
     ) -> str:
         """Renders plain messages as another program may: with its own JSON, date or variables. Raises TemplateError."""
+        given = _alias_reasoning([dict(each) for each in messages])
+        changed, kwargs = self._compiled(tojson, date or self.date), {**self.kwargs, **variables}
+        return self._run(changed, given, list(tools) or None, add_generation_prompt, kwargs)
+
+    def _compiled(self, tojson: Callable[..., str] | None, date: datetime.date | None) -> jinja2.Template:
+        """Returns the template in an environment of its own: a later template of this source may have another date."""
         if (tojson, date) not in self._changed:
             environment = self._reference.environment.overlay()
             environment.filters = {**environment.filters, **({"tojson": tojson} if tojson else {})}
             environment.globals = {**environment.globals, **({_DATE_FUNCTION: date.strftime} if date else {})}
             self._changed[tojson, date] = environment.from_string(self.source)
-        given = _alias_reasoning([dict(each) for each in messages])
-        changed, kwargs = self._changed[tojson, date], {**self.kwargs, **variables}
-        return self._run(changed, given, list(tools) or None, add_generation_prompt, kwargs)
+        return self._changed[tojson, date]
 
     def _run(
         self,
