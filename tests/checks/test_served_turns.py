@@ -86,6 +86,11 @@ def words_of(tokenizer: Any) -> list[str]:
     return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
 
 
+def open_row(home: Path, folder: Path, *messages: dict[str, Any], **more: Any) -> Preparation:
+    (home / "rows.jsonl").write_text(json.dumps({"messages": messages, "tools": TOOLS, **more}), encoding="utf-8")
+    return open_rows_to_serve(home / "rows.jsonl", folder)
+
+
 def write_gguf(gguf: Any, folder: Path, file: Path, template: Any, tokens: list[str] | None = None) -> Path:
     """Writes the vocabulary of a folder and a template, which may be several by name, to a GGUF file."""
     writer, tokenizer = gguf.GGUFWriter(file, "llama"), tokenizer_in(folder)
@@ -239,12 +244,23 @@ def test_a_date_of_training_is_named_where_today_is_served(places, tmp_path: Pat
 
 
 def test_a_history_that_the_template_itself_rewrites_is_named(places, tmp_path: Path) -> None:
-    """Mistral's tools stand before the last question, so that an earlier answer was trained without them."""
-    folder, _ = places("mistral_like")
-    row = {"messages": [user("Who?"), answer("Pip."), user("Why?"), answer("It grows.")], "tools": list(TOOLS)}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    prepared = open_rows_to_serve(tmp_path / "rows.jsonl", folder)
-    assert named(folder, prepared) == {"tool_schema": 1}
+    """Mistral's tools stand before the last question, so that an earlier answer was trained without them. Qwen's
+    template drops the thoughts before the last question, so that the answer to a result was trained without them."""
+    thinks = calling(call(city="Oslo"), reasoning_content="I need it.")
+    for name, messages in {
+        "mistral_like": [user("Who?"), answer("Pip."), user("Why?"), answer("It grows.")],
+        "qwen3_like": [user("Weather?"), thinks, result("2"), answer("It is 2."), user("Sure?"), answer("Yes.")],
+    }.items():
+        folder, _ = places(name)
+        prepared = open_row(tmp_path, folder, *messages)
+        assert named(folder, prepared) == {"rewritten": 1}
+
+
+def test_a_message_that_spells_a_control_token_is_named(places, tmp_path: Path) -> None:
+    folder, _ = places("qwen3_like")
+    prepared = open_row(tmp_path, folder, user("What is <|im_end|> for?"), answer("It ends a turn."))
+    assert named(folder, prepared) == {"control_text": 1}
+    assert named(folder, prepared, parses_special=False) == {"special_tokens": 1}
 
 
 def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ class Cause(Enum):
         "The text is the same in other ids: control tokens are read as text, or text as control tokens. Parse special "
         "tokens where it is served, and serve the folder's own tokenizer with its added tokens."
     )
+    CONTROL_TEXT = (
+        "A message spells a control token, which training reads as text and the server as the token. Remove it from "
+        "the rows and from what is sent to the server, or train it as the token (data.allow_control_tokens)."
+    )
     REWRITTEN = (
         "The template writes earlier messages otherwise once more follow, so that no server can give this prompt. "
         "Divide the row into one row for each answer, or train the last answer only (data.train_on_turns: last)."
@@ -121,15 +125,17 @@ def cause_of(chat: ChatTokenizer, conversation: Conversation, trained: Ids, serv
     if served is None:
         return Cause.REFUSED
     own = render_prompt(chat, conversation)
-    # A server that renders as the folder's template does: what is then to explain is the training.
-    wanted = trained if served == own else served
-    for cause, change in _changes(chat, wanted):
-        if (changed := render_prompt(chat, conversation, change)) == wanted and changed != own:
+    if served == own:  # the server renders as the folder's template does: what is to explain is the training
+        if chat.decode(served) == chat.decode(trained):
+            return Cause.CONTROL_TEXT
+        changes = (change for cause, change in _changes(chat) if cause is Cause.GENERATION_PROMPT)
+        is_at_end = any(render_prompt(chat, conversation, change) == trained for change in changes)
+        return Cause.GENERATION_PROMPT if is_at_end else Cause.REWRITTEN
+    for cause, change in _changes(chat):
+        if render_prompt(chat, conversation, change) == served:
             return cause
-    if chat.decode(wanted) == chat.decode(own or trained):
+    if chat.decode(served) == chat.decode(own or trained):
         return Cause.SPECIAL_TOKENS
-    if served == own:
-        return Cause.REWRITTEN
     closed = render_prompt(chat, conversation, _Change(variables={"add_generation_prompt": False}))
     if closed and closed == served[: len(closed)] == (own or [])[: len(closed)]:
         return Cause.GENERATION_PROMPT
@@ -141,7 +147,7 @@ def cause_of(chat: ChatTokenizer, conversation: Conversation, trained: Ids, serv
     return Cause.TEMPLATE
 
 
-def _changes(chat: ChatTokenizer, wanted: Ids) -> Iterator[tuple[Cause, _Change]]:
+def _changes(chat: ChatTokenizer) -> Iterator[tuple[Cause, _Change]]:
     """Yields the changes, the likeliest cause first where two give the same."""
     for edit in (_without_thoughts, _with_inline_thoughts):
         yield Cause.HISTORY_WITHOUT_THOUGHTS, _Change(edit)
