@@ -273,6 +273,8 @@ def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
         return {name: each.faults for name, each in checks_of(folder, prepared).items() if each.passed is False}
 
     assert faults(eos_token_id=stops) == {"stops": ("stop_list",)}  # <|end|> ends a thought too
+    without_stop = compare_turns(folder, prepared, replace(served_by(folder), stop_ids=set())).checks[1]
+    assert without_stop.measured.startswith("0 of")
     assert faults(eos_token_id=stops[1]) == {"stops": ("stop_list",)}
     assert faults()["files"] == ("stop_list",)
     assert faults(eos_token_id=stops, repetition_penalty=1.1)["sampling"] == ("sampling",)

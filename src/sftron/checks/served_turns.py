@@ -119,7 +119,8 @@ def check_served_turns(
 
 
 def compare_turns(folder: Path, prepared: Preparation, served: PromptSource, limit: int | None = None) -> Report:
-    chat, stop_ids = prepared.chat_tokenizer, {*stop_ids_of(folder)}
+    chat = prepared.chat_tokenizer
+    stop_ids = {*stop_ids_of(folder)} if served.stop_ids is None else served.stop_ids
     readers = _readers_of(folder)
     found: dict[Cause, _Found] = defaultdict(_Found)
     stops, unlike, num_rows, num_turns = _Found(), list[str](), 0, 0
@@ -135,7 +136,7 @@ def compare_turns(folder: Path, prepared: Preparation, served: PromptSource, lim
             if (theirs := served.prompt_ids(before)) != trained:
                 cause = cause_of(chat, before, trained, theirs, served.prompt_ids)
                 found[cause].add(conversation.location, turn, _first_difference(chat, trained, theirs))
-            ends = [n for n in range(turn.start, turn.end) if ids[n] in (served.stop_ids or stop_ids)]
+            ends = [n for n in range(turn.start, turn.end) if ids[n] in stop_ids]
             if turn.stop is not None and ends[:1] != [turn.stop]:
                 at = ends[0] if ends else turn.stop
                 what = "ends it too early" if ends else "does not end it"
