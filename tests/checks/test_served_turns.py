@@ -314,6 +314,18 @@ def test_the_template_the_stops_and_the_vocabulary_of_a_gguf_file_are_compared(p
         report(source, tokens=[*own[:20], "another", *own[21:]])
 
 
+def test_a_gguf_file_is_rendered_with_the_variables_of_the_row(places, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra quickstart has it")
+    prefix = "{% if enable_thinking is defined and not enable_thinking %}Answer at once.{% endif %}"
+    folder, _ = places("qwen3_like", prefix)
+    prepared = open_row(tmp_path, folder, user("Who?"), answer("Pip."), chat_template_kwargs={"enable_thinking": False})
+    source = Family("qwen3_like").source
+    for template, causes in ((prefix + source, set()), (source, {"generation_prompt"})):
+        file = write_gguf(gguf, folder, tmp_path / "model.gguf", template)
+        report = compare_turns(folder, prepared, GgufTemplate(file, prepared.chat_tokenizer))
+        assert set(report.facts["causes"]) == causes
+
+
 def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:
     _, prepared = places("qwen3_like")
     folder = make_folder(tmp_path / "model", "zephyr_like")

@@ -97,7 +97,7 @@ def render_prompt(
             change.tools([dict(tool) for tool in conversation.tools]),
             tojson=change.tojson,
             date=date,
-            **(change.variables or {}),
+            variables=change.variables,
         )
     except TemplateError:
         return None

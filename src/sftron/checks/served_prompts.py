@@ -186,9 +186,11 @@ class GgufTemplate:
             raise ValueError(f"{path}: id {own[wrong]} is {there!r}, and {wrong!r} in the folder; convert it again")
 
     def prompt_ids(self, conversation: Conversation) -> Ids | None:
-        messages = self._template.plain_messages(conversation.messages)
+        template = self._template
+        messages = template.plain_messages(conversation.messages)
         try:
-            text = self._template.render_changed(messages, [dict(tool) for tool in conversation.tools])
+            tools = [dict(tool) for tool in conversation.tools]
+            text = template.render_changed(messages, tools, variables=conversation.template_kwargs)
         except TemplateError:
             return None
         ids = encode(self._chat, text)

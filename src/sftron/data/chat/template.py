@@ -169,12 +169,14 @@ class ChatTemplate:
         *,
         tojson: Callable[..., str] | None = None,
         date: datetime.date | None = None,
-        add_generation_prompt: bool = True,
-        **variables: object,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
-        """Renders plain messages as another program may: with its own JSON, date or variables. Raises TemplateError."""
+        """Renders plain messages and the generation prompt as another program may: with its own JSON, date or
+        variables, those that the template does not read included. Raises TemplateError.
+        """
         given = _alias_reasoning([dict(each) for each in messages])
-        changed, kwargs = self._compiled(tojson, date or self.date), {**self.kwargs, **variables}
+        kwargs = {_FLAG: True, **self.kwargs, **(variables or {})}
+        changed, add_generation_prompt = self._compiled(tojson, date or self.date), bool(kwargs.pop(_FLAG))
         return self._run(changed, given, list(tools) or None, add_generation_prompt, kwargs)
 
     def _compiled(self, tojson: Callable[..., str] | None, date: datetime.date | None) -> jinja2.Template:
