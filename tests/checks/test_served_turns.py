@@ -326,6 +326,21 @@ def test_a_gguf_file_is_rendered_with_the_variables_of_the_row(places, tmp_path:
         assert set(report.facts["causes"]) == causes
 
 
+def test_a_gguf_file_s_own_template_for_tools_renders_rows_with_tools(places, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra quickstart has it")
+    folder, source = make_folder(tmp_path / "model", "qwen3_like"), Family("qwen3_like").source
+    default = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + source
+    (folder / "chat_template.jinja").write_text(default, encoding="utf-8")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(source, encoding="utf-8")
+    prepared = open_row(tmp_path, folder, user("Who?"), answer("Pip."))
+    both = [{"name": "default", "template": default}, {"name": "tool_use", "template": source}]
+    for templates, causes in ((both, set()), (default, {"refused"})):
+        file = write_gguf(gguf, folder, tmp_path / "model.gguf", templates)
+        report = compare_turns(folder, prepared, GgufTemplate(file, prepared.chat_tokenizer))
+        assert set(report.facts["causes"]) == causes
+
+
 def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:
     _, prepared = places("qwen3_like")
     folder = make_folder(tmp_path / "model", "zephyr_like")

@@ -173,7 +173,10 @@ class GgufTemplate:
         if not (template := value("tokenizer.chat_template")):
             raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
         self.name, self._chat = str(path), chat
-        self._template = ChatTemplate(template, chat.tokenizer.special_tokens_map, None, str(path))
+        of_tools = value("tokenizer.chat_template.tool_use") or template
+        self._default, self._tool_use = (
+            ChatTemplate(source, chat.tokenizer.special_tokens_map, None, str(path)) for source in (template, of_tools)
+        )
         self._bos = value("tokenizer.ggml.bos_token_id") if value("tokenizer.ggml.add_bos_token") else None
         names = ("eos", "eot", "eom")
         tokens = value("tokenizer.ggml.tokens") or []
@@ -186,7 +189,7 @@ class GgufTemplate:
             raise ValueError(f"{path}: id {own[wrong]} is {there!r}, and {wrong!r} in the folder; convert it again")
 
     def prompt_ids(self, conversation: Conversation) -> Ids | None:
-        template = self._template
+        template = self._tool_use if conversation.tools else self._default
         messages = template.plain_messages(conversation.messages)
         try:
             tools = [dict(tool) for tool in conversation.tools]
