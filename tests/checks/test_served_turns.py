@@ -341,6 +341,21 @@ def test_a_gguf_file_s_own_template_for_tools_renders_rows_with_tools(places, tm
         assert set(report.facts["causes"]) == causes
 
 
+def test_a_damaged_gguf_file_is_refused_by_its_name(places, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra quickstart has it")
+    folder, prepared = places("qwen3_like")
+    file = write_gguf(gguf, folder, tmp_path / "model.gguf", Family("qwen3_like").source)
+    whole = file.read_bytes()
+    first_key = whole.index(b"general.architecture")
+    for damaged in (
+        *(whole[:length] for length in (0, 5, 20, 36, first_key + 10, len(whole) // 2)),
+        whole[:first_key] + b"\xff" * 4 + whole[first_key + 4 :],
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{file} cannot be read .* convert or copy it again"):
+            GgufTemplate(file, prepared.chat_tokenizer)
+
+
 def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:
     _, prepared = places("qwen3_like")
     folder = make_folder(tmp_path / "model", "zephyr_like")

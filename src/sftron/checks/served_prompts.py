@@ -156,20 +156,7 @@ class GgufTemplate:
     source = "the file's template in Jinja, and its vocabulary"
 
     def __init__(self, path: Path, chat: ChatTokenizer) -> None:
-        try:
-            from gguf import GGUFReader
-        except ImportError as error:
-            raise ValueError(f"--against gguf --data: needs the package gguf ({error}); pip install gguf") from error
-        if not path.is_file():
-            raise ValueError(f"--against gguf: {path} is not a file")
-        try:
-            fields = GGUFReader(path).fields
-        except ValueError as error:
-            raise ValueError(f"--against gguf: {path} cannot be read ({error}); convert it again") from error
-
-        def value(key: str) -> Any:
-            return fields[key].contents() if key in fields else None
-
+        value = _metadata_of(path).get
         if not (template := value("tokenizer.chat_template")):
             raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
         self.name, self._chat = str(path), chat
@@ -198,6 +185,22 @@ class GgufTemplate:
             return None
         ids = encode(self._chat, text)
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+
+
+def _metadata_of(path: Path) -> dict[str, Any]:
+    """Returns what a GGUF file says of its template and vocabulary. Raises ValueError."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ValueError(f"--against gguf --data: needs the package gguf ({error}); pip install gguf") from error
+    if not path.is_file():
+        raise ValueError(f"--against gguf: {path} is not a file")
+    try:
+        fields = GGUFReader(path).fields
+        return {key: fields[key].contents() for key in fields if key.startswith("tokenizer.")}
+    except Exception as error:  # gguf raises exceptions of any kind for a damaged file
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--against gguf: {path} cannot be read ({problem}); convert or copy it again") from error
 
 
 _ENDS_BY_NAME = frozenset(
