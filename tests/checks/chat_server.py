@@ -122,6 +122,8 @@ class Rendering:
     change_ids: Callable[[list[int]], list[int]] = list
     parses_arguments: bool = True
     parses_special: bool = True
+    model_info: dict[str, Any] = field(default_factory=dict)
+    """What Ollama says of the model."""
 
     def __post_init__(self) -> None:
         self.tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(self.folder)
@@ -164,6 +166,8 @@ def serve_prompts(rendering: Rendering) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/api/show":
+                return self.reply({"model_info": rendering.model_info})
             if "content" in request:
                 return self.reply({"tokens": rendering.ids(request["content"])})
             for message in request["messages"]:

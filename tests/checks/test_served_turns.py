@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from sftron.checks import served_turns
 from sftron.checks.report import Check, Report
 from sftron.checks.served_causes import Cause
-from sftron.checks.served_prompts import GgufTemplate, openai_messages
+from sftron.checks.served_prompts import GgufTemplate, OllamaPrompts, openai_messages
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
 from sftron.commands import check
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -297,6 +297,34 @@ def test_the_command_asks_a_server_by_its_own_paths(
             options = ["--model", folder, "--against", kind, url, "--data", data, "--json", out]
             assert check.main([*map(str, options)]) == status
         assert set(json.loads(out.read_text())["facts"]["causes"]) == causes
+
+
+@pytest.mark.parametrize("family", ["mistral_like", "qwen3_like"])
+def test_the_bos_token_of_ollama_is_what_its_model_says(
+    places, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ollama's text has no BOS token, or one that the template writes, to which it adds another."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder, _ = places(family)
+    prepared, bos = open_row(tmp_path, folder, user("Who?"), answer("Pip.")), tokenizer_in(folder).bos_token_id
+    template, writes_bos = Family(family).source, family == "mistral_like"
+    plain = template.replace("{{ bos_token }}", "").replace("{{- bos_token }}", "")
+    assert (plain != template) is writes_bos
+    flag, name = "tokenizer.ggml.add_bos_token", {"tokenizer.ggml.model": "llama"}
+    for text, info, is_sound in (
+        (plain, {flag: True}, writes_bos),
+        (plain, name, writes_bos),
+        (plain, {flag: False}, not writes_bos),
+        (plain, name | {flag: False}, not writes_bos),
+        (plain, {}, not writes_bos),
+        (template, {flag: False}, True),
+        (template, {flag: True}, False),
+    ):
+        info = {"tokenizer.ggml.bos_token_id": bos, **info}
+        rendering = Rendering(folder, tokenizer_in(folder), template=text, model_info=info)
+        with serving(serve_prompts(rendering)) as url:
+            report = compare_turns(folder, prepared, OllamaPrompts(url, prepared.chat_tokenizer, None, 60.0))
+        assert set(report.facts["causes"]) == (set() if is_sound else {"bos"}), (text == plain, info)
 
 
 def test_the_template_the_stops_and_the_vocabulary_of_a_gguf_file_are_compared(places, tmp_path: Path) -> None:

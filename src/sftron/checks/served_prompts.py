@@ -116,9 +116,17 @@ class LlamaServerPrompts(_PromptServer):
 
 
 class OllamaPrompts(_PromptServer):
-    """Ollama gives the text of a prompt, and no ids: the folder's tokenizer makes them, with its BOS token."""
+    """Ollama gives the text of a prompt, and no ids: the folder's tokenizer makes them.
+
+    Ollama writes a BOS token before the text if its model says so, even where one is there.
+    """
 
     source = "/api/chat, in the folder's tokenizer"
+
+    def __init__(self, url: str, chat: ChatTokenizer, model: str | None, timeout: float) -> None:
+        super().__init__(url, chat, model, timeout)
+        with self._as_expected("/api/show"):
+            self._bos = _written_bos(dict(self._request("/api/show", {"model": self._model})["model_info"]))
 
     def _rendered(self, conversation: Conversation) -> Ids | None:
         body = self._body(conversation)
@@ -132,10 +140,7 @@ class OllamaPrompts(_PromptServer):
         with self._as_expected("/api/chat"):
             reply = self._request("/api/chat", body | {"stream": False, "_debug_render_only": True})
             text = str(reply["_debug_info"]["rendered_template"])
-        bos = self._chat.tokenizer.bos_token
-        if isinstance(bos, str) and "bos_token" in self._chat.template.source and not text.startswith(bos):
-            text = bos + text
-        return encode(self._chat, text)
+        return [*self._bos, *encode(self._chat, text)]
 
 
 _SERVERS: Mapping[str, type[_PromptServer]] = {
@@ -156,7 +161,8 @@ class GgufTemplate:
     source = "the file's template in Jinja, and its vocabulary"
 
     def __init__(self, path: Path, chat: ChatTokenizer) -> None:
-        value = _metadata_of(path).get
+        metadata = _metadata_of(path)
+        value = metadata.get
         if not (template := value("tokenizer.chat_template")):
             raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
         self.name, self._chat = str(path), chat
@@ -164,7 +170,7 @@ class GgufTemplate:
         self._default, self._tool_use = (
             ChatTemplate(source, chat.tokenizer.special_tokens_map, None, str(path)) for source in (template, of_tools)
         )
-        self._bos = value("tokenizer.ggml.bos_token_id") if value("tokenizer.ggml.add_bos_token") else None
+        self._bos = _written_bos(metadata)
         names = ("eos", "eot", "eom")
         tokens = value("tokenizer.ggml.tokens") or []
         self.stop_ids = {token for name in names if (token := value(f"tokenizer.ggml.{name}_token_id")) is not None}
@@ -184,7 +190,7 @@ class GgufTemplate:
         except TemplateError:
             return None
         ids = encode(self._chat, text)
-        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+        return ids if self._bos and ids[:1] == self._bos else [*self._bos, *ids]
 
 
 def _metadata_of(path: Path) -> dict[str, Any]:
@@ -201,6 +207,16 @@ def _metadata_of(path: Path) -> dict[str, Any]:
     except Exception as error:  # gguf raises exceptions of any kind for a damaged file
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"--against gguf: {path} cannot be read ({problem}); convert or copy it again") from error
+
+
+def _written_bos(metadata: Mapping[str, Any]) -> Ids:
+    """Returns the BOS token that is written before a prompt, if one is, given the metadata of a GGUF file."""
+    is_written = metadata.get("tokenizer.ggml.add_bos_token")
+    if is_written is None:  # llama.cpp's rule
+        pre_tokenizer = metadata.get("tokenizer.ggml.pre")
+        is_written = metadata.get("tokenizer.ggml.model") == "llama" or pre_tokenizer in ("llama3", "llama-bpe")
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    return [bos] if is_written and isinstance(bos, int) else []
 
 
 _ENDS_BY_NAME = frozenset(
