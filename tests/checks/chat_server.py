@@ -124,6 +124,10 @@ class Rendering:
     parses_special: bool = True
     model_info: dict[str, Any] = field(default_factory=dict)
     """What Ollama says of the model."""
+    status: int = 200
+    """The status of replies to POST."""
+    reply: dict[str, Any] | None = None
+    """What it replies in place of a prompt."""
 
     def __post_init__(self) -> None:
         self.tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(self.folder)
@@ -168,6 +172,8 @@ def serve_prompts(rendering: Rendering) -> type[BaseHTTPRequestHandler]:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == "/api/show":
                 return self.reply({"model_info": rendering.model_info})
+            if rendering.reply is not None:
+                return self.reply(rendering.reply, rendering.status)
             if "content" in request:
                 return self.reply({"tokens": rendering.ids(request["content"])})
             for message in request["messages"]:
@@ -183,8 +189,8 @@ def serve_prompts(rendering: Rendering) -> type[BaseHTTPRequestHandler]:
                 return self.reply({"_debug_info": {"rendered_template": text}})
             return self.reply({"tokens": rendering.ids(text)})
 
-        def reply(self, content: dict[str, Any]) -> None:
-            self.send_response(200)
+        def reply(self, content: dict[str, Any], status: int = 200) -> None:
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(content).encode())
 

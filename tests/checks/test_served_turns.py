@@ -6,6 +6,7 @@ of vLLM, llama-server and Ollama: no answer of theirs was recorded.
 
 import datetime
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 from sftron.checks import served_turns
 from sftron.checks.report import Check, Report
 from sftron.checks.served_causes import Cause
-from sftron.checks.served_prompts import GgufTemplate, OllamaPrompts, openai_messages
+from sftron.checks.served_prompts import GgufTemplate, OllamaPrompts, VllmPrompts, openai_messages
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
 from sftron.commands import check
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -297,6 +298,42 @@ def test_the_command_asks_a_server_by_its_own_paths(
             options = ["--model", folder, "--against", kind, url, "--data", data, "--json", out]
             assert check.main([*map(str, options)]) == status
         assert set(json.loads(out.read_text())["facts"]["causes"]) == causes
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "reply", "message"),
+    [
+        ("vllm", 500, {"error": "no memory"}, "/tokenize: HTTP 500 (.*memory.*); look at its log. If only .*:1 fails"),
+        ("ollama", 503, {}, "/api/chat: HTTP 503 .*; look at its log"),
+        ("llama-server", 429, {}, "/apply-template: HTTP 429 .*; wait, or raise its limit"),
+        ("llama-server", 405, {}, "/apply-template: HTTP 405 .*; correct the URL"),
+        ("vllm", 200, {"tokens": []}, "/tokenize: the reply has no tokens for a prompt; check that"),
+        ("llama-server", 200, {"prompt": None}, "/apply-template: None is not the text of a prompt; check that"),
+        ("ollama", 200, {"_debug_info": {"rendered_template": ""}}, "/api/chat: '' is not the text of a prompt"),
+    ],
+)
+def test_a_failure_of_the_server_is_not_blamed_on_the_rows(
+    places, kind: str, status: int, reply: dict[str, Any], message: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder, _ = places("qwen3_like")
+    open_row(tmp_path, folder, user("Who?"), answer("Pip."))
+    rendering = Rendering(folder, tokenizer_in(folder), status=status, reply=reply)
+    with serving(serve_prompts(rendering)) as url:
+        options = ["--model", folder, "--against", kind, url, "--data", tmp_path / "rows.jsonl"]
+        assert check.main([*map(str, options)]) == 2
+    assert re.search(re.escape(url) + message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_conversation_that_the_server_refuses_is_named(places, status: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder, _ = places("qwen3_like")
+    prepared = open_row(tmp_path, folder, user("Who?"), answer("Pip."))
+    rendering = Rendering(folder, tokenizer_in(folder), status=status, reply={"error": "no"})
+    with serving(serve_prompts(rendering)) as url:
+        report = compare_turns(folder, prepared, VllmPrompts(url, prepared.chat_tokenizer, None, 60.0))
+    assert set(report.facts["causes"]) == {"refused"}
 
 
 @pytest.mark.parametrize("family", ["mistral_like", "qwen3_like"])

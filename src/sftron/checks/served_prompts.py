@@ -68,6 +68,10 @@ def _openai_call(call: Mapping[str, Any], identifier: str) -> dict[str, Any]:
     return {"id": identifier, "type": "function", **call, "function": function}
 
 
+_OF_THE_REQUEST = (400, 422)
+"""The statuses with which servers refuse a conversation; others are failures of the server."""
+
+
 class _PromptServer(Server, ABC):
     stop_ids: set[int] | None = None
     source = ""
@@ -80,13 +84,21 @@ class _PromptServer(Server, ABC):
         try:
             return self._rendered(conversation)
         except RefusedError as error:
-            if error.status in (401, 403, 404) or error.status < 400:
+            if error.status in _OF_THE_REQUEST:
+                return None
+            if error.status < 500:
                 raise
-            return None
+            raise ValueError(f"{error}. If only {conversation.location} fails, leave that row out") from error
 
     @abstractmethod
-    def _rendered(self, conversation: Conversation) -> Ids | None:
+    def _rendered(self, conversation: Conversation) -> Ids:
         """Returns the ids that the server makes of a conversation. Raises RefusedError."""
+
+    def _tokens(self, body: Mapping[str, Any]) -> Ids:
+        with self._as_expected("/tokenize"):
+            if (ids := self._ids(self._request("/tokenize", dict(body))["tokens"])) is None:
+                raise TypeError("the reply has no tokens for a prompt")
+            return ids
 
     def _body(self, conversation: Conversation) -> dict[str, Any]:
         tools = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
@@ -94,25 +106,27 @@ class _PromptServer(Server, ABC):
         return {"model": self._model, "messages": openai_messages(conversation), **tools, **kwargs}
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{value!r:.60} is not the text of a prompt")
+    return value
+
+
 class VllmPrompts(_PromptServer):
     source = "/tokenize"
 
-    def _rendered(self, conversation: Conversation) -> Ids | None:
-        with self._as_expected("/tokenize"):
-            return self._ids(
-                self._request("/tokenize", self._body(conversation) | {"add_generation_prompt": True})["tokens"]
-            )
+    def _rendered(self, conversation: Conversation) -> Ids:
+        return self._tokens(self._body(conversation) | {"add_generation_prompt": True})
 
 
 class LlamaServerPrompts(_PromptServer):
     source = "/apply-template and /tokenize"
 
-    def _rendered(self, conversation: Conversation) -> Ids | None:
+    def _rendered(self, conversation: Conversation) -> Ids:
         with self._as_expected("/apply-template"):
-            text = str(self._request("/apply-template", self._body(conversation))["prompt"])
-        with self._as_expected("/tokenize"):  # as its own chat completion does
-            options = {"add_special": True, "parse_special": True}
-            return self._ids(self._request("/tokenize", {"content": text, **options})["tokens"])
+            text = _text(self._request("/apply-template", self._body(conversation))["prompt"])
+        # As its own chat completion does.
+        return self._tokens({"content": text, "add_special": True, "parse_special": True})
 
 
 class OllamaPrompts(_PromptServer):
@@ -128,7 +142,7 @@ class OllamaPrompts(_PromptServer):
         with self._as_expected("/api/show"):
             self._bos = _written_bos(dict(self._request("/api/show", {"model": self._model})["model_info"]))
 
-    def _rendered(self, conversation: Conversation) -> Ids | None:
+    def _rendered(self, conversation: Conversation) -> Ids:
         body = self._body(conversation)
         for given in body["messages"]:
             thought = next((given[key] for key in REASONING_FIELDS if given.get(key)), None)
@@ -139,7 +153,7 @@ class OllamaPrompts(_PromptServer):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         with self._as_expected("/api/chat"):
             reply = self._request("/api/chat", body | {"stream": False, "_debug_render_only": True})
-            text = str(reply["_debug_info"]["rendered_template"])
+            text = _text(reply["_debug_info"]["rendered_template"])
         return [*self._bos, *encode(self._chat, text)]
 
 

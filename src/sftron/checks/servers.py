@@ -205,6 +205,8 @@ class RefusedError(ValueError):
         remedy = "look at its log" if error.code >= 500 else "correct the URL"
         if error.code in (401, 403):
             remedy = "set VLLM_API_KEY to its key"
+        elif error.code == 429:
+            remedy = "wait, or raise its limit of requests"
         elif error.code < 400:
             place = error.headers.get("Location", "")[:200]
             reason = f"redirects to {place!r}, which is not followed with VLLM_API_KEY"
