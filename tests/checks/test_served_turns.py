@@ -279,7 +279,10 @@ def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
     assert faults(eos_token_id=stops[1]) == {"stops": ("stop_list",)}
     assert faults()["files"] == ("stop_list",)
     assert faults(eos_token_id=stops, repetition_penalty=1.1)["sampling"] == ("sampling",)
-    assert "sampling" not in faults(eos_token_id=stops, temperature=0.6, top_p=0.9)
+    for changing in ({"num_beams": 4}, {"sequence_bias": [[[5], 10.0]]}, {"guidance_scale": 3.0}):
+        assert faults(eos_token_id=stops, **changing)["sampling"] == ("sampling",)
+    neutral = {"num_beams": 1, "sequence_bias": None, "guidance_scale": 1, "repetition_penalty": 1}
+    assert "sampling" not in faults(eos_token_id=stops, temperature=0.6, top_p=0.9, **neutral)
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     assert faults(eos_token_id=stops)["files"] == ("template",)
 

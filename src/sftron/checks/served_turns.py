@@ -44,6 +44,9 @@ _CHANGES_GREEDY = {
     "forced_eos_token_id": None,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
+    "num_beams": 1,
+    "sequence_bias": [],
+    "guidance_scale": 1.0,
 }
 """Keys of generation_config.json that change which token is the likeliest, with the values that change nothing."""
 _SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p")
