@@ -277,7 +277,8 @@ def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
     without_stop = compare_turns(folder, prepared, replace(served_by(folder), stop_ids=set())).checks[1]
     assert without_stop.measured.startswith("0 of")
     assert faults(eos_token_id=stops[1]) == {"stops": ("stop_list",)}
-    assert faults()["files"] == ("stop_list",)
+    assert faults()["files"] == faults(eos_token_id=[])["files"] == ("stop_list",)
+    assert "files" not in faults(eos_token_id=0)
     assert faults(eos_token_id=stops, repetition_penalty=1.1)["sampling"] == ("sampling",)
     for changing in ({"num_beams": 4}, {"sequence_bias": [[[5], 10.0]]}, {"guidance_scale": 3.0}):
         assert faults(eos_token_id=stops, **changing)["sampling"] == ("sampling",)

@@ -244,7 +244,7 @@ def _check_files(folder: Path, chat: ChatTokenizer) -> Check:
     if not any(places.values()):
         lacking.append("no chat template in tokenizer_config.json or chat_template.jinja")
         faults.append(Cause.TEMPLATE)
-    if not _json(folder / "generation_config.json").get("eos_token_id"):
+    if _json(folder / "generation_config.json").get("eos_token_id") in (None, []):
         lacking.append("no eos_token_id in generation_config.json")
         faults.append(Cause.STOP_LIST)
     stored = {each["content"] for each in _json(folder / "tokenizer.json").get("added_tokens", [])}
