@@ -284,6 +284,17 @@ def test_stops_files_and_sampling_are_named(places, tmp_path: Path) -> None:
         assert faults(eos_token_id=stops, **changing)["sampling"] == ("sampling",)
     neutral = {"num_beams": 1, "sequence_bias": None, "guidance_scale": 1, "repetition_penalty": 1}
     assert "sampling" not in faults(eos_token_id=stops, temperature=0.6, top_p=0.9, **neutral)
+    settings, source = folder / "tokenizer_config.json", (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    stored = json.loads(settings.read_text())
+    whole = {"name": "default", "template": source}
+    for template, is_sound in (
+        *((sound, True) for sound in ([whole], [{"name": "rag", "template": "x"}, whole], source, None)),
+        *((broken, False) for broken in ([{"name": "default"}], [{"name": "rag", "template": source}], ["x"])),
+        *((broken, False) for broken in ([whole | {"template": "x"}], [], {}, {"rag": source}, [{}], 5)),
+    ):
+        settings.write_text(json.dumps(stored | {"chat_template": template}))
+        assert faults(eos_token_id=stops).get("files") == (None if is_sound else ("template",)), template
+    settings.write_text(json.dumps(stored))
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     assert faults(eos_token_id=stops)["files"] == ("template",)
 

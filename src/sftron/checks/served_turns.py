@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -236,10 +236,9 @@ def _check_files(folder: Path, chat: ChatTokenizer) -> Check:
     lacking, faults = list[str](), list[Cause]()
     trained = (chat.template.source, chat.template.source_with_defaults)
     for place, template in places.items():
-        own = {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
-        own = own.get("default") if isinstance(own, dict) else own
-        if own is not None and own not in trained:
-            lacking.append(f"{place} has another template than training")
+        if template is not None and (own := _default_of(template)) not in trained:
+            problem = "no list of {name, template} with a default" if own is None else "another template than training"
+            lacking.append(f"{place} has {problem}")
             faults.append(Cause.TEMPLATE)
     if not any(places.values()):
         lacking.append("no chat template in tokenizer_config.json or chat_template.jinja")
@@ -261,6 +260,13 @@ def _check_files(folder: Path, chat: ChatTokenizer) -> Check:
         remedy=faults[0].remedy if faults else "",
         faults=tuple(cause.name.lower() for cause in faults),
     )
+
+
+def _default_of(template: Any) -> Any:
+    """Returns the default template of a chat_template, which is a text or several by name; None if it has none."""
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def _check_sampling(folder: Path) -> Check:
