@@ -436,6 +436,19 @@ def test_a_damaged_gguf_file_is_refused_by_its_name(places, tmp_path: Path) -> N
             GgufTemplate(file, prepared.chat_tokenizer)
 
 
+@pytest.mark.parametrize("template", [5, [{"name": "default"}], ["x"], [{"name": "default", "template": 5}], []])
+def test_a_folder_without_a_template_that_can_be_read_is_refused(tmp_path: Path, template: Any, capsys) -> None:
+    folder = make_folder(tmp_path / "model", "qwen3_like")
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [user("Who?"), answer("Pip.")]}), encoding="utf-8")
+    options = ["--model", folder, "--against", "vllm", "http://127.0.0.1:1", "--data", rows]
+    assert check.main([*map(str, options)]) == 2
+    assert re.search("must have one chat template, but has|check its .* tokenizer_config.json", capsys.readouterr().err)
+
+
 def test_a_trained_tokenizer_that_the_export_does_not_hold_is_named(places, tmp_path: Path) -> None:
     _, prepared = places("qwen3_like")
     folder = make_folder(tmp_path / "model", "zephyr_like")

@@ -104,10 +104,12 @@ def template_sources(template: str | Mapping[str, str] | None) -> dict[str, str]
     """
     if isinstance(template, str):
         return {"default": template}
-    if isinstance(template, Mapping) and "default" in template:
-        return {name: template[name] for name in ("default", "tool_use") if name in template}
-    found = "none" if not template else "several named ones without a default"
+    given = template if isinstance(template, Mapping) else {}
+    named = {name: each for name, each in given.items() if isinstance(each, str)}
+    if "default" in named:
+        return {name: named[name] for name in ("default", "tool_use") if name in named}
+    found = "several named ones without a default" if named else f"{template!r:.60}" if template else "none"
     raise TemplateError(
         f"the tokenizer must have one chat template, but has {found}; set tokenizer.chat_template to one of "
-        f"{', '.join([*(template or ()), *TEMPLATE_NAMES])}, or a .jinja file"
+        f"{', '.join([*named, *TEMPLATE_NAMES])}, or a .jinja file"
     )
