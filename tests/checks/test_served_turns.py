@@ -436,6 +436,22 @@ def test_a_damaged_gguf_file_is_refused_by_its_name(places, tmp_path: Path) -> N
             GgufTemplate(file, prepared.chat_tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", "x.jsonl"], "remove --prompts: with --data, no answer is computed"),
+        (["--dtype", "float16", "--max-new-tokens", "3"], "remove --max-new-tokens, --dtype: with --data"),
+        (["--device", "cpu"], "remove --device: with --data"),
+    ],
+)
+def test_options_of_answers_are_refused_with_rows(tmp_path: Path, options: list[str], message: str, capsys) -> None:
+    against = ["--model", str(tmp_path), "--against", "ollama", "http://127.0.0.1:1"]
+    for arguments, problem in (([*against, "--data", "x", *options], message), (against, "ollama only with --data")):
+        with pytest.raises(SystemExit, match="2"):
+            check.main(arguments)
+        assert problem in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("template", [5, [{"name": "default"}], ["x"], [{"name": "default", "template": 5}], []])
 def test_a_folder_without_a_template_that_can_be_read_is_refused(tmp_path: Path, template: Any, capsys) -> None:
     folder = make_folder(tmp_path / "model", "qwen3_like")

@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
         "(a file, or a run's configuration) in place of answers",
     )
     add("--prompts", type=as_path, help="JSONL of `messages` that end with a user's (default: five examples)")
-    add("--limit", type=positive, help="use the first LIMIT prompts only")
-    add("--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)")
+    add("--limit", type=positive, help="use the first LIMIT prompts, or rows of --data, only")
+    add("--max-new-tokens", type=positive, help="limit of each generation (24)")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -60,6 +60,12 @@ def main(arguments: list[str]) -> int:
         parser.error("give --data only with --against KIND WHERE")
     if (options.served_model or options.timeout) and kind not in ("vllm", *(_OTHER_SERVERS if options.data else ())):
         parser.error("give --served-model and --timeout only with --against vllm URL")
+    if kind in _OTHER_SERVERS and not options.data:
+        parser.error(f"give --against {kind} only with --data: answers are compared with vllm and gguf")
+    of_answers = ("prompts", "max_new_tokens", "dtype", "device")
+    if options.data and (given := [name for name in of_answers if getattr(options, name) is not None]):
+        named = ", ".join("--" + name.replace("_", "-") for name in given)
+        parser.error(f"remove {named}: with --data, no answer is computed")
     if options.data:
         from sftron.checks.served_turns import check_served_turns
 
@@ -89,7 +95,7 @@ def main(arguments: list[str]) -> int:
             options.model,
             prompts,
             tuple(options.against),
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=options.max_new_tokens or 24,
             dtype=dtype,
             device=options.device,
             served_model=options.served_model,
@@ -99,7 +105,7 @@ def main(arguments: list[str]) -> int:
         report = check_parity(
             options.model,
             prompts,
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=options.max_new_tokens or 24,
             dtype=dtype or torch.float32,
             device=options.device,
             native_folder=options.native,
