@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from sftron.checks import served_turns
 from sftron.checks.report import Check, Report
 from sftron.checks.served_causes import Cause
-from sftron.checks.served_prompts import GgufTemplate, OllamaPrompts, VllmPrompts, openai_messages
+from sftron.checks.served_prompts import GgufTemplate, OllamaPrompts, VllmPrompts, open_prompts, openai_messages
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
 from sftron.commands import check
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -450,6 +450,16 @@ def test_options_of_answers_are_refused_with_rows(tmp_path: Path, options: list[
         with pytest.raises(SystemExit, match="2"):
             check.main(arguments)
         assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [("ollama", "ollama serve"), ("llama-server", "llama-server --model FILE"), ("vllm", "vllm serve FOLDER")],
+)
+def test_a_server_that_is_not_there_is_started_by_its_own_command(places, kind: str, command: str) -> None:
+    _, prepared = places("qwen3_like")
+    with pytest.raises(ValueError, match=f"no server answers .*; start it .`{command}`.,"):
+        open_prompts(kind, "http://127.0.0.1:1", prepared.chat_tokenizer, None, 60.0)
 
 
 @pytest.mark.parametrize("template", [5, [{"name": "default"}], ["x"], [{"name": "default", "template": 5}], []])

@@ -121,6 +121,7 @@ class VllmPrompts(_PromptServer):
 
 class LlamaServerPrompts(_PromptServer):
     source = "/apply-template and /tokenize"
+    start_command = "llama-server --model FILE"
 
     def _rendered(self, conversation: Conversation) -> Ids:
         with self._as_expected("/apply-template"):
@@ -136,6 +137,7 @@ class OllamaPrompts(_PromptServer):
     """
 
     source = "/api/chat, in the folder's tokenizer"
+    start_command = "ollama serve"
 
     def __init__(self, url: str, chat: ChatTokenizer, model: str | None, timeout: float) -> None:
         super().__init__(url, chat, model, timeout)

@@ -226,6 +226,7 @@ class Server:
     """
 
     is_quantized = False
+    start_command = "vllm serve FOLDER"
 
     def __init__(
         self, url: str, model: str | None, timeout: float, vocab_size: int, dtype: torch.dtype | None = None
@@ -285,7 +286,7 @@ class Server:
             raise RefusedError(url, error) from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            problem = f"no server answers ({reason}); start it (`vllm serve FOLDER`), or correct the URL"
+            problem = f"no server answers ({reason}); start it (`{self.start_command}`), or correct the URL"
             if isinstance(reason, TimeoutError):
                 problem = f"no reply in {self._timeout:g} s; raise --timeout, or look at its log"
             raise ValueError(f"{url}: {problem}") from error
