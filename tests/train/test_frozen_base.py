@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -472,6 +473,48 @@ def test_a_base_that_changes_between_its_digest_and_its_streaming_is_refused(
     with pytest.raises(ValueError, match=f"{weights} changed after the run had computed its digest"):
         opened(config)
     assert not (config.run_dir / NF4_FACTS).exists()
+
+
+def _no_space(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_nf4_weights_that_cannot_be_stored_end_the_start_clearly_and_lose_nothing(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    write_rows(tmp_path / "rows.jsonl", 200)
+    path = _config(tmp_path, run_folder, "stream", **OPTIONS["NF4"]).run_dir / NF4_FILE
+    arguments = ["--config", str(tmp_path / "config.yaml")]
+
+    def fills_the_disk(begun: Path, *rest: Any) -> Any:
+        begun.write_bytes(b"begun")
+        return _no_space()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen_files, "write_tensors", fills_the_disk)
+        assert main([*arguments, *options]) == 2
+    refusal = capsys.readouterr().err
+    assert re.search(f"cannot store the weights in NF4 in .*{NF4_FILE}: No space left .* bytes", refusal)
+    assert not path.exists()
+    if not options:
+        path.mkdir()
+        assert main(arguments) == 2
+        assert f"cannot store the weights in NF4 in {path}: Is a directory" in capsys.readouterr().err
+        path.rmdir()
+        assert main(arguments) == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_base_that_cannot_be_read_at_the_start_is_refused_by_its_name(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    _config(tmp_path, run_folder, "stream")
+    monkeypatch.setattr(os, "preadv", _no_space)
+    assert main(["--config", str(tmp_path / "config.yaml"), *options]) == 2
+    assert f"{run_folder / 'model.safetensors'}: cannot be read at byte" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", [_changed_unnoticed, None])

@@ -163,11 +163,25 @@ def make_nf4_file(
 
     Returns the stamp of the file with this content.
 
-    Raises:
-        OSError: The file cannot be written.
-        ValueError: A matrix has weights that are not finite.
+    Raises ValueError if the file cannot be written, or a matrix has weights that are not finite.
     """
     path, facts = folder / NF4_FILE, folder / NF4_FACTS
+    try:
+        return _stamp_of_nf4_file(path, facts, base, shapes, make)
+    except OSError as error:
+        with suppress(OSError):  # a part of it, which would fill the disk
+            path.unlink()
+        size = sum(shape.numel() for shape in shapes.values())
+        raise ValueError(
+            f"model.frozen_base: stream cannot store the weights in NF4 in {error.filename or path}: "
+            f"{error.strerror or error}. Make place for {size:,} bytes there (in a --dry-run, TMPDIR names the place), "
+            "and start the run again"
+        ) from error
+
+
+def _stamp_of_nf4_file(
+    path: Path, facts: Path, base: str, shapes: Mapping[str, torch.Size], make: Callable[[str], Tensor]
+) -> dict[Path, Stamp]:
     if path.exists() and (stamp := Stamp.of(path)) and _is_intact(path, facts, base):
         return {path: stamp}
     for old in (facts, path):

@@ -104,7 +104,7 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool, is_verbose: b
         if dry_run:
             return trainer.dry_run(trainer.open_setup(config, plans=True))
         opened = trainer.open_trainer(config, stop_request)
-    except ValueError as error:
+    except (ValueError, FrozenWeightsError) as error:
         return _refuse(error, is_verbose=is_verbose)
     try:
         return opened.train()
