@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sftron import Callback, Config, Extension, LlamaForSFT
 from sftron.config import load_config
-from sftron.train.evaluation import Answer
+from sftron.train.extension import Answer
 from sftron.train.trainer import CompletedRun, Trainer, open_trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import make_config, make_model_folder, settings, write_config, write_rows

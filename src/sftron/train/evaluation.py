@@ -22,7 +22,7 @@ from sftron.kernels.device import free_memory, is_gpu
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import gathered_blocks, whole_head
-from sftron.train.extension import NO_EXTENSION, Extension, ExtensionError, computed
+from sftron.train.extension import NO_EXTENSION, Answer, Extension, ExtensionError, computed
 from sftron.train.keep import WITHIN_LIMITS, KeptLoss, after, comparable, facts_of, problems
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
@@ -121,18 +121,6 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
 
 
 # --- A whole evaluation ---
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The model's greedy answer to a prompt."""
-
-    prompt: str
-    answer: str
-    tokens: int
-    """The number of generated tokens, including the stop token."""
-    stopped: bool
-    """Whether the answer ended with a stop token rather than at the length limit."""
 
 
 @dataclass(frozen=True, slots=True)

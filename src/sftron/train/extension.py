@@ -29,7 +29,6 @@ from sftron.regular_file import where_missing
 
 if TYPE_CHECKING:
     from sftron.models.llama import LlamaForSFT
-    from sftron.train.evaluation import Answer
     from sftron.train.objective import Objective
 
 
@@ -63,6 +62,18 @@ class MakeOptimizer(Protocol):
     """Makes the optimizer from the names and the parameters that are trained."""
 
     def __call__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], /) -> torch.optim.Optimizer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The model's greedy answer to a prompt."""
+
+    prompt: str
+    answer: str
+    tokens: int
+    """The number of generated tokens, including the stop token."""
+    stopped: bool
+    """Whether the answer ended with a stop token rather than at the length limit."""
 
 
 class ComputeMetrics(Protocol):
