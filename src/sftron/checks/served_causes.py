@@ -44,7 +44,8 @@ class Cause(Enum):
         "tokenizer.ggml.add_bos_token) if the template writes it, and to true if it does not."
     )
     GENERATION_PROMPT = (
-        "The prompt ends otherwise. Set add_generation_prompt, and enable_thinking as training rendered it."
+        "The prompt ends otherwise. Set add_generation_prompt, and enable_thinking as training rendered it; a template "
+        "whose prompt opens a thought needs answers with thoughts."
     )
     DATE = "The template writes today's date. Set tokenizer.date in training, and the same date where it is served."
     SYSTEM_PROMPT = "System messages, or the template's own, are written otherwise. Put one system message in each row."
@@ -55,6 +56,14 @@ class Cause(Enum):
     CONTROL_TEXT = (
         "A message spells a control token, which training reads as text and the server as the token. Remove it from "
         "the rows and from what is sent to the server, or train it as the token (data.allow_control_tokens)."
+    )
+    TOKENIZATION = (
+        "The server divides the same text into other tokens. Convert the folder's own tokenizer again (GGUF: "
+        "tokenizer.ggml.pre names how text is divided), or serve that tokenizer."
+    )
+    BOUNDARY = (
+        "The last characters of the prompt are in other tokens once the answer follows, so no server can give this "
+        "prompt. Begin answers without white space."
     )
     REWRITTEN = (
         "The template writes earlier messages otherwise once more follow, so that no server can give this prompt. "
@@ -126,8 +135,12 @@ def cause_of(chat: ChatTokenizer, conversation: Conversation, trained: Ids, serv
         return Cause.REFUSED
     own = render_prompt(chat, conversation)
     if served == own:  # the server renders as the folder's template does: what is to explain is the training
+        if _differs_at_boundary(chat, trained, served):
+            return Cause.BOUNDARY
         if chat.decode(served) == chat.decode(trained):
             return Cause.CONTROL_TEXT
+        if served[: len(trained)] == trained:
+            return Cause.GENERATION_PROMPT
         changes = (change for cause, change in _changes(chat) if cause is Cause.GENERATION_PROMPT)
         is_at_end = any(render_prompt(chat, conversation, change) == trained for change in changes)
         return Cause.GENERATION_PROMPT if is_at_end else Cause.REWRITTEN
@@ -135,7 +148,9 @@ def cause_of(chat: ChatTokenizer, conversation: Conversation, trained: Ids, serv
         if render_prompt(chat, conversation, change) == served:
             return cause
     if chat.decode(served) == chat.decode(own or trained):
-        return Cause.SPECIAL_TOKENS
+        return (
+            Cause.TOKENIZATION if _controls(chat, served) == _controls(chat, own or trained) else Cause.SPECIAL_TOKENS
+        )
     closed = render_prompt(chat, conversation, _Change(variables={"add_generation_prompt": False}))
     if closed and closed == served[: len(closed)] == (own or [])[: len(closed)]:
         return Cause.GENERATION_PROMPT
@@ -145,6 +160,23 @@ def cause_of(chat: ChatTokenizer, conversation: Conversation, trained: Ids, serv
         if (less := without(conversation)) != conversation and ask(less) == render_prompt(chat, less):
             return cause
     return Cause.TEMPLATE
+
+
+_MOST_BOUNDARY_TOKENS = 4
+
+
+def _differs_at_boundary(chat: ChatTokenizer, trained: Ids, served: Ids) -> bool:
+    """Returns whether only the last tokens differ, whose text in training is that of the prompt's end, or begins so."""
+    shared = _num_common(trained, served)
+    ends = trained[shared:], served[shared:]
+    if not all(0 < len(end) <= _MOST_BOUNDARY_TOKENS and not _controls(chat, end) for end in ends):
+        return False
+    return chat.decode(ends[0]).startswith(chat.decode(ends[1]))
+
+
+def _controls(chat: ChatTokenizer, ids: Ids) -> Ids:
+    added = chat.tokenizer.added_tokens_decoder
+    return [each for each in ids if each in added]
 
 
 def _changes(chat: ChatTokenizer) -> Iterator[tuple[Cause, _Change]]:

@@ -186,9 +186,11 @@ def _trained_turns(prepared: Preparation, tokenized: TokenizedConversation) -> I
         if turn.role is not Role.ASSISTANT:
             continue
         end = turn.end if turn.stop is None else turn.stop + 1
-        generated = np.flatnonzero(is_generated[last_end:end])
+        generated = last_end + np.flatnonzero(is_generated[last_end:end])
+        if (gaps := np.flatnonzero(np.diff(generated) > 1)).size and generated[0] == last_end > 0:
+            generated = generated[gaps[0] + 1 :]  # a template may mark what follows the stop before
         if len(generated) and message:
-            start = last_end + int(generated[0])
+            start = int(generated[0])
             if num_trained := int(is_trained[start:end].sum()):
                 yield _TrainedTurn(message, start, end, turn.stop, num_trained)
         last_end = max(end, last_end)
