@@ -13,7 +13,7 @@ os.environ["TQDM_DISABLE"] = "1"  # read by the imports below; nobody needs a ba
 import torch
 from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 
 def gguf_file() -> Path:
@@ -24,14 +24,19 @@ def gguf_file() -> Path:
     return next(Path(str(file.locate())) for file in package.files or [] if file.suffix == ".gguf")
 
 
-def main(folder: Path) -> None:
-    source = gguf_file()
-    print(f"model      {source.name} -> {folder}", flush=True)
+def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # The file says tokenizer.ggml.pre: smollm, which transformers does not read: each digit is split off first, so that
     # the two line ends in "\n\n2." are one token, as in the model's own tokenizer and in llama.cpp.
     splits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splits)
+    return tokenizer
+
+
+def main(folder: Path) -> None:
+    source = gguf_file()
+    print(f"model      {source.name} -> {folder}", flush=True)
+    tokenizer = load_tokenizer(source)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # transformers takes the loaded weights for quantized ones, and refuses to save them, as long as this is there.
     del model.config.quantization_config
