@@ -78,6 +78,15 @@ def test_the_command_compares_with_a_llama_server_that_runs(tmp_path: Path, caps
     assert "6 of 6 turns have the trained ids before them (/apply-template and /tokenize)" in capsys.readouterr().out
 
 
+def test_a_date_that_only_llama_cpp_gives_is_named(tmp_path: Path) -> None:
+    """Llama 3.1's template has a date of its own, unless a server gives one; llama.cpp gives today's."""
+    prefix = "{% if date_string is not defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }} "
+    folder = make_folder(tmp_path / "model", "chatml_like", prefix=prefix)
+    with llama_server(write_gguf(folder, tmp_path / "model.gguf")) as url:
+        report = compared(folder, url, CASES[:2])
+    assert set(report.facts["causes"]) == {"date"}
+
+
 # --- Vocabularies ---
 
 

@@ -89,7 +89,7 @@ class _Change:
     edit: Callable[[Conversation], Conversation] = lambda conversation: conversation
     tools: Callable[[Sequence[Any]], Sequence[Any]] = list
     tojson: Callable[..., str] | None = None
-    variables: Mapping[str, bool] | None = None
+    variables: Mapping[str, bool | str] | None = None
     ids: Callable[[Ids], Ids] = list
     is_text: bool = False
     """Whether control tokens are read as plain text."""
@@ -195,6 +195,8 @@ def _changes(chat: ChatTokenizer) -> Iterator[tuple[Cause, _Change]]:
         yield Cause.BOS, _Change(ids=lambda ids: ids[1:] if ids[:1] == [bos] else ids)
     for name, value in (("add_generation_prompt", False), ("enable_thinking", False), ("enable_thinking", True)):
         yield Cause.GENERATION_PROMPT, _Change(variables={name: value})
+    # llama.cpp gives every template this variable, for which Llama 3.1's has a default.
+    yield Cause.DATE, _Change(variables={"date_string": datetime.datetime.now().strftime("%d %b %Y")})
     for edit in (_without_system, _with_empty_system, _joined_systems("\n"), _joined_systems("\n\n")):
         yield Cause.SYSTEM_PROMPT, _Change(edit)
     yield Cause.SPECIAL_TOKENS, _Change(is_text=True)
