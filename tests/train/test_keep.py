@@ -1,6 +1,8 @@
 """evaluation.keep: a rise of a kept loss beyond its limit warns or ends the run, wherever it was stopped before."""
 
 import json
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from sftron.compare.recorded_run import read_run
 from sftron.config import ConfigError
 from sftron.data.types import DataError
 from sftron.report.charts import Chart
+from sftron.train import evaluation
 from sftron.train.evaluation import Evaluation, SetLoss
 from sftron.train.logs.loggers import flat_numbers
 from sftron.train.text import conclusion
@@ -347,3 +350,115 @@ def test_documents_of_plain_text_are_kept_as_conversations_are(tmp_path: Path, m
     assert set(first["roles"]) == {"text"}
     assert first["roles"]["text"]["loss"] == first["loss"]
     assert last["kept"]["rise"] == last["loss"] - first["loss"] != 0
+
+
+# --- Limits that change ---
+
+
+def strict_json(path: Path) -> Any:
+    """Returns the value of a file, which holds no NaN, because JSON has none."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{path} holds {name}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_a_best_checkpoint_above_a_limit_that_is_lowered_is_not_exported(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    require_not_best_above(tmp_path, model_folder, losses, options_of(old, max_rise=1e9, on_exceeded="stop"), capfd)
+
+
+def test_a_best_checkpoint_above_a_limit_that_now_stops_is_not_exported(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The best by another metric, which falls as the run learns and forgets."""
+    options = options_of(old, max_rise=limit_between(losses)[0]) | {"checkpoints__keep_best": "eval/rows/loss"}
+    options["evaluation__datasets"] = [{"path": str(tmp_path / "rows.jsonl")}]
+    require_not_best_above(tmp_path, model_folder, losses, options, capfd)
+
+
+def require_not_best_above(
+    tmp_path: Path, model_folder: Path, losses: list[float], options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    max_rise, step = limit_between(losses)
+    options |= {"checkpoints__export_hf": True, "tokens__train_steps": step}
+    trainer = opened(make_config(tmp_path, model_folder, **options))
+    assert trainer.train() == 0
+    folder, best = trainer.directory.folder, trainer._evaluator.best
+    assert best is not None
+    assert best.step == step
+    assert result(trainer)["exported"] == str(folder / "hf" / f"step-{step}")
+    options["evaluation__keep"][0] |= {"max_rise": max_rise, "on_exceeded": "stop"}
+    options["tokens__train_steps"] = NUM_STEPS
+    capfd.readouterr()
+    resumed = opened(make_config(tmp_path, model_folder, **options))
+    said = f"best       step {step} is not within the limits of evaluation.keep that are in force now"
+    assert said in capfd.readouterr().out
+    assert resumed.train() == 4
+    ended = result(resumed)
+    assert (ended["status"], ended["step"], ended["exported"]) == ("forgot", step, None)
+    assert ended["kept"]["old"]["exceeded_at"] == step
+    assert not (folder / "latest").is_symlink()
+    assert not (folder / "best").is_symlink()
+    assert isinstance(open_trainer(make_config(tmp_path, model_folder, **options)), CompletedRun)
+
+
+def test_the_first_step_above_a_limit_is_known_after_the_limit_is_changed(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float]
+) -> None:
+    """Also if the loss was lower again when the run was stopped."""
+    rises = [loss - losses[0] for loss in losses]
+    stop = next(n for n in range(2, NUM_STEPS) if rises[n] < max(rises[:n]))
+    max_rise = (max(rises[:stop]) + rises[stop]) / 2
+    options = options_of(old, max_rise=1e9)
+    opened(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": stop})).train()
+    options["evaluation__keep"][0]["max_rise"] = max_rise
+    resumed = run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": stop + 1}))
+    first = next(n for n, rise in enumerate(rises) if rise > max_rise)
+    assert first < stop
+    assert result(resumed)["kept"]["old"]["exceeded_at"] == first
+    options["evaluation__keep"][0]["max_rise"] = 1e9
+    raised = run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": stop + 2}))
+    assert result(raised)["kept"]["old"]["exceeded_at"] is None
+
+
+def test_the_card_of_an_export_that_is_there_already_has_the_limit_in_force_now(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float]
+) -> None:
+    max_rise, step = limit_between(losses)
+    options = options_of(old, max_rise=1e9, on_exceeded="stop")
+    options |= {"checkpoints__export_hf": True, "checkpoints__export_interval": 1}
+    trainer = opened(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": step - 1}))
+    assert trainer.train() == 0
+    options["evaluation__keep"][0]["max_rise"] = max_rise
+    assert opened(make_config(tmp_path, model_folder, **options)).train() == 4
+    within = trainer.directory.hf(step - 1)
+    row = f"| `old` | {step - 1} | {losses[0]:.4f} | {losses[step - 1] - losses[0]:.4f} | {max_rise:.4f} | kept |"
+    assert (trainer.directory.folder / "latest").resolve() == within.resolve()
+    assert row in (within / "README.md").read_text()
+
+
+def test_a_kept_loss_that_is_not_finite_is_above_every_limit_and_null_in_json(
+    tmp_path: Path, model_folder: Path, old: Path, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_set = evaluation.measure_set
+
+    def measured(*args: Any, **options: Any) -> SetLoss:
+        found = of_set(*args, **options)
+        return found if found.loss == losses[0] else replace(found, loss=nan)
+
+    monkeypatch.setattr(evaluation, "measure_set", measured)
+    trainer = opened(make_config(tmp_path, model_folder, **options_of(old, max_rise=1e9, on_exceeded="stop")))
+    assert trainer.train() == 4
+    folder = trainer.directory.folder
+    kept = strict_json(folder / "result.json")["kept"]["old"]
+    assert kept == {"before": losses[0], "rise": None, "max_rise": 1e9, "exceeded_at": 1}
+    assert strict_json(folder / "checkpoints" / "step-1" / "state.json")["evaluation"]["kept"]["old"]["loss"] is None
+    assert f"risen from {losses[0]:.4f} to no finite number" in result(trainer)["error"]
+
+    monkeypatch.setattr(evaluation, "measure_set", lambda *args, **options: replace(of_set(*args, **options), loss=nan))
+    unmeasured = opened(make_config(tmp_path, model_folder, general__run_name="nan", **options_of(old, max_rise=1e9)))
+    with pytest.raises(DataError, match="the loss of old after step 0 is not finite, so no rise can be measured"):
+        unmeasured.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -110,6 +111,10 @@ class EvaluationDataset(Rows):
 
     name: Name | None = None
     """Names the set in metrics, eval/NAME/loss; null means its file's name without the ending."""
+
+    @property
+    def set_name(self) -> str:
+        return self.name or Path(self.path).name.partition(".")[0] or self.path
 
 
 class KeptDataset(EvaluationDataset):

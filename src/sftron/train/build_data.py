@@ -180,8 +180,7 @@ def open_evaluation_sets(config: Config, training: Preparation) -> tuple[Evaluat
     held_out = [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
     sets: list[tuple[str, list[DataSet], KeptDataset | None]] = [(HELD_OUT, held_out, None)] if held_out else []
     for options in (*config.evaluation.datasets, *config.evaluation.keep):
-        source = open_rows(config, options)
-        name = options.name or Path(options.path).name.partition(".")[0] or options.path
+        source, name = open_rows(config, options), options.set_name
         dataset = DataSet(name, source, _row_format(config, options, source))
         sets.append((name, [dataset], options if isinstance(options, KeptDataset) else None))
     for name, count in Counter(name for name, _, _ in sets).items():

@@ -23,7 +23,7 @@ from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import gathered_blocks, whole_head
 from sftron.train.extension import NO_EXTENSION, Answer, Extension, ExtensionError, computed
-from sftron.train.keep import WITHIN_LIMITS, KeptLoss, after, comparable, facts_of, problems
+from sftron.train.keep import WITHIN_LIMITS, KeptLoss, after, comparable, exceeded_at, facts_of, is_within, problems
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
@@ -55,7 +55,7 @@ class SetLoss:
     token."""
     datasets: dict[str, dict[str, Any]]
     """{name: {"loss", "tokens"}} for the completions of each data set."""
-    kept: dict[str, float] | None = None
+    kept: dict[str, float | None] | None = None
     """{"before", "rise", "max_rise"} of a set of evaluation.keep, in nats; None for others."""
 
 
@@ -151,7 +151,7 @@ class Evaluation:
         for name, each in self.sets.items():
             roles = ", ".join(f"{role} {found['loss']:.4f}" for role, found in each.roles.items())
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
-            kept = f" | rise {each.kept['rise']:.4f} of {each.kept['max_rise']:.4f}" if each.kept else ""
+            kept = f" | rise {rounded(each.kept['rise'])} of {rounded(each.kept['max_rise'])}" if each.kept else ""
             yield (
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)}{kept} | accuracy {accuracy} "
                 f"| {counted(each.tokens, 'tokens')} of {each.conversations:,} conversations | by role: {roles}"
@@ -176,6 +176,8 @@ class Best:
     """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
     num_worse: int = 0
     """The number of evaluations since this one."""
+    kept: Mapping[str, float | None] = field(default_factory=dict)
+    """The losses of the sets of evaluation.keep at this step; a limit may be lowered after it."""
 
     @property
     def words(self) -> str:
@@ -289,7 +291,8 @@ class Evaluator:
         """The losses of the kept sets for result.json."""
         sets = {each.name: each for each in self._data.evaluation_sets}
         return {
-            name: facts_of(sets[name], each) | {"exceeded_at": each.exceeded_at} for name, each in self.kept.items()
+            name: facts_of(sets[name], each) | {"exceeded_at": exceeded_at(sets[name], each)}
+            for name, each in self.kept.items()
         }
 
     @property
@@ -415,8 +418,12 @@ class Evaluator:
         step = evaluation.step
         value = float(step) if metric == WITHIN_LIMITS else metric_of(evaluation.metrics(), metric)
         if best is not None:
-            return best.after(value, step)
-        return None if value is None else Best(metric, value, step, self._of(metric))
+            best = best.after(value, step)
+        elif value is not None:
+            best = Best(metric, value, step, self._of(metric))
+        if best is None or best.step != step:
+            return best
+        return replace(best, kept={name: each.loss for name, each in self.kept.items()})
 
     def state(self) -> dict[str, Any]:
         """Returns the evaluator's state for a checkpoint, as JSON values."""
@@ -441,8 +448,12 @@ class Evaluator:
                 console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
-            if is_there and (best.metric, best.of) == (self._best_metric, self._of(best.metric)):
+            is_comparable = (best.metric, best.of) == (self._best_metric, self._of(best.metric))
+            if is_there and is_comparable and is_within(self._data.evaluation_sets, self.kept, best.kept):
                 self.best = best
+            elif is_there and is_comparable:
+                what = f"step {best.step} is not within the limits of evaluation.keep that are in force now"
+                console.write(f"best       {what}; the search for the best starts again")
             else:
                 what = f"step {best.step} was chosen by {best.metric} of other settings, or is no longer there"
                 console.write(f"best       {what}; the search for the best starts again")

@@ -189,16 +189,22 @@ class RunExports:
         """Exports the final model, and `best` unless its folder exists already. Raises OSError for the former.
 
         If it cannot export the best one, it prints a warning; the run is complete without it. If the final model
-        `has_forgotten` more than a limit allows, it exports only the best one, and `latest` links to that, too.
+        `has_forgotten` more than a limit allows, it exports only the best one, and `latest` links to that, too. Without
+        a best one, earlier links are removed.
         """
         exported = None if has_forgotten else self.export(is_last=True, is_pushed=is_pushed)
         directory = self.directory
         if best is None:
+            if has_forgotten and self.setup.ranks.is_main:
+                directory.remove_link("latest")
+                directory.remove_link("best")
             return exported
+        is_written = exported is not None and best.step == self.progress.step
 
         def write() -> str:
             try:
-                self._write_best(best.step)
+                if not is_written:
+                    self._write_best(best.step)
             except ValueError as error:  # the checkpoint has been damaged since it was saved
                 raise OSError(str(error)) from error
             is_model = directory.hf(best.step).is_dir()
@@ -218,11 +224,14 @@ class RunExports:
         return exported
 
     def _write_best(self, step: int) -> None:
-        """Exports the checkpoint of a step unless that was done before. Raises ValueError or OSError."""
+        """Exports the checkpoint of a step unless that was done before. Raises ValueError or OSError.
+
+        With limits it is exported again, because the model card of an earlier export may have others.
+        """
         setup, directory = self.setup, self.directory
         config, source, checkpoint = setup.config, setup.model.export_source, directory.checkpoints / f"step-{step}"
         assert source is not None
-        if directory.is_exported(config, step):
+        if directory.is_exported(config, step) and not config.evaluation.keep:
             return
         with opened(checkpoint, source) as (state, read, vocab_size):
             exporter = self._exporter(state, vocab_size)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import nan
+from math import isfinite
 from typing import Any
 
+from sftron.data.types import DataError
 from sftron.train.run import EvaluationSet
 
 WITHIN_LIMITS = "evaluation.keep"
@@ -22,35 +23,52 @@ class KeptLoss:
 
     before: float
     """The loss before the first step."""
-    loss: float
-    """The loss of the last evaluation; not a number if it was not finite."""
+    loss: float | None
+    """The loss of the last evaluation; None if it was not finite."""
     of: str
     """The fingerprint of the set; losses of other rows are not comparable."""
-    exceeded_at: int | None = None
-    """The step of the first evaluation above the limit that was then in force."""
+    highest: tuple[tuple[int, float | None], ...]
+    """The evaluations with a loss above all before, as (step, loss). The first one above any limit is among them, so
+    it is known whatever limit a resume sets."""
 
     @property
-    def rise(self) -> float:
-        return self.loss - self.before
+    def rise(self) -> float | None:
+        return None if self.loss is None else self.loss - self.before
 
 
 def after(kept: KeptLoss | None, found: EvaluationSet, loss: float | None, step: int) -> KeptLoss:
-    """Returns the loss of a kept set after an evaluation of it; the first one is the loss before training."""
-    now = nan if loss is None else loss
-    kept = KeptLoss(now, now, found.fingerprint) if kept is None else replace(kept, loss=now)
-    return replace(kept, exceeded_at=step) if kept.exceeded_at is None and problem_of(found, kept) else kept
+    """Returns the loss of a kept set after an evaluation of it; the first one is the loss before training.
+
+    Raises DataError if that is not finite.
+    """
+    now = loss if loss is not None and isfinite(loss) else None
+    if kept is None:
+        if now is None:
+            problem = f"the loss of {found.name} after step {step} is not finite, so no rise can be measured from it"
+            raise DataError(f"evaluation.keep: {problem}; check the weights and model.compute_dtype, or remove the set")
+        return KeptLoss(now, now, found.fingerprint, ((step, now),))
+    most = kept.highest[-1][1]
+    is_higher = most is not None and (now is None or now > most)
+    return replace(kept, loss=now, highest=(*kept.highest, (step, now)) if is_higher else kept.highest)
 
 
-def facts_of(found: EvaluationSet, kept: KeptLoss) -> dict[str, float]:
+def facts_of(found: EvaluationSet, kept: KeptLoss) -> dict[str, float | None]:
     """Returns the loss before training, the rise since and its limit, in nats, for records."""
     assert found.limit is not None
     return {"before": kept.before, "rise": kept.rise, "max_rise": found.limit.allowed_rise(kept.before)}
+
+
+def exceeded_at(found: EvaluationSet, kept: KeptLoss) -> int | None:
+    """Returns the step of the first evaluation above the limit that is in force now."""
+    return next((step for step, loss in kept.highest if problem_of(found, replace(kept, loss=loss))), None)
 
 
 def problem_of(found: EvaluationSet, kept: KeptLoss) -> str:
     """Returns how the loss exceeds the limit that is in force now; empty if it does not."""
     assert found.limit is not None
     limit, max_rise = found.limit, found.limit.allowed_rise(kept.before)
+    if kept.rise is None:
+        return f"evaluation.keep: the loss of {found.name} has risen from {kept.before:.4f} to no finite number"
     if kept.rise <= max_rise:
         return ""
     share = "" if limit.max_rise_percent is None else f", {limit.max_rise_percent:g} % of it"
@@ -66,8 +84,19 @@ def problems(sets: Sequence[EvaluationSet], kept: Mapping[str, KeptLoss], on_exc
     return [problem for each in own if each.name in kept and (problem := problem_of(each, kept[each.name]))]
 
 
+def is_within(sets: Sequence[EvaluationSet], kept: Mapping[str, KeptLoss], losses: Mapping[str, float | None]) -> bool:
+    """Returns whether the losses of an evaluation, by set, are known to be within all limits that end the run now."""
+    own = [each for each in sets if each.limit is not None and each.limit.on_exceeded == "stop"]
+    return all(
+        each.name in kept and not problem_of(each, replace(kept[each.name], loss=losses.get(each.name))) for each in own
+    )
+
+
 def comparable(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> dict[str, KeptLoss]:
     """Returns the losses in the state of a checkpoint, by set, without those of other rows."""
-    saved = {name: KeptLoss(**each) for name, each in state.get("kept", {}).items()}
+    saved = {
+        name: KeptLoss(**each | {"highest": tuple(map(tuple, each["highest"]))})
+        for name, each in state.get("kept", {}).items()
+    }
     now = {each.name: each.fingerprint for each in sets if each.limit is not None}
     return {name: each for name, each in saved.items() if now.get(name) == each.of}

@@ -28,6 +28,7 @@ from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport
 from sftron.checkpoint.source import BaseModel, hub_id, license_id
 from sftron.config import Config, dump_config
+from sftron.config.data_schema import KeptDataset
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.errors import redacted
 from sftron.local_paths import path_names
@@ -78,7 +79,7 @@ def model_card(
 
     Args:
         config: The run's configuration. The settings in `state` take precedence, because the steps were trained with
-            them.
+            them, except for the limits of evaluation.keep.
         state: The state of a checkpoint; see `resume.run_facts`.
         run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; files and records that are
             missing or damaged are skipped.
@@ -88,6 +89,7 @@ def model_card(
         repository: The Hub repository whose root holds the model, if any.
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
+    limits = {each.set_name: each for each in config.evaluation.keep}
     config, periods = settings.as_config() or config, settings.periods()
     records, evaluations = (
         [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]
@@ -109,7 +111,7 @@ def model_card(
         "verified": _verified(run_folder, state.get("fingerprint") or {}, base.folder),
         "changes": _change_rows(periods, progress.step),
         "evaluations": _evaluation_rows(evaluations),
-        "kept": _kept_rows(evaluations),
+        "kept": _kept_rows(evaluations, limits),
     }
     return fill_template(
         base,
@@ -148,17 +150,18 @@ def _evaluation_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]
     return rows
 
 
-def _kept_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a row for each set of evaluation.keep in the last evaluation."""
+def _kept_rows(evaluations: Sequence[Mapping[str, Any]], limits: Mapping[str, KeptDataset]) -> list[list[str]]:
+    """Returns a row for each set of evaluation.keep in the last evaluation, judged by the limits that are in force
+    now."""
     rows = []
     for record in evaluations[-1:]:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # a record that is not what a run writes
             for name, measured in record["sets"].items():
-                if kept := measured["kept"]:
-                    rise, most = (_number(kept[each]) for each in ("rise", "max_rise"))
-                    is_kept = kept["rise"] is not None and kept["rise"] <= kept["max_rise"]
-                    verdict = "kept" if is_kept else "**forgot more than allowed**"
-                    rows.append([name, f"{record['step']:,}", _number(kept["before"]), rise, most, verdict])
+                if (kept := measured["kept"]) and name in limits:
+                    rise, most = kept["rise"], limits[name].allowed_rise(kept["before"])
+                    verdict = "kept" if rise is not None and rise <= most else "**forgot more than allowed**"
+                    numbers = map(_number, (kept["before"], rise, most))
+                    rows.append([name, f"{record['step']:,}", *numbers, verdict])
     return rows
 
 

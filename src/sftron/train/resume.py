@@ -27,7 +27,7 @@ from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.regular_file import where_missing
 from sftron.train.evaluation import Best, best_metric, is_patience_over
-from sftron.train.keep import comparable, problems
+from sftron.train.keep import comparable, is_within, problems
 from sftron.train.logs import console
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
@@ -199,10 +199,11 @@ def find_finished(setup: Setup, directory: RunDirectory) -> Start | None:
     exceeded = bool(start.exceeded(setup))
     if ended != "diverged" and exceeded != (ended == "forgot"):  # a limit was changed
         return None
-    evaluation, step = start.state["evaluation"], start.progress.step
+    evaluation, step, sets = start.state["evaluation"], start.progress.step, setup.data.evaluation_sets
     exported = set() if exceeded else {step}
-    if best_metric(setup.config) and evaluation["best"]:
-        exported.add(evaluation["best"]["step"])
+    best = evaluation["best"] if best_metric(setup.config) else None
+    if best and is_within(sets, comparable(sets, evaluation), best["kept"]):
+        exported.add(best["step"])
 
     def is_all_there() -> bool:
         is_exported = not options.export_hf or all(directory.is_exported(setup.config, step) for step in exported)

@@ -257,6 +257,19 @@ class RunDirectory:
                     sync(self.folder)
             console.warn(f"{link} cannot name {target} ({error.strerror}){older}")
 
+    def remove_link(self, name: str) -> None:
+        """Removes the link `name` if it is there; if it cannot, a warning is printed."""
+        link = self.folder / name
+        if not link.is_symlink():
+            return
+        try:
+            target = link.readlink()
+            link.unlink()
+            sync(self.folder)
+            console.write(f"removed    the link {link} to {target}, which is not within the limits of evaluation.keep")
+        except OSError as error:
+            console.write(f"WARNING    {link} cannot be removed ({error.strerror}); remove it")
+
     def names(self, name: str, target: Path) -> bool:
         """Returns whether the link `name` is there and leads to `target`."""
         return os.path.realpath(self.folder / name) == os.path.realpath(target)
