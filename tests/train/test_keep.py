@@ -1,6 +1,7 @@
 """evaluation.keep: a rise of a kept loss beyond its limit warns or ends the run, wherever it was stopped before."""
 
 import json
+import re
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -267,11 +268,38 @@ def test_a_resume_whose_kept_set_is_another_one_says_so_and_counts_from_the_next
         options["evaluation__keep"][0]["name"] = name = "older"
     capfd.readouterr()
     resumed = opened(make_config(tmp_path, model_folder, **options))
-    assert f"keep       the checkpoint has no set {name} with these rows" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    what = f"keep       the loss of {name} before the first step is not known, so its rise counts from the next"
+    assert what in printed
+    if other == "rows":
+        changed = [line for line in printed.splitlines() if line.startswith("keep         ")]
+        assert [line.split(":")[0] for line in changed] == ["keep         rows of old", "keep         tokens of old"]
+        assert all(re.search(r": \w{12}\.\.\. in the checkpoint, \w{12}\.\.\. now", line) for line in changed)
+    else:
+        assert "keep         the checkpoint has the kept sets: old" in printed
     assert resumed.train() == 0
     found = {each["step"]: each["sets"] for each in evaluations(resumed.directory.folder)}
     assert list(resumed._evaluator.kept) == [name]
     assert resumed._evaluator.kept[name].before == found[3][name]["loss"] == found[3][name]["kept"]["before"]
+
+
+@pytest.mark.parametrize(
+    "unrelated",
+    [{"tokens__sequence_length": 128}, {"data__on_bad_row": "skip"}, {"data__overlong": "truncate_turns"}],
+    ids=lambda each: next(iter(each)),
+)
+def test_a_key_that_changes_no_token_of_a_kept_set_does_not_change_its_loss_before_training(
+    tmp_path: Path, model_folder: Path, old: Path, capfd: pytest.CaptureFixture[str], unrelated: dict[str, Any]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    options = options_of(old, max_rise=1e9) | {"tokens__train_steps": 1, "checkpoints__allow_data_change": True}
+    opened(make_config(tmp_path, model_folder, **options)).train()
+    before = evaluations(tmp_path / "runs" / "run")[0]["sets"]["old"]["loss"]
+    capfd.readouterr()
+    resumed = opened(make_config(tmp_path, model_folder, **options | unrelated | {"tokens__train_steps": 2}))
+    assert "data       has changed since the checkpoint" in capfd.readouterr().out
+    assert resumed.train() == 0
+    assert result(resumed)["kept"]["old"]["before"] == before
 
 
 # --- Configurations and rows ---

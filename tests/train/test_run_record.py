@@ -79,7 +79,7 @@ def test_what_a_completed_run_still_lacks_is_made_and_its_settings_stay_those_of
     run(config_of(finished, tmp_path, tokens__train_steps=1, optimizer__learning_rate=0.071))
 
     words = said(capsys)
-    assert "the run is complete, so they have no effect:" in words
+    assert "the run is complete, so they change no step:" in words
     assert "tokens.train_steps: 6 -> 1 optimizer.learning_rate: 0.005 -> 0.071" in words
     for name in ("config.yaml", "hf/step-6/README.md", "hf/step-6/model.safetensors"):
         assert (folder / name).read_bytes() == (finished.folder / name).read_bytes(), name

@@ -18,7 +18,7 @@ from sftron.data.digest import joined, pack_digest
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Document, Pack
 from sftron.models.architecture import is_of_the_model
-from sftron.train.resume import changes
+from sftron.train.run import changes
 from sftron.train.run_directory import RunDirectory, process_name
 from sftron.visible_text import counted, visible_text
 

@@ -23,7 +23,17 @@ from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import gathered_blocks, whole_head
 from sftron.train.extension import NO_EXTENSION, Answer, Extension, ExtensionError, computed
-from sftron.train.keep import WITHIN_LIMITS, KeptLoss, after, comparable, exceeded_at, facts_of, is_within, problems
+from sftron.train.keep import (
+    WITHIN_LIMITS,
+    KeptLoss,
+    after,
+    comparable,
+    exceeded_at,
+    facts_of,
+    is_within,
+    problems,
+    unknown,
+)
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.objective import loss_of
@@ -435,11 +445,8 @@ class Evaluator:
         """Restores the state that a checkpoint of the run has."""
         self.evaluated_step = state["evaluated_step"]
         self.kept = comparable(self._data.evaluation_sets, state)
-        for each in self._data.evaluation_sets:
-            if each.limit is not None and each.name not in self.kept:
-                what = f"the checkpoint has no set {each.name} with these rows, tokenizer and template, so its loss"
-                console.write(f"keep       {what} before the first step is not known")
-                console.write("           its rise counts from the next evaluation")
+        for line in unknown(self._data.evaluation_sets, state):
+            console.write(f"keep       {line}")
         watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
             if (watched.metric, watched.of) == (self._watched_metric, self._of(watched.metric)):

@@ -5,13 +5,13 @@ The loss before the first step is part of a run's state, so a resume goes on wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
 from sftron.data.types import DataError
-from sftron.train.run import EvaluationSet
+from sftron.train.run import EvaluationSet, changes
 
 WITHIN_LIMITS = "evaluation.keep"
 """The metric of the best checkpoint if no other is configured: its step, as long as no limit that stops is exceeded."""
@@ -26,7 +26,9 @@ class KeptLoss:
     loss: float | None
     """The loss of the last evaluation; None if it was not finite."""
     of: str
-    """The fingerprint of the set; losses of other rows are not comparable."""
+    """The fingerprint of the set; losses of other tokens are not comparable."""
+    made_of: Mapping[str, str]
+    """What the set was made of, see `EvaluationSet.made_of`."""
     highest: tuple[tuple[int, float | None], ...]
     """The evaluations with a loss above all before, as (step, loss). The first one above any limit is among them, so
     it is known whatever limit a resume sets."""
@@ -46,7 +48,7 @@ def after(kept: KeptLoss | None, found: EvaluationSet, loss: float | None, step:
         if now is None:
             problem = f"the loss of {found.name} after step {step} is not finite, so no rise can be measured from it"
             raise DataError(f"evaluation.keep: {problem}; check the weights and model.compute_dtype, or remove the set")
-        return KeptLoss(now, now, found.fingerprint, ((step, now),))
+        return KeptLoss(now, now, found.fingerprint, found.made_of, ((step, now),))
     most = kept.highest[-1][1]
     is_higher = most is not None and (now is None or now > most)
     return replace(kept, loss=now, highest=(*kept.highest, (step, now)) if is_higher else kept.highest)
@@ -93,10 +95,23 @@ def is_within(sets: Sequence[EvaluationSet], kept: Mapping[str, KeptLoss], losse
 
 
 def comparable(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> dict[str, KeptLoss]:
-    """Returns the losses in the state of a checkpoint, by set, without those of other rows."""
+    """Returns the losses in the state of a checkpoint, by set, without those of other tokens."""
     saved = {
         name: KeptLoss(**each | {"highest": tuple(map(tuple, each["highest"]))})
         for name, each in state.get("kept", {}).items()
     }
     now = {each.name: each.fingerprint for each in sets if each.limit is not None}
     return {name: each for name, each in saved.items() if now.get(name) == each.of}
+
+
+def unknown(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines that say why the checkpoint does not tell the loss of sets before the first step."""
+    known, saved = comparable(sets, state), state.get("kept", {})
+    for each in sets:
+        if each.limit is None or each.name in known:
+            continue
+        differences = [f"the checkpoint has the kept sets: {', '.join(saved) or 'none'}"]
+        if each.name in saved:
+            differences = changes(saved=saved[each.name]["made_of"], now=each.made_of)
+        yield f"the loss of {each.name} before the first step is not known, so its rise counts from the next evaluation"
+        yield from (f"  {difference}" for difference in differences)

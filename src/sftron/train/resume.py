@@ -31,12 +31,9 @@ from sftron.train.keep import comparable, is_within, problems
 from sftron.train.logs import console
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
-from sftron.train.run import Change, Settings, Setup
+from sftron.train.run import Change, Settings, Setup, changes
 from sftron.train.run_directory import RunDirectory, read_result
 from sftron.visible_text import counted
-
-_LONGEST_SHOWN = 40
-
 
 # --- The state of a run ---
 
@@ -82,20 +79,6 @@ def _hardware(ranks: Ranks) -> str:
 
 
 # --- Compatibility with the current model and data ---
-
-
-def changes(*, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns the differences between two fingerprints, as "name: a in the checkpoint, b now"."""
-    return [
-        f"{name}: {_short(saved.get(name))} in the checkpoint, {_short(now.get(name))} now"
-        for name in sorted(saved.keys() | now.keys())
-        if saved.get(name) != now.get(name)
-    ]
-
-
-def _short(value: Any) -> str:  # a checkpoint may hold anything
-    text = "absent" if value is None else str(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:12]}..."
 
 
 def _require_same_model(folder: Path, *, saved: Any, now: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ from sftron.train.ranks import Ranks
 from sftron.train.sample import RunProjection, Sample
 from sftron.visible_text import counted
 
+_LONGEST_SHOWN = 40
+
 # --- The data ---
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class EvaluationSet:
     """A named set of conversations for evaluation, kept in memory at 13 bytes per token."""
 
@@ -55,9 +58,25 @@ class EvaluationSet:
     limit: KeptDataset | None = None
     """The limit for the rise of its loss, for a set of evaluation.keep."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return sha256(f"{self.name} {sorted(self.preparation.fingerprint.items())}".encode()).hexdigest()
+        """The digest of the name and of all that its losses depend on besides the model: ids, labels and roles.
+
+        So no key changes it that changes none of these, such as a tokens.sequence_length that all rows fit.
+        """
+        digest = sha256(self.name.encode())
+        for each in self.conversations:
+            digest.update(len(each).to_bytes(8, "little"))
+            for array in (each.input_ids, each.labels, each.role_ids):
+                digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """The fingerprint, and what the conversations are made of, by name: it says why a fingerprint has changed."""
+        made_of = self.preparation.fingerprint
+        rows = made_of.pop("data.datasets.0")
+        return {f"rows of {self.name}": rows, f"tokens of {self.name}": self.fingerprint, **made_of}
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,3 +482,17 @@ class RunLength:
             min_ratio=options.min_learning_rate_ratio,
             decay_share=options.decay_share,
         )
+
+
+def changes(*, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns the differences between two fingerprints, as "name: a in the checkpoint, b now"."""
+    return [
+        f"{name}: {_short(saved.get(name))} in the checkpoint, {_short(now.get(name))} now"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def _short(value: Any) -> str:  # a checkpoint may hold anything
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:12]}..."

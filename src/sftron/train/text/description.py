@@ -358,7 +358,7 @@ def _dry_run_lines(setup: Setup, predicted: StepMemory, measured: MeasuredPeak |
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
     """Prints the keys whose values differ from the checkpoint's."""
     if changed:
-        which = "the run is complete, so they have no effect" if is_done else f"from step {changed[0].step} on"
+        which = "the run is complete, so they change no step" if is_done else f"from step {changed[0].step} on"
         _show([("settings", f"have changed since the checkpoint; {which}:"), *(("", f"  {each}") for each in changed)])
 
 
