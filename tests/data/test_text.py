@@ -240,6 +240,24 @@ def test_each_piece_is_a_row_that_is_named_and_the_documents_are_counted(chat_to
     assert repetitions(preparation)[0] == [("rows.jsonl:4", "rows.jsonl:1")]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_long_run_of_white_space_is_part_of_its_document_and_a_bad_document_is_refused_once(
+    tmp_path: Path, chat_tokenizer: ChatTokenizer, is_streamed: bool
+) -> None:
+    """A piece of white space alone is as good as any; a document of it is none, and no piece of a bad one is read."""
+    texts = [LONG + "\n" * 300 + LONG, LONG + " " * 900, " \n" * 900, LONG + "\0" + LONG]
+    path = str(write_jsonl(tmp_path / "docs.jsonl", *({"text": text} for text in texts)))
+    source = open_stream(path) if is_streamed else open_source(path)
+    options = DataOptions(sequence_length=48, on_bad_row="skip")
+    preparation = Preparation([DataSet("docs", source, TEXT)], chat_tokenizer, options)
+    read = [preparation.read(key) for key in preparation.all_keys()]
+    whole = [chat_tokenizer.decode(each.input_ids) for each in read if not isinstance(each, Dropped)]
+    assert any(text.isspace() for text in whole)
+    assert "".join(whole) == "".join(texts[:2])
+    dropped = [(each.reason, each.detail.split("`")[0]) for each in read if isinstance(each, Dropped)]
+    assert dropped == [("empty_text", f"{path}:3: "), ("not_text", f"{path}:4: ")]
+
+
 def test_overlong_error_refuses_a_long_document_in_place_of_cutting_it(chat_tokenizer: ChatTokenizer) -> None:
     preparation = prepared(chat_tokenizer, SHORT, LONG, overlong="error")
     assert preparation.num_rows == 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.formats.text import Continued
+from sftron.data.formats.text import Piece, problem_of
 from sftron.data.sources import RawRow, RowSource, StreamedSource
 from sftron.data.types import DataError, Row
 
@@ -36,7 +36,7 @@ class Pieces:
             text = None
             with suppress(DataError):
                 text = source[row].get(column)
-            lengths = [len(piece) for piece in cut(text)] if isinstance(text, str) else [0]
+            lengths = [len(piece) for piece in _pieces(text, cut)] or [0]
             bounds = np.cumsum([0, *lengths]).tolist()
             rows += [row] * len(lengths)
             starts += bounds[:-1]
@@ -62,7 +62,8 @@ class Pieces:
         row, start, end = self._source[int(self._rows[index])], int(self._starts[index]), int(self._ends[index])
         if start == 0 and end < 0:
             return row
-        return _piece(row, self._column, row[self._column][start : None if end < 0 else end], is_last=end < 0)
+        text = row[self._column][start : None if end < 0 else end]
+        return Piece({**row, self._column: text}, is_last=end < 0)
 
     def locate(self, index: int) -> str:
         number, count = self._place(index)
@@ -81,22 +82,22 @@ def streamed_pieces(source: StreamedSource, column: str, cut: Cut) -> StreamedSo
     def split(raw: RawRow) -> Iterator[RawRow]:
         try:
             row = raw.read()
-            text = row.get(column)
-            pieces = cut(text) if isinstance(text, str) else []
+            pieces = _pieces(row.get(column), cut)
         except DataError:
             pieces = []
         if len(pieces) < 2:
             yield raw
             return
         for number, text in enumerate(pieces, start=1):
-            piece = _piece(row, column, text, is_last=number == len(pieces))
+            piece = Piece({**row, column: text}, is_last=number == len(pieces))
             yield RawRow(_location(raw.location, number, len(pieces)), lambda piece=piece: piece)
 
     return source.split_rows(split)
 
 
-def _piece(row: Row, column: str, text: str, *, is_last: bool) -> dict[str, Any]:
-    return (dict if is_last else Continued)({**row, column: text})
+def _pieces(text: Any, cut: Cut) -> list[str]:
+    """Returns the pieces of a document; none if a row does not hold one, so that it stays whole and is refused once."""
+    return cut(text) if isinstance(text, str) and not problem_of(text) else []
 
 
 def _location(location: str, number: int, count: int) -> str:
