@@ -59,6 +59,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise ValueError(f"{path}: is not a regular file, or does not exist; give a JSONL file of prompts")
     if not (questions := read_questions(str(path))):
         raise ValueError(f'{path}: holds no prompt; write lines such as {{"messages": [{{"role": "user", ...}}]}}')
+    if with_kwargs := next((question for question in questions if question.template_kwargs), None):
+        raise ValueError(f"{with_kwargs.location}: `chat_template_kwargs` are not read here; remove the column")
     return [
         [{"role": message.role.name.lower(), "content": message.content or ""} for message in question.messages]
         for question in questions

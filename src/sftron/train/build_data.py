@@ -58,6 +58,8 @@ def build_data(config: Config, ranks: Ranks, places: Places, rows: Any = None) -
     """
     chat_tokenizer = load_chat_tokenizer(config, places.tokenizer)
     questions = read_questions(config.evaluation.prompts)
+    for question in questions:  # before the run, whose first evaluation may be hours away
+        question.ids(chat_tokenizer)
     preparation = open_data(config, chat_tokenizer, rows)
     sample = check_sample(preparation, config.data.max_dropped_share)
     evaluation_sets = open_evaluation_sets(config, preparation)
@@ -230,7 +232,7 @@ def read_questions(path: str | None) -> list[Question]:
         role = conversation.messages[-1].role
         if role is not Role.USER:
             raise DataError(f"{location}: a prompt must end in a user turn, but this one ends in {role.name.lower()}")
-        questions.append(Question(conversation.messages, row))
+        questions.append(Question(conversation.messages, row, conversation.template_kwargs, location))
     return questions
 
 

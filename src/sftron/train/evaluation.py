@@ -384,7 +384,7 @@ class Evaluator:
     def _answer(self, model: LlamaForSFT, question: Question) -> Answer:
         """Generates the model's greedy answer, computed in the dtype of the parameters."""
         tokenizer, stop_ids = self._data.chat_tokenizer, self._data.sample.stop_ids
-        prompt_ids, dtype = tokenizer.encode_prompt(question.messages), model.head_weight.dtype
+        prompt_ids, dtype = question.ids(tokenizer), model.head_weight.dtype
         token_ids: list[int] = []
         for token_id in generate(
             model, prompt_ids, self._options.max_new_tokens, stop_ids, choose=most_likely, dtype=dtype

@@ -248,7 +248,7 @@ class RunExports:
 
 def texts_of(data: RunData) -> list[list[int]]:
     """Returns the first tokens of a few evaluation prompts or, without prompts, of sampled conversations."""
-    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    prompts = [question.ids(data.chat_tokenizer) for question in data.questions]
     sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
     return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
 

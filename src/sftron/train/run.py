@@ -22,11 +22,12 @@ from sftron.checkpoint.frozen_files import Stamp
 from sftron.checkpoint.source import ExportSource
 from sftron.config import Config
 from sftron.config.data_schema import KeptDataset
+from sftron.data.chat.template import TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.lanes.lane import num_consumed
 from sftron.data.prepare import Preparation
-from sftron.data.types import LabeledConversation, Message
+from sftron.data.types import DataError, LabeledConversation, Message
 from sftron.errors import without_secrets
 from sftron.models.adapters import AdapterStart
 from sftron.models.architecture import OF_THE_MODEL, LlamaConfig, architecture_facts
@@ -86,6 +87,17 @@ class Question:
     messages: tuple[Message, ...]
     row: Mapping[str, Any]
     """The row of the file, for a user's `compute_metrics`."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The row's values of variables of the chat template."""
+    location: str = ""
+    """The row's location for error messages (file:line)."""
+
+    def ids(self, chat_tokenizer: ChatTokenizer) -> list[int]:
+        """Returns the ids of the prompt, up to where the answer begins. Raises DataError."""
+        try:
+            return chat_tokenizer.encode_prompt(self.messages, self.template_kwargs)
+        except TemplateError as error:
+            raise DataError(f"{self.location}: {error}") from error
 
     @property
     def text(self) -> str:

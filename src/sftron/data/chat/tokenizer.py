@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -221,9 +222,14 @@ class ChatTokenizer:
                 return [error]
         return [tokens for text in texts for tokens in self._tokenize([text])]
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
-        text = self.template.render_conversation(probe(messages), add_generation_prompt=True)
+    def encode_prompt(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Returns the ids of messages followed by the generation prompt. Raises TemplateError.
+
+        Args:
+            template_kwargs: Values of the template's variables, which go before the tokenizer's own.
+        """
+        conversation = replace(probe(messages), template_kwargs=template_kwargs or {})
+        text = self.template_for(conversation).render_conversation(conversation, add_generation_prompt=True)
         self._control.require_usable(text)
         renamed, start = "", 0
         for length, origin in text.spans:
