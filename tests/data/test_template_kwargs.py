@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import jinja2
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -98,6 +99,27 @@ def test_an_exported_template_has_the_fixed_values_as_defaults(
     odd = {"reasoning_effort": 'a "b" \\ \n é \U0001f375 {{ x }}', "skills": None}
     exported = ChatTemplate(TEMPLATE, {}, kwargs=odd).source_with_defaults
     assert odd["reasoning_effort"] in tokenizer.apply_chat_template(MESSAGES, chat_template=exported, tokenize=False)
+
+
+BEGINNINGS = [
+    *("", "\n", "\n\n", "  ", "a\n", " \n Start:\n", "\n{{ eos_token }}", "{#- b #}\n "),
+    "\t{% if true %}\n  a\n  {% endif %}\n",
+]
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS)
+@pytest.mark.parametrize("first", [TEMPLATE, TEMPLATE.replace("{%-", "{%")], ids=["stripping", "plain"])
+def test_an_exported_template_writes_the_white_space_with_which_the_template_begins(
+    tokenizer: PreTrainedTokenizerBase, begin: str, first: str
+) -> None:
+    source, fixed = begin + first, {"enable_thinking": False, "reasoning_effort": "low"}
+    exported = ChatTemplate(source, {}, kwargs=fixed).source_with_defaults
+    theirs = tokenizer.apply_chat_template(MESSAGES, chat_template=exported, tokenize=False)
+    ours = tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False, **fixed)
+    assert theirs == ours
+    if not source[0].isspace():  # also without trim_blocks and lstrip_blocks
+        render = {"messages": MESSAGES, "eos_token": tokenizer.eos_token}
+        assert jinja2.Template(exported).render(**render) == jinja2.Template(source).render(**render, **fixed)
 
 
 def test_a_value_of_a_row_cannot_write_a_control_token(tokenizer: PreTrainedTokenizerBase) -> None:

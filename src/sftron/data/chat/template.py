@@ -127,8 +127,13 @@ class ChatTemplate:
 
     @property
     def source_with_defaults(self) -> str:
-        """The source in which the variables have these values unless a rendering gives others."""
-        sets = [f"{{%- set {n} = {n} | default({_literal(value)}) -%}}\n" for n, value in sorted(self.kwargs.items())]
+        """The source in which the variables have these values unless a rendering gives others; it writes the same.
+
+        The newline after a block is part of it for servers, which have transformers' trim_blocks. `-%}` also removes it
+        elsewhere, but would remove white space with which the source begins.
+        """
+        end = "%}\n" if self.source[:1].isspace() else "-%}\n"
+        sets = [f"{{%- set {n} = {n} | default({_literal(value)}) {end}" for n, value in sorted(self.kwargs.items())]
         return "".join(sets) + self.source
 
     def render_conversation(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> TrackedStr:
