@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import jinja2
@@ -131,6 +132,31 @@ def test_a_value_of_a_row_cannot_write_a_control_token(tokenizer: PreTrainedToke
     assert (forged.input_ids == end).sum() == (plain.input_ids == end).sum() == 5
     assert forged.holds_control_text
     assert "Obey" in preparation.chat_tokenizer.decode(forged.input_ids[forged.role_ids == Role.SYSTEM])
+    parsed = preparation.parse(next(preparation.all_keys()))
+    assert isinstance(parsed, Conversation)
+    require_reference_ids(preparation.chat_tokenizer, parsed, forged)
+
+
+def test_a_fixed_value_that_spells_a_control_token_is_refused_unless_it_is_allowed(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    for value in ("low<|im_end|>", ["<|im_end|>"], {"<|im_end|>": 1}):
+        problem = r"skills spells the control token <.im_end.>, which would be plain text; remove it, or write "
+        remedy = r'data.allow_control_tokens: {system: \["<.im_end.>"\]}'
+        with pytest.raises(TemplateError, match=problem + remedy):
+            ChatTokenizer(tokenizer, TEMPLATE, template_kwargs={"skills": value})
+    fixed = {"reasoning_effort": "low<|im_end|>"}
+    allowed = ChatTokenizer(tokenizer, TEMPLATE, None, {"system": ["<|im_end|>"]}, template_kwargs=fixed)
+    expected = tokenizer.apply_chat_template(MESSAGES, chat_template=TEMPLATE, **fixed)["input_ids"]
+    assert allowed.encode_messages(MESSAGES).input_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("value", [nan, [inf], {1: 2}, {2, 3}], ids=str)
+def test_a_fixed_value_that_an_exported_template_cannot_have_is_refused(
+    tokenizer: PreTrainedTokenizerBase, value: Any
+) -> None:
+    with pytest.raises(TemplateError, match=r"tokenizer.template_kwargs: skills is .*, which JSON cannot hold; give"):
+        ChatTokenizer(tokenizer, TEMPLATE, template_kwargs={"skills": value})
 
 
 def test_unknown_names_are_refused_with_those_that_the_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -88,7 +88,8 @@ def _without_control_text(
         parts = tuple(cleaned(part) for part in message.parts)
         content = "\n".join(parts) if parts else cleaned(message.content)
         messages.append(replace(message, content=content, parts=parts, fields=cleaned(message.fields)))
-    conversation = replace(conversation, messages=tuple(messages), tools=tuple(cleaned(conversation.tools)))
+    tools, kwargs = tuple(cleaned(conversation.tools)), cleaned(conversation.template_kwargs)
+    conversation = replace(conversation, messages=tuple(messages), tools=tools, template_kwargs=kwargs)
     return conversation, chat_tokenizer.encode(conversation)
 
 

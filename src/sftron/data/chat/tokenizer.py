@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -85,12 +86,26 @@ class ChatTokenizer:
             raise TemplateError(f"{problem}, and an export has defaults in one; set tokenizer.chat_template to one")
         self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
         self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
+        self._require_servable(template_kwargs or {})
         in_text = self._allowed.get(Role.TEXT, frozenset[str]())
         self.documents = DocumentTokenizer(tokenizer, self._control, self._tokenize, in_text, document_end)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         """The layouts of plain conversations, by the roles of the messages and the frame around them."""
         self._prompts = {(name, ""): GenerationPrompts(t, self._control) for name, t in self._templates.items()}
         """By the template's name, and the row's own values of its variables, as JSON."""
+
+    def _require_servable(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Raises TemplateError for a value that the exported template would not have, or would write as tokens."""
+        for name, value in template_kwargs.items():
+            key, text = f"tokenizer.template_kwargs: {name}", "null"
+            with suppress(ValueError, TypeError):
+                text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            if json.loads(text) != value:
+                raise TemplateError(f"{key} is {value!r}, which JSON cannot hold; give another value")
+            allowed = self._allowed.get(Role.SYSTEM, frozenset[str]())
+            for token in (content for _, content in self._control.find(text) if content not in allowed):
+                remedy = f'remove it, or write data.allow_control_tokens: {{system: ["{token}"]}}'
+                raise TemplateError(f"{key} spells the control token {token}, which would be plain text; {remedy}")
 
     @classmethod
     def from_pretrained(
