@@ -367,6 +367,20 @@ def test_a_text_file_holds_one_document_or_one_in_each_line(tmp_path: Path) -> N
         whole[0]
 
 
+def test_documents_in_folders_below_a_folder_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    for name in ("a.txt", "below/b.txt", "below/further/c.txt.gz", ".hidden/d.txt", "below/e.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    remedy = r"name all by a pattern, .*/\*\*/\*.txt, or some by .*/\*.txt"
+    with pytest.raises(DataError, match=rf"has .txt files, and below/b.txt in a folder of its own, .*; {remedy}"):
+        rows(tmp_path)
+    assert rows(tmp_path / "**/*.txt") == ["a.txt", "below/b.txt"]
+    assert rows(tmp_path / "*.txt") == ["a.txt"]
+    (tmp_path / "below/b.txt").unlink()
+    (tmp_path / "below/further/c.txt.gz").unlink()
+    assert rows(tmp_path) == ["a.txt"]
+
+
 def test_more_files_than_a_process_may_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     for number in range(200):

@@ -235,10 +235,19 @@ def _files_of_folder(folder: Path, split: str, config: str | None, endings: Sequ
         raise DataError(f"{folder}: no file of rows in this folder ({_WANTED}); {_near(folder / '*')}")
     elif any(map(is_text_file, files)):
         _choose(folder, split, ["train"])  # the names of documents name no splits
+        if below := _first_document_below(folder):
+            problem = f"has .txt files, and {below} in a folder of its own, which would not be read"
+            raise DataError(f"{folder}: {problem}; name all by a pattern, {folder}/**/*.txt, or some by {folder}/*.txt")
     else:
         files = _files_of_split(folder, files, split)
     _require_all_shards(folder, files)
     return files
+
+
+def _first_document_below(folder: Path) -> Path | None:
+    """Returns the first .txt file in the folders of a folder, without hidden ones, as a path from there."""
+    below = (file.relative_to(folder) for file in folder.glob("*/**/*") if is_text_file(file))
+    return min((path for path in below if not any(part.startswith((".", "_")) for part in path.parts)), default=None)
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
