@@ -258,10 +258,17 @@ def test_a_long_run_of_white_space_is_part_of_its_document_and_a_bad_document_is
     assert dropped == [("empty_text", f"{path}:3: "), ("not_text", f"{path}:4: ")]
 
 
+def test_a_document_of_one_token_is_dropped_with_the_reason(chat_tokenizer: ChatTokenizer) -> None:
+    dropped = prepared(chat_tokenizer, "a").read(ConversationKey(0, 0))
+    assert isinstance(dropped, Dropped)
+    assert dropped.detail == "rows.jsonl:1: is one token, with none before it"
+
+
 def test_overlong_error_refuses_a_long_document_in_place_of_cutting_it(chat_tokenizer: ChatTokenizer) -> None:
     preparation = prepared(chat_tokenizer, SHORT, LONG, overlong="error")
     assert preparation.num_rows == 2
-    with pytest.raises(DataError, match=r"rows.jsonl:2: \d+ tokens, but tokens.sequence_length is 48; raise it"):
+    remedy = "raise it, or set data.overlong to drop, which cuts documents into pieces$"
+    with pytest.raises(DataError, match=rf"rows.jsonl:2: \d+ tokens, but tokens.sequence_length is 48; {remedy}"):
         preparation.read(ConversationKey(0, 1))
     for overlong in ("drop", "truncate_turns"):
         assert prepared(chat_tokenizer, SHORT, LONG, overlong=overlong).num_rows > 3

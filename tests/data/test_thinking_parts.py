@@ -131,7 +131,9 @@ def test_a_thought_may_be_a_list_of_texts_that_is_closed() -> None:
         ([user(), assistant([thinking("t"), text("a")], reasoning="r")], "has `reasoning` and a part of type thinking"),
         ([user(), assistant([thinking("t", closed=False)])], "part 1 of `content`: is a thought that is not closed"),
         ([user(), assistant([thinking("t", mood="calm")])], "has mood in addition to its text; remove that"),
-        ([user(), assistant([thinking(7)])], "`text` is the number 7; wanted text"),
+        ([user(), assistant([thinking(7)])], "`thinking` is the number 7; wanted text"),
+        ([user(), assistant([{"type": "thinking"}])], "part 1 of `content`: `thinking` is null; wanted text"),
+        ([user(), assistant([{"type": "thinking", "text": "t"}])], "has text but no thinking; rename it to thinking"),
         ([user([thinking("t")]), assistant()], 'is of type "thinking"; only parts {type: text, text: ...} are read'),
     ],
 )

@@ -336,7 +336,7 @@ def test_a_kept_file_that_is_missing_and_a_name_twice_are_refused_before_any_wei
     with pytest.raises(DataError, match=r"gone\.jsonl"):
         open_setup(make_config(tmp_path, model_folder, **options))
     options = options_of(old, max_rise=0.5) | {"evaluation__datasets": [{"path": str(old)}]}
-    with pytest.raises(DataError, match="2 sets are named old; give it another `name`"):
+    with pytest.raises(DataError, match=r"evaluation.keep: 2 sets are named old; give it another `name`"):
         open_setup(make_config(tmp_path, model_folder, **options))
 
 

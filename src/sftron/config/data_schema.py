@@ -11,6 +11,7 @@ from pydantic import Field
 from sftron.config.values import (
     Accumulation,
     Contradictions,
+    ControlToken,
     Day,
     HubConfig,
     Name,
@@ -52,7 +53,7 @@ class Tokenizer(Section):
     """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
     template_kwargs: TemplateKwargs = Field(default={})
     """Values of variables that the template reads, as {enable_thinking: false}; those of a row go before."""
-    document_end: Text | None = None
+    document_end: ControlToken | None = None
     """A control token that ends each document of format text, as <|endoftext|>; null: what the tokenizer adds."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:

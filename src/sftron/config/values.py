@@ -67,6 +67,7 @@ def _require_inside(name: str) -> str:
 _MAX_ACCUMULATION = 2**20
 
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
+ControlToken = Annotated[str, Field(min_length=1), Wanted("the text of a control token")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_home), Wanted("text")]
 Revision = Annotated[
     str,

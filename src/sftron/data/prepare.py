@@ -295,7 +295,9 @@ class Preparation:
                 raise
             return Dropped(error.reason, str(error), key)
         if not self.targets.has_any(tokenized):
-            return Dropped("no_trained_token", f"{self.location(key)}: no text to train on (role {self.targets})", key)
+            is_text = isinstance(parsed, Document)
+            problem = "is one token, with none before it" if is_text else f"no text to train on (role {self.targets})"
+            return Dropped("no_trained_token", f"{self.location(key)}: {problem}", key)
         return tokenized
 
     def _shorten(self, conversation: Parsed, tokenized: TokenizedConversation) -> TokenizedConversation | Dropped:
@@ -309,7 +311,9 @@ class Preparation:
         length = self.options.sequence_length
         too_long = f"{self.location(tokenized.key)}: {len(tokenized)} tokens, but tokens.sequence_length is {length}"
         if self.options.overlong == "error":
-            raise DataError(f"{too_long}; raise it, or set data.overlong to drop or truncate_turns", reason="overlong")
+            is_text = isinstance(conversation, Document)
+            remedy = "drop, which cuts documents into pieces" if is_text else "drop or truncate_turns"
+            raise DataError(f"{too_long}; raise it, or set data.overlong to {remedy}", reason="overlong")
         if self.options.overlong == "truncate_turns" and isinstance(conversation, Conversation):
             for num_messages in range(len(conversation.messages) - 1, 0, -1):
                 last = tokenized.turns[num_messages - 1]

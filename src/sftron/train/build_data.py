@@ -187,8 +187,10 @@ def open_evaluation_sets(config: Config, training: Preparation) -> tuple[Evaluat
         sets.append((name, [dataset], options if isinstance(options, KeptDataset) else None))
     for name, count in Counter(name for name, _, _ in sets).items():
         if count > 1 or name in RESERVED_NAMES:
+            is_kept = any(limit for each, _, limit in sets if each == name)
             problem = f"{count} sets are" if count > 1 else "a set is"
-            raise DataError(f"evaluation.datasets: {problem} named {name}; give it another `name`")
+            key = "evaluation.keep" if is_kept else "evaluation.datasets"
+            raise DataError(f"{key}: {problem} named {name}; give it another `name`")
     return tuple(
         replace(_open_set(config, name, datasets, training.chat_tokenizer), limit=limit)
         for name, datasets, limit in sets

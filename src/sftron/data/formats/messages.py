@@ -317,24 +317,23 @@ def _thought_before(parts: Sequence[str], thinking: frozenset[int], fields: Mapp
 
 def _part(part: Any, role: Role, location: str) -> str:
     """Returns the text of a part of a content. Raises DataError for a part that is not text or a thought alone."""
+    name = "text"
     if isinstance(part, Mapping) and part.get("type") == "thinking" and role in (Role.ASSISTANT, Role.SYSTEM):
-        thought = part.get("thinking")
+        name, thought = "thinking", part.get("thinking")
         if isinstance(thought, list):  # of parts of type text, as Mistral's API has them
             thought = "".join(_part(each, Role.USER, f"{location}, `thinking`") for each in thought)
         if part.get("closed", True) not in (True, None):
             raise refusal(location, "bad_part", "is a thought that is not closed; close it, or remove the row")
-        part = {"type": "text", "text": thought} | {
-            k: v for k, v in part.items() if k not in ("type", "thinking", "closed")
-        }
-    if not isinstance(part, Mapping) or part.get("type") != "text":
+        part = {key: value for key, value in part.items() if key != "closed"} | {"thinking": thought}
+    elif not isinstance(part, Mapping) or part.get("type") != "text":
         found = f"of type {excerpt(str(part.get('type')))}" if isinstance(part, Mapping) else describe(part)
         problem = f"is {found}; only parts {{type: text, text: ...}} are read: remove the row"
         raise refusal(location, "unsupported_part", problem)
-    if others := {key: value for key, value in part.items() if key not in ("type", "text") and not is_none(value)}:
-        has_text = part.get("text") is not None
-        problem = "has {} in addition to its text; remove that" if has_text else "has {} but no text; rename it to text"
-        raise refusal(location, "bad_part", problem.format(names_of(others)))
-    return checked_text(part.get("text"), "text", location)
+    if others := {key: value for key, value in part.items() if key not in ("type", name) and not is_none(value)}:
+        has_text = part.get(name) is not None
+        problem = "in addition to its text; remove that" if has_text else f"but no {name}; rename it to {name}"
+        raise refusal(location, "bad_part", f"has {names_of(others)} {problem}")
+    return checked_text(part.get(name), name, location)
 
 
 def _weight(weight: Any, location: str) -> float:
