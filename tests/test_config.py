@@ -90,12 +90,7 @@ BROKEN: list[tuple[str, str, str, str]] = [
     (ROWS, "path: chats.jsonl", ":6: data.datasets", "wanted a list of at least one"),
     (f"optimizer:\n  {LR}", "optimizer: adam", ":11: optimizer", "write optimizer.name"),
     (TOP, "lora: true\nmodel:", ":3: lora", "found true; wanted a mapping"),
-    (
-        TOP,
-        "tokenizer: {document_end: ''}\nmodel:",
-        ":3: tokenizer.document_end",
-        "wanted the text of a control token or null",
-    ),
+    (TOP, "tokenizer: {document_end: ''}\nmodel:", ":3: tokenizer.document_end", "wanted the text of a control token"),
     (TOP, "lora:\n  # rank: 8\nmodel:", ":3: lora", "is empty; write {} for its defaults"),
     (TOP, "lora: {rank: 0}\nmodel:", ":3: lora.rank", "wanted a whole number from 1"),
     (TOP, "lora: {alpha: 1e308}\nmodel:", ":3: lora.alpha", "wanted a number above 0, below 3e38"),

@@ -264,6 +264,25 @@ def test_a_document_of_one_token_is_dropped_with_the_reason(chat_tokenizer: Chat
     assert dropped.detail == "rows.jsonl:1: is one token, with none before it"
 
 
+def test_a_document_is_not_read_again_for_each_of_its_pieces(
+    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparation, read = prepared(chat_tokenizer, *(f"{n} {LONG}" for n in range(3)), SHORT), list[int]()
+    (dataset,) = preparation.datasets
+    (*pieces, _), row_of = list(range(len(dataset.source))), Rows.__getitem__
+    monkeypatch.setattr(Rows, "__getitem__", lambda self, row: read.append(row) or row_of(self, row))
+    texts = {number: dataset.source[number]["text"] for number in pieces[::-2] + pieces[::2] + pieces}
+    assert read == [2, 1, 0]
+    assert "".join(texts[number] for number in pieces) == "".join(f"{n} {LONG}" for n in range(3))
+    monkeypatch.setattr("sftron.data.pieces._MOST_CHARACTERS", 2 * len(LONG) + 10)
+    again = [dataset.source[number]["text"] for number in pieces * 2]
+    assert again == [texts[number] for number in pieces] * 2
+    assert read[3:] == [1, 2, 0, 1, 2], "the first is held still"
+    read.clear()
+    assert [dataset.source[len(pieces)]["text"] for _ in range(2)] == [SHORT] * 2
+    assert read == [3, 3], "a document that is not cut is not held"
+
+
 def test_overlong_error_refuses_a_long_document_in_place_of_cutting_it(chat_tokenizer: ChatTokenizer) -> None:
     preparation = prepared(chat_tokenizer, SHORT, LONG, overlong="error")
     assert preparation.num_rows == 2
