@@ -430,6 +430,7 @@ def require_not_best_above(
     assert ended["kept"]["old"]["exceeded_at"] == step
     assert not (folder / "latest").is_symlink()
     assert not (folder / "best").is_symlink()
+    assert not (folder / "best.json").exists()
     assert isinstance(open_trainer(make_config(tmp_path, model_folder, **options)), CompletedRun)
 
 

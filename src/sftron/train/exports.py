@@ -190,7 +190,7 @@ class RunExports:
 
         If it cannot export the best one, it prints a warning; the run is complete without it. If the final model
         `has_forgotten` more than a limit allows, it exports only the best one, and `latest` links to that, too. Without
-        a best one, earlier links are removed.
+        a best one, earlier links and best.json are removed.
         """
         exported = None if has_forgotten else self.export(is_last=True, is_pushed=is_pushed)
         directory = self.directory
@@ -198,6 +198,7 @@ class RunExports:
             if has_forgotten and self.setup.ranks.is_main:
                 directory.remove_link("latest")
                 directory.remove_link("best")
+                (directory.folder / "best.json").unlink(missing_ok=True)
             return exported
         is_written = exported is not None and best.step == self.progress.step
 
