@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,16 @@ def test_documents_in_folders_below_a_folder_are_not_left_out_in_silence(tmp_pat
     (tmp_path / "below/b.txt").unlink()
     (tmp_path / "below/further/c.txt.gz").unlink()
     assert rows(tmp_path) == ["a.txt"]
+
+
+def test_a_file_or_a_folder_without_an_ending_of_text_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("Tea")
+    wanted = "wanted .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow, the first five also as .gz or .zst"
+    for path in (tmp_path / "notes.md", tmp_path):
+        with pytest.raises(DataError, match=re.escape(wanted)):
+            rows(path)
+        with pytest.raises(DataError, match=r"wanted \.jsonl, .*, the first four also"):
+            open_source(str(path))
 
 
 def test_more_files_than_a_process_may_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ _TEXT_ENDINGS = (".jsonl", ".json", *CSV_SUFFIXES)
 _ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
 _WANTED = "wanted .jsonl, .json, .csv, .tsv, .parquet or .arrow, the first four also as .gz or .zst"
 _DOCUMENTS = (".txt", *(".txt" + codec for codec in CODECS))
+_WANTED_OF_TEXT = _WANTED.replace("wanted ", "wanted .txt, ").replace("first four", "first five")
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 # Names of a split's files, as the datasets library writes them, and common names of splits.
 _SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
@@ -177,7 +178,8 @@ def find_files(
         if (ending := _ending_of(file)) not in endings:
             found = f"the ending {ending}" if file.suffix else "no ending"
             remedy = "; or set `format: text`, if it holds plain text" if ending in _DOCUMENTS else ""
-            raise DataError(f"{file}: a file with {found}; {_WANTED}: convert, decompress or rename it{remedy}")
+            wanted = _WANTED_OF_TEXT if has_documents else _WANTED
+            raise DataError(f"{file}: a file with {found}; {wanted}: convert, decompress or rename it{remedy}")
     if len(set(map(is_text_file, files))) > 1:
         raise DataError(f"{path}: has .txt files and others; make each kind a data set of its own")
     return files
@@ -232,7 +234,8 @@ def _files_of_folder(folder: Path, split: str, config: str | None, endings: Sequ
     if (declared or not files) and (by_split := _files_of_hub_folder(folder, config, declared=declared)):
         files = by_split[_choose(folder, split, list(by_split))]
     elif not files:
-        raise DataError(f"{folder}: no file of rows in this folder ({_WANTED}); {_near(folder / '*')}")
+        wanted = _WANTED_OF_TEXT if _DOCUMENTS[0] in endings else _WANTED
+        raise DataError(f"{folder}: no file of rows in this folder ({wanted}); {_near(folder / '*')}")
     elif any(map(is_text_file, files)):
         _choose(folder, split, ["train"])  # the names of documents name no splits
         if below := _first_document_below(folder):
