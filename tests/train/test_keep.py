@@ -98,7 +98,9 @@ def test_a_limit_that_warns_changes_no_bit_and_is_said_at_each_evaluation_and_in
     assert bits(trainer) == bits(run(make_config(tmp_path, model_folder, general__run_name="without", **without)))
     rise = losses[-1] - losses[0]
     assert (ended["status"], ended["step"]) == ("completed", NUM_STEPS)
-    assert ended["kept"] == {"old": {"before": losses[0], "rise": rise, "max_rise": max_rise, "exceeded_at": step}}
+    assert ended["kept"] == {
+        "old": {"before": losses[0], "since": 0, "rise": rise, "max_rise": max_rise, "exceeded_at": step}
+    }
     above = [n for n, loss in enumerate(losses) if loss - losses[0] > max_rise]
     assert "its loss may rise by" in printed
     assert [f"WARNING    {problem_of(losses, n, max_rise)}" for n in above] == [
@@ -106,7 +108,7 @@ def test_a_limit_that_warns_changes_no_bit_and_is_said_at_each_evaluation_and_in
     ]
     for each, loss in zip(evaluations(folder), losses, strict=True):
         found = each["sets"]["old"]
-        kept = {"before": losses[0], "rise": loss - losses[0], "max_rise": max_rise}
+        kept = {"before": losses[0], "since": 0, "rise": loss - losses[0], "max_rise": max_rise}
         assert (found["loss"], found["kept"]) == (loss, kept)
     verdict = "**forgot more than allowed**" if rise > max_rise else "kept"
     row = f"| `old` | {NUM_STEPS} | {losses[0]:.4f} | {rise:.4f} | {max_rise:.4f} | {verdict} |"
@@ -259,7 +261,7 @@ def test_a_run_that_begins_with_the_weights_of_another_counts_from_these(
 def test_a_resume_whose_kept_set_is_another_one_says_so_and_counts_from_the_next_evaluation(
     tmp_path: Path, model_folder: Path, old: Path, capfd: pytest.CaptureFixture[str], other: str
 ) -> None:
-    options = options_of(old, max_rise=1e9)
+    options = options_of(old, max_rise=1e9) | {"checkpoints__export_hf": True}
     opened(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 2})).train()
     name = "old"
     if other == "rows":
@@ -280,7 +282,15 @@ def test_a_resume_whose_kept_set_is_another_one_says_so_and_counts_from_the_next
     assert resumed.train() == 0
     found = {each["step"]: each["sets"] for each in evaluations(resumed.directory.folder)}
     assert list(resumed._evaluator.kept) == [name]
-    assert resumed._evaluator.kept[name].before == found[3][name]["loss"] == found[3][name]["kept"]["before"]
+    before, rise = found[3][name]["loss"], found[NUM_STEPS][name]["loss"] - found[3][name]["loss"]
+    assert result(resumed)["kept"][name] | {"exceeded_at": None} == found[NUM_STEPS][name]["kept"] | {
+        "before": before,
+        "since": 3,
+        "rise": rise,
+        "exceeded_at": None,
+    }
+    row = f"| `{name}` | {NUM_STEPS} | {before:.4f} after step 3 | {rise:.4f} | 1000000000.0000 | kept |"
+    assert row in (resumed.directory.folder / "latest" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +373,7 @@ def test_compare_shows_kept_losses_and_their_rises(
     assert figures["evaluation.old"].of(free) == losses[-1]
     assert figures["kept.old"].of(free) == pytest.approx(losses[-1] - losses[0])
     assert "rise of the loss of old, kept" in comparison.as_text()
-    kept = {"before": 1.0, "rise": 0.5, "max_rise": 0.25}
+    kept = {"before": 1.0, "since": 0, "rise": 0.5, "max_rise": 0.25}
     measured = SetLoss(loss=1.5, token_accuracy=0.5, tokens=1, conversations=1, roles={}, datasets={}, kept=kept)
     logged = flat_numbers(Evaluation(1, 0.1, {"old": measured}, [], None).metrics())
     assert logged["eval/old/kept/rise"] == 0.5
@@ -483,7 +493,7 @@ def test_a_kept_loss_that_is_not_finite_is_above_every_limit_and_null_in_json(
     assert trainer.train() == 4
     folder = trainer.directory.folder
     kept = strict_json(folder / "result.json")["kept"]["old"]
-    assert kept == {"before": losses[0], "rise": None, "max_rise": 1e9, "exceeded_at": 1}
+    assert kept == {"before": losses[0], "since": 0, "rise": None, "max_rise": 1e9, "exceeded_at": 1}
     assert strict_json(folder / "checkpoints" / "step-1" / "state.json")["evaluation"]["kept"]["old"]["loss"] is None
     assert f"risen from {losses[0]:.4f} to no finite number" in result(trainer)["error"]
 

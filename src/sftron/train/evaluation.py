@@ -66,7 +66,7 @@ class SetLoss:
     datasets: dict[str, dict[str, Any]]
     """{name: {"loss", "tokens"}} for the completions of each data set."""
     kept: dict[str, float | None] | None = None
-    """{"before", "rise", "max_rise"} of a set of evaluation.keep, in nats; None for others."""
+    """{"before", "since", "rise", "max_rise"} of a set of evaluation.keep, in nats; None for others."""
 
 
 class StopRequestedError(Exception):

@@ -34,6 +34,11 @@ class KeptLoss:
     it is known whatever limit a resume sets."""
 
     @property
+    def since(self) -> int:
+        """The step that `before` was measured after: 0, unless the checkpoint that was resumed does not tell it."""
+        return self.highest[0][0]
+
+    @property
     def rise(self) -> float | None:
         return None if self.loss is None else self.loss - self.before
 
@@ -55,9 +60,10 @@ def after(kept: KeptLoss | None, found: EvaluationSet, loss: float | None, step:
 
 
 def facts_of(found: EvaluationSet, kept: KeptLoss) -> dict[str, float | None]:
-    """Returns the loss before training, the rise since and its limit, in nats, for records."""
+    """Returns the loss before training, its step, the rise since and its limit, in nats, for records."""
     assert found.limit is not None
-    return {"before": kept.before, "rise": kept.rise, "max_rise": found.limit.allowed_rise(kept.before)}
+    max_rise = found.limit.allowed_rise(kept.before)
+    return {"before": kept.before, "since": kept.since, "rise": kept.rise, "max_rise": max_rise}
 
 
 def exceeded_at(found: EvaluationSet, kept: KeptLoss) -> int | None:
@@ -73,9 +79,10 @@ def problem_of(found: EvaluationSet, kept: KeptLoss) -> str:
         return f"evaluation.keep: the loss of {found.name} has risen from {kept.before:.4f} to no finite number"
     if kept.rise <= max_rise:
         return ""
+    since = f" after step {kept.since}" if kept.since else ""
     share = "" if limit.max_rise_percent is None else f", {limit.max_rise_percent:g} % of it"
     return (
-        f"evaluation.keep: the loss of {found.name} has risen by {kept.rise:.4f}, from {kept.before:.4f} to "
+        f"evaluation.keep: the loss of {found.name} has risen by {kept.rise:.4f}, from {kept.before:.4f}{since} to "
         f"{kept.loss:.4f}; at most {max_rise:.4f} is allowed{share}"
     )
 

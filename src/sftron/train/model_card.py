@@ -160,8 +160,9 @@ def _kept_rows(evaluations: Sequence[Mapping[str, Any]], limits: Mapping[str, Ke
                 if (kept := measured["kept"]) and name in limits:
                     rise, most = kept["rise"], limits[name].allowed_rise(kept["before"])
                     verdict = "kept" if rise is not None and rise <= most else "**forgot more than allowed**"
-                    numbers = map(_number, (kept["before"], rise, most))
-                    rows.append([name, f"{record['step']:,}", *numbers, verdict])
+                    since = f" after step {kept['since']:,}" if kept["since"] else ""
+                    before = _number(kept["before"]) + since
+                    rows.append([name, f"{record['step']:,}", before, _number(rise), _number(most), verdict])
     return rows
 
 
