@@ -496,6 +496,7 @@ def test_a_kept_loss_that_is_not_finite_is_above_every_limit_and_null_in_json(
     assert kept == {"before": losses[0], "since": 0, "rise": None, "max_rise": 1e9, "exceeded_at": 1}
     assert strict_json(folder / "checkpoints" / "step-1" / "state.json")["evaluation"]["kept"]["old"]["loss"] is None
     assert f"risen from {losses[0]:.4f} to no finite number" in result(trainer)["error"]
+    assert "kept.old" not in [figure.key for figure in compare("runs", [read_run(folder)]).figures]
 
     monkeypatch.setattr(evaluation, "measure_set", lambda *args, **options: replace(of_set(*args, **options), loss=nan))
     unmeasured = opened(make_config(tmp_path, model_folder, general__run_name="nan", **options_of(old, max_rise=1e9)))

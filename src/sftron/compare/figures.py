@@ -202,9 +202,11 @@ def _last_loss(set_name: str, run: RecordedRun) -> float | None:
 
 
 def _last_rise(set_name: str, run: RecordedRun) -> float | None:
-    """Returns how far the loss of a set of evaluation.keep has risen at the last evaluation; None for other sets."""
-    name = f"{set_name}/kept/rise"
-    return _last({step: numbers[name] for step, numbers in run.evaluations.items() if name in numbers})
+    """Returns how far the loss of a set of evaluation.keep has risen at the last evaluation.
+
+    None for other sets, and if the loss was not finite: the rise of an earlier evaluation would hide that.
+    """
+    return run.evaluations[max(run.evaluations)].get(f"{set_name}/kept/rise") if run.evaluations else None
 
 
 def _highest(name: str, run: RecordedRun) -> float | None:
