@@ -171,7 +171,9 @@ def test_unknown_names_are_refused_with_those_that_the_template_reads(tokenizer:
         (preparation := prepared(tokenizer, rows)).read(next(preparation.all_keys()))
     assert caught.value.reason == "template_refused"
     rows[0]["chat_template_kwargs"] = {"thinkin": "", "tools": [], "enable_thinking": False}  # as Arrow fills up rows
-    require_reference(prepared(tokenizer, rows), [{"enable_thinking": False}])
+    require_reference(preparation := prepared(tokenizer, rows), [{"enable_thinking": False}])
+    tokenized = preparation.tokenize(next(preparation.all_keys()))
+    assert tokenized.template_kwargs == ("enable_thinking: false",), "the template got no other"
     with pytest.raises(TemplateError, match="the variables that it reads: none but messages and tools"):
         ChatTokenizer(tokenizer, template_kwargs={"x": 1})
 

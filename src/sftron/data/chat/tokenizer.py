@@ -214,6 +214,10 @@ class ChatTokenizer:
                 encoded.append(outcome)
             elif isinstance(tokens := next(tokenized), Tokens):
                 try:
+                    if kwargs := conversation.template_kwargs:  # Arrow fills rows up with empty values of other names
+                        read = self.template_for(conversation).variables
+                        kwargs = {name: value for name, value in kwargs.items() if name in read}
+                        conversation = replace(conversation, template_kwargs=kwargs)
                     encoded.append(assign_roles(tokens, outcome, conversation))
                 except TemplateError as error:
                     encoded.append(_refusal(conversation, error))
