@@ -81,13 +81,14 @@ def encode_or_none(chat_tokenizer: ChatTokenizer, conversation: Conversation) ->
 
 
 @example(pairs=[(" he\n", "\n lo ")], system=" the ")
+@example(pairs=[("", "<|end_header_id|>")], system=None)  # Hypothesis also draws texts that the code holds
 @given(pairs=plain_turns, system=st.none() | plain_texts)
 def test_ids_are_exactly_those_of_apply_chat_template(
     any_chat_tokenizer: ChatTokenizer, pairs: list[tuple[str, str]], system: str | None
 ) -> None:
     conversation = make_conversation(pairs, system)
     encoded = encode_or_none(any_chat_tokenizer, conversation)
-    spells_control = any(token in m.content for m in conversation.messages for token in CONTROL)
+    spells_control = any(token in m.content for m in conversation.messages for token in any_chat_tokenizer._control.ids)
     if encoded is None or spells_control:
         return
     assert not encoded.holds_control_text
