@@ -405,6 +405,7 @@ def test_documents_in_folders_below_a_folder_are_not_left_out_in_silence(tmp_pat
     assert rows(tmp_path / "*.txt") == ["a.txt"]
     (tmp_path / "below/b.txt").unlink()
     (tmp_path / "below/further/c.txt.gz").unlink()
+    (tmp_path / "below/folder.txt").mkdir()
     assert rows(tmp_path) == ["a.txt"]
 
 

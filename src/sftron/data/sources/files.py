@@ -249,7 +249,7 @@ def _files_of_folder(folder: Path, split: str, config: str | None, endings: Sequ
 
 def _first_document_below(folder: Path) -> Path | None:
     """Returns the first .txt file in the folders of a folder, without hidden ones, as a path from there."""
-    below = (file.relative_to(folder) for file in folder.glob("*/**/*") if is_text_file(file))
+    below = (file.relative_to(folder) for file in folder.glob("*/**/*") if is_text_file(file) and file.is_file())
     return min((path for path in below if not any(part.startswith((".", "_")) for part in path.parts)), default=None)
 
 
