@@ -266,7 +266,9 @@ class RunDirectory:
             target = link.readlink()
             link.unlink()
             sync(self.folder)
-            console.write(f"removed    the link {link} to {target}, which is not within the limits of evaluation.keep")
+            console.write(
+                f"removed    the link {link} to {target}: no evaluation found it within the limits in force now"
+            )
         except OSError as error:
             console.write(f"WARNING    {link} cannot be removed ({error.strerror}); remove it")
 
