@@ -446,7 +446,7 @@ class Evaluator:
         self.evaluated_step = state["evaluated_step"]
         self.kept = comparable(self._data.evaluation_sets, state)
         for line in unknown(self._data.evaluation_sets, state):
-            console.write(f"keep       {line}")
+            console.write(f"keep       {line}", is_needed=True)
         watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
             if (watched.metric, watched.of) == (self._watched_metric, self._of(watched.metric)):

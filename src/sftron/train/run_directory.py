@@ -266,11 +266,10 @@ class RunDirectory:
             target = link.readlink()
             link.unlink()
             sync(self.folder)
-            console.write(
-                f"removed    the link {link} to {target}: no evaluation found it within the limits in force now"
-            )
+            why = "no evaluation found it within the limits in force now"
+            console.write(f"removed    the link {link} to {target}: {why}", is_needed=True)
         except OSError as error:
-            console.write(f"WARNING    {link} cannot be removed ({error.strerror}); remove it")
+            console.warn(f"{link} cannot be removed ({error.strerror}); remove it")
 
     def names(self, name: str, target: Path) -> bool:
         """Returns whether the link `name` is there and leads to `target`."""
