@@ -118,7 +118,7 @@ class _Written:
 # --- What the checks want to know ---
 
 
-def _say(line: str, *_: Any) -> None:
+def _say(line: str, *_: Any, **_options: Any) -> None:
     own, rank = here()
     if rank == 0:
         own.lines.append(line)
