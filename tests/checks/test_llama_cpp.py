@@ -4,12 +4,14 @@ What differs is in the table DIFFERS, by template and cause; all else has to be 
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from examples.quickstart.prepare_model import gguf_file, load_tokenizer
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sftron.checks import served_turns
@@ -23,6 +25,7 @@ from tests.checks.llama_cpp import llama_server, write_gguf
 from tests.checks.test_served_turns import MORE, make_folder
 from tests.data.family_conversations import CONVERSATIONS
 from tests.data.test_families import FOLLOWED
+from tests.train.runs import make_model_folder
 
 CASES = [*CONVERSATIONS, *MORE]
 DIFFERS = {
@@ -85,6 +88,34 @@ def test_a_date_that_only_llama_cpp_gives_is_named(tmp_path: Path) -> None:
     with llama_server(write_gguf(folder, tmp_path / "model.gguf")) as url:
         report = compared(folder, url, CASES[:2])
     assert set(report.facts["causes"]) == {"date"}
+
+
+# --- Weights ---
+
+
+@pytest.mark.parametrize("changed", ["nothing", "the head"])
+def test_the_served_log_probabilities_of_answers_are_those_of_the_weights(
+    tmp_path: Path, changed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_model_folder(tmp_path / "model", hidden_size=64, head_dim=16)
+    served = Path(shutil.copytree(folder, tmp_path / "served"))
+    if changed == "the head":
+        weights = load_file(served / "model.safetensors")
+        weights["lm_head.weight"] *= 3
+        save_file(weights, served / "model.safetensors")
+    rows_of(folder, CASES[:1])
+    options = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--weights", "3"]
+    with llama_server(write_gguf(served, tmp_path / "m.gguf")) as url:
+        status = check.main([*options, "--against", "llama-server", url])
+    output = capsys.readouterr().out
+    line = next(line for line in output.splitlines() if "weights " in line)
+    assert (line.split()[0], status) == (("PASS", 0) if changed == "nothing" else ("FAIL", 1)), output
+    with pytest.raises(SystemExit):
+        check.main(["--model", str(folder), "--weights", "3"])
+    assert "give --weights only with --data" in capsys.readouterr().err
+    file = str(tmp_path / "m.gguf")
+    assert check.main([*options, "--against", "gguf", file]) == 2
+    assert "gguf gives no log-probabilities; serve with llama-server or vllm" in capsys.readouterr().err
 
 
 # --- Vocabularies ---

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from sftron.checks.served_causes import Ids, encode
 from sftron.checks.servers import RefusedError, Server
@@ -36,6 +36,15 @@ class PromptSource(Protocol):
 
     def prompt_ids(self, conversation: Conversation) -> Ids | None:
         """Returns the ids of the conversation and the generation prompt; None if it is refused."""
+        ...
+
+
+@runtime_checkable
+class LogProbabilities(Protocol):
+    """A server that gives the log-probabilities of ids that it is given."""
+
+    def log_probabilities(self, ids: Ids, start: int) -> list[float]:
+        """Returns the log-probability of each id from `start` on, given those before it, in nats."""
         ...
 
 
@@ -118,6 +127,13 @@ class VllmPrompts(_PromptServer):
     def _rendered(self, conversation: Conversation) -> Ids:
         return self._tokens(self._body(conversation) | {"add_generation_prompt": True})
 
+    def log_probabilities(self, ids: Ids, start: int) -> list[float]:
+        path = "/v1/completions"
+        request = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        with self._as_expected(path):
+            given = self._request(path, request)["choices"][0]["prompt_logprobs"]
+            return [float(given[at][str(ids[at])]["logprob"]) for at in range(start, len(ids))]
+
 
 class LlamaServerPrompts(_PromptServer):
     source = "/apply-template and /tokenize"
@@ -128,6 +144,20 @@ class LlamaServerPrompts(_PromptServer):
             text = _text(self._request("/apply-template", self._body(conversation))["prompt"])
         # As its own chat completion does.
         return self._tokens({"content": text, "add_special": True, "parse_special": True})
+
+    def log_probabilities(self, ids: Ids, start: int) -> list[float]:
+        return [self._log_probability(ids[:at], ids[at]) for at in range(start, len(ids))]
+
+    def _log_probability(self, before: Ids, token_id: int) -> float:
+        """Asks for the likeliest next tokens, and for all of them if `token_id` is not one of these."""
+        for number in (100, self._vocab_size):
+            request = {"prompt": before, "n_predict": 1, "n_probs": number, "temperature": 0, "cache_prompt": True}
+            with self._as_expected("/completion"):
+                first = self._request("/completion", request)["completion_probabilities"][0]
+                for each in first["top_logprobs"]:
+                    if each["id"] == token_id:
+                        return float(each["logprob"])
+        raise ValueError(f"{self._url}/completion: the reply lacks the log-probability of token {token_id}")
 
 
 class OllamaPrompts(_PromptServer):

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from sftron.checkpoint.model_folder import read_json, stop_ids_of
 from sftron.checks.report import Check, Report
 from sftron.checks.served_causes import Cause, Ids, cause_of, encode
-from sftron.checks.served_prompts import PromptSource, open_prompts
+from sftron.checks.served_prompts import LogProbabilities, PromptSource, open_prompts
+from sftron.checks.served_weights import ServedTurn, check_weights
 from sftron.config import load_config
 from sftron.data.chat.layout import MODEL_ROLES
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -104,6 +105,7 @@ def check_served_turns(
     limit: int | None = None,
     served_model: str | None = None,
     timeout: float = 120.0,
+    num_weighed: int = 0,
 ) -> Report:
     """Compares the trained prompts and stops of rows with what serves the model in `folder`.
 
@@ -112,13 +114,27 @@ def check_served_turns(
         against: A kind of served_prompts.KINDS, and the URL or the file.
         limit: The number of rows that are compared; by default all.
         timeout: The seconds in which each reply of a server must be complete.
+        num_weighed: The number of turns whose answers' log-probabilities are compared, which computes the model.
 
     Raises:
         ValueError: The folder or the data cannot be used, nothing is served there, or a reply is not what is expected.
     """
     prepared = open_rows_to_serve(data, folder)
     served = open_prompts(*against, prepared.chat_tokenizer, served_model, timeout)
-    return compare_turns(folder, prepared, served, limit)
+    if num_weighed and not isinstance(served, LogProbabilities):
+        raise ValueError(f"--weights: {against[0]} gives no log-probabilities; serve with llama-server or vllm")
+    report = compare_turns(folder, prepared, served, limit)
+    if not num_weighed or not isinstance(served, LogProbabilities):
+        return report
+    weights = check_weights(folder, list(islice(_served_turns(prepared), num_weighed)), served)
+    return replace(report, checks=(*report.checks, weights))
+
+
+def _served_turns(prepared: Preparation) -> Iterator[ServedTurn]:
+    for _, tokenized in _conversations(prepared):
+        ids = tokenized.input_ids.tolist()
+        for turn in _trained_turns(prepared, tokenized):
+            yield ServedTurn(ids[: turn.end], turn.start)
 
 
 def compare_turns(folder: Path, prepared: Preparation, served: PromptSource, limit: int | None = None) -> Report:

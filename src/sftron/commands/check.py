@@ -50,6 +50,12 @@ def main(arguments: list[str]) -> int:
         help="the type that LlamaForSFT computes in (float32); with --against, the server's type (bfloat16; "
         "float32 for a folder)",
     )
+    add(
+        "--weights",
+        type=positive,
+        metavar="N",
+        help="with --data, and llama-server or vllm: also compare the log-probabilities of the answers of N turns",
+    )
     add("--served-model", metavar="NAME", help="which model of the server, if it serves several")
     add("--timeout", type=positive, metavar="SECONDS", help="how long a reply of the server may take (120)")
     add("--device", type=device, help="cpu (default) or cuda")
@@ -62,6 +68,8 @@ def main(arguments: list[str]) -> int:
         parser.error("give --served-model and --timeout only with --against vllm URL")
     if kind in _OTHER_SERVERS and not options.data:
         parser.error(f"give --against {kind} only with --data: answers are compared with vllm and gguf")
+    if options.weights and not options.data:
+        parser.error("give --weights only with --data, whose answers are compared")
     of_answers = ("prompts", "max_new_tokens", "dtype", "device")
     if options.data and (given := [name for name in of_answers if getattr(options, name) is not None]):
         named = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -76,6 +84,7 @@ def main(arguments: list[str]) -> int:
             limit=options.limit,
             served_model=options.served_model,
             timeout=options.timeout or 120,
+            num_weighed=options.weights or 0,
         )
         show(report.as_text())
         write_json(options.json, report.as_dict())
