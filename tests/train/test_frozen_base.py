@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -185,11 +186,13 @@ def test_a_step_reads_each_block_as_often_as_it_says_and_keeps_two(
     monkeypatch.setattr(FrozenFiles, "fill", counted)
     stream = model.stream
     assert stream is not None
+    stream.close()
     steps_of = partial(loss_of, model, _batch(model))
     orders = []
     for _ in range(2):
         read.clear()
         steps_of().backward()
+        stream.close()
         orders.append([number for n, (number, _) in enumerate(read) if not n or read[n - 1][0] != number])
     assert orders == [[0, 1, 2, 3, 4, 2, 1, 0], [2, 3, 4, 2, 1, 0]]
     assert sum(size for _, size in read) == stream.bytes_per_pass
@@ -402,6 +405,7 @@ def test_a_streamed_run_is_killed_resumed_evaluated_and_exported_with_the_same_b
     if way == "NF4":
         pytest.importorskip("bitsandbytes")
     write_rows(tmp_path / "rows.jsonl", 200)
+    before = threading.enumerate()  # other tests' models may not be collected yet
     resident = run(_config(tmp_path, run_folder, "resident", **OPTIONS[way]))
     config = _config(tmp_path, run_folder, "stream", **OPTIONS[way])
     run_killed(tmp_path / "config.yaml", 5, "in the step")
@@ -411,6 +415,7 @@ def test_a_streamed_run_is_killed_resumed_evaluated_and_exported_with_the_same_b
     assert len(expected["files"]) == 4
     assert len(expected["evaluations"]) == 3
     assert found == expected
+    assert not [each for each in threading.enumerate() if each.name.startswith("weights") and each not in before]
     assert all(line["weights_seconds"] > 0 for line in metrics(streamed.directory.folder))
     assert all(line["weights_seconds"] is None for line in metrics(resident.directory.folder))
     assert (streamed.directory.folder / NF4_FILE).exists() == (way == "NF4")

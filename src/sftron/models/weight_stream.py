@@ -170,6 +170,12 @@ class WeightStream:
             self._source.fill(matrix.name, part)
             yield matrix.name, part.to(self._device)
 
+    def close(self) -> None:
+        """Ends the thread after what it reads now. A later use of the model starts another one."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
     # --- The use of a block ---
 
     def _forward(self, block: int, forward: Any, recomputes: bool, *arguments: Any) -> Tensor:

@@ -361,6 +361,8 @@ class Exporter:
             stream=None if trained.stream is None else StreamedBase(unchecked, ""),
         )
         kl = largest_kl(logits, logits_of(merged, texts))
+        if merged.stream:
+            merged.stream.close()
         is_accepted = kl <= MOST_KL  # False for NaN
         measured = f"KL of at most {kl:.1e} from the trained model, {MOST_KL:g} allowed"
         if is_accepted:

@@ -310,6 +310,8 @@ class Trainer:
         finally:
             if not has_ended:
                 self._events.call("on_end", "failed")
+            if self.model.stream:
+                self.model.stream.close()
             self._saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
         return _exit_status(status)
