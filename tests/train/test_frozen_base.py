@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -149,7 +150,8 @@ def test_a_streamed_base_trains_evaluates_and_answers_with_the_bits_of_a_residen
     num_steps = NUM_STEPS if case == BY_DAY[0] or case not in BY_DAY else FEW_STEPS
     expected = steps(resident, num_steps)
     assert steps(streamed, num_steps) == expected
-    assert expected[1] == pytest.approx(expected[1])  # it is finite
+    assert expected[1] is not None
+    assert math.isfinite(expected[1])
     for name in streamed.stream.names:
         assert streamed.get_parameter(name).untyped_storage().nbytes() <= max(streamed.stream.buffer_bytes // 2, 4)
     assert {path: path.read_bytes() for path in before} == before
