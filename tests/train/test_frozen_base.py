@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -227,13 +226,24 @@ def _stale_buffer(patch: pytest.MonkeyPatch) -> None:
 
 
 def _before_the_copy_is_done(patch: pytest.MonkeyPatch) -> None:
-    read = WeightStream._read
+    """The first block computes with its buffer before anything is read into it."""
+    read, forward, has_computed = WeightStream._read, WeightStream._forward, threading.Event()
 
     def late(self: WeightStream, *arguments: Any) -> Any:
-        time.sleep(0.02)
+        assert has_computed.wait(60)
         return read(self, *arguments)
 
+    def eager(self: WeightStream, *arguments: Any) -> Tensor:
+        if not has_computed.is_set():
+            for buffer in self.buffers:
+                buffer.zero_()  # it might hold the same weights by chance, from a model that is gone
+        try:
+            return forward(self, *arguments)
+        finally:
+            has_computed.set()
+
     patch.setattr(WeightStream, "_read", late)
+    patch.setattr(WeightStream, "_forward", eager)
     patch.setattr(WeightStream, "_wait", lambda self: None)
 
 
