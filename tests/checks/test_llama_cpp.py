@@ -90,6 +90,15 @@ def test_a_date_that_only_llama_cpp_gives_is_named(tmp_path: Path) -> None:
     assert set(report.facts["causes"]) == {"date"}
 
 
+def test_a_conversation_that_llama_cpp_refuses_is_named(tmp_path: Path) -> None:
+    prefix = "{% if messages[0].content == 'Who?' %}{{ raise_exception('no') }}{% endif %}"
+    folder, other = make_folder(tmp_path / "model", "chatml_like"), make_folder(tmp_path / "b", "chatml_like", prefix)
+    cases = [each for each in CASES if each.messages[0]["content"] == "Who?"][:2]
+    with llama_server(write_gguf(folder, tmp_path / "model.gguf"), other / "chat_template.jinja") as url:
+        report = compared(folder, url, cases)
+    assert set(report.facts["causes"]) == {"refused"}
+
+
 # --- Weights ---
 
 
