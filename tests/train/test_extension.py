@@ -396,13 +396,21 @@ def test_an_optimizer_that_cannot_be_used_is_refused(
 # --- Over ranks ---
 
 
-@pytest.mark.parametrize("kind", ["kl", "muon"])
+HOPS: dict[str, dict[str, Any]] = {
+    "muon": {"optimizer__name": "muon", "optimizer__learning_rate": 1e-3},
+    "kl": {"extend__setup": "examples.extend.kl:setup", "extend__options": {"weight": 0.5}},
+    "smoothing": {"extend__setup": "examples.extend.label_smoothing:setup"},
+    "unlikelihood": {
+        "extend__setup": "examples.extend.unlikelihood:setup",
+        "extend__options": {"token_ids": [5, 7, 11], "weight": 2.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HOPS)
 def test_a_run_that_hops_between_ranks_is_the_run_that_did_not(tmp_path: Path, model_folder: Path, kind: str) -> None:
     write_rows(tmp_path / "rows.jsonl", 120)
-    options: dict[str, Any] = {
-        "kl": {"lora__rank": 4, "extend__setup": "examples.extend.kl:setup", "extend__options": {"weight": 0.5}},
-        "muon": {"optimizer__name": "muon", "optimizer__learning_rate": 1e-3},
-    }[kind]
+    options = HOPS[kind] | ({} if kind == "muon" else {"lora__rank": 4})
 
     def run(name: str, num_ranks: int, last_step: int) -> Path:
         tree = settings(tmp_path, model_folder, **options, general__run_name=name, tokens__train_steps=last_step)
