@@ -112,8 +112,8 @@ def test_the_served_log_probabilities_of_answers_are_those_of_the_weights(
         weights = load_file(served / "model.safetensors")
         weights["lm_head.weight"] *= 3
         save_file(weights, served / "model.safetensors")
-    rows_of(folder, CASES[:1])
-    options = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--weights", "3"]
+    rows_of(folder, CASES[:8])  # with characters of several bytes
+    options = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--weights", "14", "--limit", "8"]
     with llama_server(write_gguf(served, tmp_path / "m.gguf")) as url:
         status = check.main([*options, "--against", "llama-server", url])
     output = capsys.readouterr().out

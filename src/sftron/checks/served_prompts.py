@@ -135,6 +135,10 @@ class VllmPrompts(_PromptServer):
             return [float(given[at][str(ids[at])]["logprob"]) for at in range(start, len(ids))]
 
 
+_MOST_UNUSED_IDS = 65_536
+"""More than the ids that a model embeds beyond its tokenizer's."""
+
+
 class LlamaServerPrompts(_PromptServer):
     source = "/apply-template and /tokenize"
     start_command = "llama-server --model FILE"
@@ -150,10 +154,13 @@ class LlamaServerPrompts(_PromptServer):
 
     def _log_probability(self, before: Ids, token_id: int) -> float:
         """Asks for the likeliest next tokens, and for all of them if `token_id` is not one of these."""
-        for number in (100, self._vocab_size):
-            request = {"prompt": before, "n_predict": 1, "n_probs": number, "temperature": 0, "cache_prompt": True}
+        # A bias makes it answer with "a", as it gives nothing for an answer that ends in half a character. The
+        # log-probabilities are those before the bias.
+        bias = {"logit_bias": [[encode(self._chat, "a")[0], 1000]]}
+        request = {"prompt": before, "n_predict": 1, "temperature": 0, "cache_prompt": True} | bias
+        for number in (100, self._vocab_size + _MOST_UNUSED_IDS):
             with self._as_expected("/completion"):
-                first = self._request("/completion", request)["completion_probabilities"][0]
+                first = self._request("/completion", request | {"n_probs": number})["completion_probabilities"][0]
                 for each in first["top_logprobs"]:
                     if each["id"] == token_id:
                         return float(each["logprob"])

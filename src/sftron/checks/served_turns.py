@@ -126,12 +126,16 @@ def check_served_turns(
     report = compare_turns(folder, prepared, served, limit)
     if not num_weighed or not isinstance(served, LogProbabilities):
         return report
-    weights = check_weights(folder, list(islice(_served_turns(prepared), num_weighed)), served)
+    turns = list(islice(_served_turns(prepared, limit), num_weighed))
+    try:
+        weights = check_weights(folder, turns, served)
+    except ValueError as error:  # the other rows are known
+        weights = Check("weights", passed=False, measured=str(error), raised=True)
     return replace(report, checks=(*report.checks, weights))
 
 
-def _served_turns(prepared: Preparation) -> Iterator[ServedTurn]:
-    for _, tokenized in _conversations(prepared):
+def _served_turns(prepared: Preparation, limit: int | None) -> Iterator[ServedTurn]:
+    for _, tokenized in islice(_conversations(prepared), limit):
         ids = tokenized.input_ids.tolist()
         for turn in _trained_turns(prepared, tokenized):
             yield ServedTurn(ids[: turn.end], turn.start)
