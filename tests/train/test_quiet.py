@@ -47,3 +47,16 @@ def test_a_verbose_run_shows_where_an_error_was_raised(
     error = capsys.readouterr().err
     assert "rows.jsonl" in error
     assert ("Traceback (most recent call last)" in error) == shows
+
+
+def test_a_quiet_start_says_what_it_did_not_do(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(config), "--tokens.train_steps=2", "--quiet"]
+    assert train([*arguments, "--dry-run"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("WARNING")]
+    assert shown == ["dry run    all checks passed; nothing was trained or written"]
+    assert train(arguments) == 0
+    capsys.readouterr()
+    assert train([*arguments, "--optimizer.learning_rate=0.5"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("completed  before, after step 2; nothing is left to do")
+    assert "optimizer.learning_rate" in output

@@ -55,21 +55,21 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
         return _help(arguments)
     switches = {_SWITCHES[each] for each in arguments if each in _SWITCHES}
     arguments = [each for each in arguments if each not in _SWITCHES]
-    dry_run, is_verbose = "--dry-run" in switches, "--verbose" in switches
+    dry_run, is_quiet, is_verbose = (each in switches for each in ("--dry-run", "--quiet", "--verbose"))
     try:
         config = load_config(*split_arguments(arguments))
     except ValueError as error:
         return _refuse(error, is_verbose=is_verbose)
     from sftron.train.logs import console
 
-    console.be_quiet("--quiet" in switches)
+    console.be_quiet(is_quiet)
     stop_request = stop_request or StopRequest(prints=_is_main())
     if dry_run:
         stop_request.give_back()  # there is nothing to save
-        status = 1 if stop_request.received else _run(config, stop_request, dry_run, is_verbose)
+        status = 1 if stop_request.received else _run(config, stop_request, dry_run, is_quiet, is_verbose)
     else:
         with stop_request.listening():
-            status = _run(config, stop_request, dry_run, is_verbose)
+            status = _run(config, stop_request, dry_run, is_quiet, is_verbose)
     from sftron.train.ranks import end_ranks
 
     end_ranks()
@@ -92,8 +92,8 @@ def _help(arguments: list[str]) -> int:
     return 0 if arguments else REFUSED
 
 
-def _run(config: Config, stop_request: StopRequest, dry_run: bool, is_verbose: bool) -> int:
-    if dry_run and _is_main():
+def _run(config: Config, stop_request: StopRequest, dry_run: bool, is_quiet: bool, is_verbose: bool) -> int:
+    if dry_run and _is_main() and not is_quiet:
         show("dry run    checking the data, the template and the model's files")  # before imports that take seconds
     # Imported here, so that --help and configuration errors take no time.
     from sftron.checkpoint.frozen_files import FrozenWeightsError

@@ -153,9 +153,9 @@ def find_start(setup: Setup, checkpoints: Path) -> Start:
             f"{num_epochs}; raise it, or restore the data"
         )
     for problem in found.rejected:
-        console.write(f"broken     {problem}")
+        console.write(f"broken     {problem}", is_needed=True)
     for aside in main_or_raise(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
-        console.write(f"set aside  {aside}")
+        console.write(f"set aside  {aside}", is_needed=True)
     return start
 
 

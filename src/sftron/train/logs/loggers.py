@@ -108,7 +108,7 @@ class LoggerThread:
     def _report_once(self, problem: str, details: str) -> None:
         if problem not in self._reported:
             self._reported.add(problem)
-            console.write(f"{self.name:<10} {problem}{details}. metrics.jsonl has every step")
+            console.write(f"{self.name:<10} {problem}{details}. metrics.jsonl has every step", is_needed=True)
 
 
 class Loggers:

@@ -54,7 +54,8 @@ def conclude_not_finite(directory: RunDirectory, step: int, saved_step: int) -> 
     newest = f"continues from step {saved_step}, where both were finite" if saved_step else "begins at step 0"
     console.write(
         f"failed     after step {step}: the loss or gradients are not finite. The next start {newest}; lower "
-        "optimizer.learning_rate, or check the rows named above"
+        "optimizer.learning_rate, or check the rows named above",
+        is_needed=True,
     )
 
 
@@ -85,14 +86,16 @@ def conclude(status: str, directory: RunDirectory, step: int, *, exported: Path 
 
 def describe_finished(config: Config, status: str, step: int, unused: Sequence[str]) -> None:
     """Prints why a start does nothing, and how the configuration and data differ from the completed run's."""
-    console.write(f"{status:<10} before, after step {step}; nothing is left to do, and {config.run_dir} is unchanged")
+    done = f"{status:<10} before, after step {step}; nothing is left to do, and {config.run_dir} is unchanged"
+    console.write(done, is_needed=True)
     if unused:
-        console.write("not used   these differ from the completed run:")
+        console.write("not used   these differ from the completed run:", is_needed=True)
         for each in unused:
-            console.write(f"             {each}")
+            console.write(f"             {each}", is_needed=True)
         console.write(
             "           To train further, raise tokens.train_steps, tokens.train_epochs, evaluation.patience or a "
-            "limit of evaluation.keep; for a run with these settings, choose another general.run_name"
+            "limit of evaluation.keep; for a run with these settings, choose another general.run_name",
+            is_needed=True,
         )
 
 

@@ -45,7 +45,7 @@ GROWTH_OF_TENSORS = 1.13
 
 _Lines = Iterator[tuple[str, str]]
 """Labels and texts of lines. A line without a label continues the one before it."""
-_WARNING = "WARNING"
+_WARNING, _OUTCOME = "WARNING", "dry run"
 
 
 def _show(lines: Iterable[tuple[str, str]]) -> None:
@@ -53,7 +53,7 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
         if label == _WARNING:
             console.warn(text)
         else:
-            console.write(f"{label:<10} {text}")
+            console.write(f"{label:<10} {text}", is_needed=label == _OUTCOME)
 
 
 def describe_run(setup: Setup, directory: RunDirectory | None) -> None:
@@ -352,7 +352,7 @@ def _dry_run_lines(setup: Setup, predicted: StepMemory, measured: MeasuredPeak |
         if found is not None:
             share = f"{found / expected:.0%} of the {expected / 1e9:.2f} GB predicted"
             yield "", f"measured: {what} {found / 1e9:.2f} GB, {share}"
-    yield "dry run", "all checks passed; nothing was trained or written"
+    yield _OUTCOME, "all checks passed; nothing was trained or written"
 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
