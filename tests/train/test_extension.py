@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -445,6 +446,10 @@ def exact(answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[
     }
 
 
+def exact_score(answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {"score": 1.0}
+
+
 def prompts(folder: Path) -> Path:
     file = folder / "prompts.jsonl"
     questions = [{"messages": [{"role": "user", "content": f"What is {n}?"}], "reference": n} for n in range(3)]
@@ -454,7 +459,7 @@ def prompts(folder: Path) -> Path:
 
 def answered(tmp_path: Path, model_folder: Path, **more: Any) -> Config:
     options = {"evaluation__prompts": str(prompts(tmp_path)), "evaluation__max_new_tokens": 2}
-    return make_config(tmp_path, model_folder, **SHORT, **options, evaluation__interval=2, **more)
+    return make_config(tmp_path, model_folder, **SHORT | options | {"evaluation__interval": 2} | more)
 
 
 def evaluations_of(trainer: Trainer) -> list[dict[str, Any]]:
@@ -481,9 +486,12 @@ def test_a_function_of_the_users_measures_the_answers_and_chooses_the_best(
 @pytest.mark.parametrize(
     ("compute", "problem"),
     [
-        (lambda answers, rows: rows[0]["absent"], "raised KeyError: 'absent'. The last finished step is saved"),
+        (lambda answers, rows: rows[0]["absent"], "raised KeyError: 'absent'"),
         (lambda answers, rows: {"score": float("nan")}, "gives nan for score; give a finite number"),
-        (lambda answers, rows: 3.0, "raised AttributeError"),
+        (lambda answers, rows: 3.0, "gives float; return numbers by name"),
+        (lambda answers, rows: {"a/b": 3.0}, "gives the name 'a/b'; write a text without /"),
+        (lambda answers, rows: {1: 3.0}, "gives the name 1; write a text without /"),
+        (lambda answers, rows: {"score": "0.5"}, "gives '0.5' for score; give a finite number"),
         (lambda answers, rows: {"other": 3.0}, "gives no eval/measures/score, which the configuration names"),
     ],
 )
@@ -496,10 +504,54 @@ def test_a_function_that_gives_no_numbers_ends_the_run(
     assert json.loads((config.run_dir / "result.json").read_text())["status"] == "failed"
 
 
+def constant(answers: Sequence[Answer], rows: Sequence[Any], value: float = 1.0, kind: str = "") -> dict[str, Any]:
+    for row in rows:
+        row["messages"].clear()  # rows are copies
+    return {"score": torch.tensor(value) if kind == "tensor" else value}
+
+
+@pytest.mark.parametrize(
+    ("now", "changes", "stays"),
+    [
+        (constant, {}, True),
+        (partial(constant, value=0.5), {}, False),
+        (exact_score, {}, False),
+        (constant, {"evaluation__max_new_tokens": 3}, False),
+    ],
+)
+def test_the_best_stays_only_if_it_was_measured_in_the_same_way(
+    tmp_path: Path,
+    model_folder: Path,
+    now: Any,
+    changes: dict[str, Any],
+    stays: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    best = {"checkpoints__keep_best": "eval/measures/score"}
+    opened(answered(tmp_path, model_folder, **best), compute_metrics=partial(constant, kind="tensor")).train()
+    opened(answered(tmp_path, model_folder, **best, general__run_name="b"), compute_metrics=constant).train()
+    longer = {"general__run_name": "b", "tokens__train_steps": 6, **best, **changes}
+    capsys.readouterr()
+    opened(answered(tmp_path, model_folder, **longer), compute_metrics=now)
+    assert ("the search for the best starts again" not in capsys.readouterr().out) == stays
+
+
+def test_the_best_rate_of_stops_is_of_its_prompts(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = {"checkpoints__keep_best": "eval/stop_rate"}
+    opened(answered(tmp_path, model_folder, **best)).train()
+    config = answered(tmp_path, model_folder, **best, tokens__train_steps=6)
+    prompts(tmp_path).write_text(json.dumps({"messages": [{"role": "user", "content": "Another?"}]}) + "\n")
+    capsys.readouterr()
+    opened(config)
+    assert "chosen by eval/stop_rate of other settings" in capsys.readouterr().out
+
+
 def test_metrics_of_answers_without_prompts_are_refused(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"no answers to compute from; set evaluation\.prompts"):
         open_trainer(make_config(tmp_path, model_folder, **SHORT), compute_metrics=exact)
-    with pytest.raises(ValueError, match="eval/measures/score is no metric of this run"):
+    with pytest.raises(ValueError, match="eval/measures/score needs the function compute_metrics"):
         open_trainer(answered(tmp_path, model_folder, checkpoints__keep_best="eval/measures/score"))
     with pytest.raises(ValueError, match="compute_metrics: int is not a function"):
         Extension(compute_metrics=3)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ class Frame:
         ({"objective": OneName()}, r"OneName\.names is 'kl'; give a list of different texts"),
         ({"objective": SameName()}, r"SameName\.names is \('kl', 'kl'\)"),
         ({"objective": Learned()}, r"Learned\.scale has parameters, which no optimizer of the run trains"),
-        ({"callbacks": Callback()}, "found one callback; give a list of them"),
+        ({"callbacks": Callback()}, "found Callback; give a list of callbacks"),
+        ({"callbacks": None}, "found NoneType; give a list of callbacks"),
         ({"callbacks": [Callback]}, "Callback is a class; make an instance of it"),
         ({"data": {"train": [ROW]}}, r"found a dict with train; give one of them, such as data\['train'\]"),
         ({"data": "rows.jsonl"}, r"found the text 'rows\.jsonl'; a path belongs in data\.datasets"),
@@ -149,6 +151,23 @@ def test_the_hash_covers_bases_and_imported_modules_of_the_users(package: tuple[
     path = folder / f"{file}.py"
     path.write_text(path.read_text() + "# another line\n")
     assert source() != before
+
+
+def test_the_hash_covers_code_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook whose cells are run again."""
+
+    def source(text: str) -> str:
+        module = ModuleType("of_a_notebook")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(text, module.__dict__)
+        described = Extension(compute_metrics=module.__dict__["own"]).described(None)
+        assert described is not None
+        assert described.source is not None
+        return described.source
+
+    text = "def own(answers, rows):\n    return {'a': sum(1 for each in rows if each in {'x', 'y'})}\n"
+    assert source(text) == source(text)
+    assert len({source(text), source(text.replace("'a'", "'b'")), source(text.replace("1 for", "2 for"))}) == 3
 
 
 def test_the_values_of_an_objective_are_settings_of_the_run(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -160,11 +161,12 @@ class Evaluation:
 
         for name, each in self.sets.items():
             roles = ", ".join(f"{role} {found['loss']:.4f}" for role, found in each.roles.items())
+            conversations = counted(each.conversations, "conversations")
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
             kept = f" | rise {rounded(each.kept['rise'])} of {rounded(each.kept['max_rise'])}" if each.kept else ""
             yield (
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)}{kept} | accuracy {accuracy} "
-                f"| {counted(each.tokens, 'tokens')} of {each.conversations:,} conversations | by role: {roles}"
+                f"| {counted(each.tokens, 'tokens')} of {conversations} | by role: {roles}"
             )
         own = "".join(f" | {name} {value:.4f}" for name, value in self.measures.items())
         stopped = sum(each.stopped for each in self.answers)
@@ -222,7 +224,7 @@ def watched_metric(config: Config, sets: Sequence[EvaluationSet]) -> str:
     return f"eval/{sets[0].name}/loss"
 
 
-_OWN_MEASURES = "eval/measures/"
+_STOP_RATE, _OWN_MEASURES = "eval/stop_rate", "eval/measures/"
 
 
 def require_metric(
@@ -235,7 +237,9 @@ def require_metric(
     """
     if has_own and name.startswith(_OWN_MEASURES):
         return
-    known = ["eval/stop_rate"] if has_prompts else []
+    if name.startswith(_OWN_MEASURES):
+        raise ValueError(f"{key}: {name} needs the function compute_metrics, which gives it (docs/extending.md)")
+    known = [_STOP_RATE] if has_prompts else []
     for each in sets:
         roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
         measures = ["loss", "token_accuracy", *(f"roles/{Role(role).name.lower()}/loss" for role in sorted(roles))]
@@ -290,6 +294,7 @@ class Evaluator:
         self.best: Best | None = None
         self.watched: Best | None = None
         self.kept: dict[str, KeptLoss] = {}
+        self._answers_digest = self._digest_of_answers()
 
     @property
     def exceeded(self) -> list[str]:
@@ -352,7 +357,7 @@ class Evaluator:
                 sets = {each.name: measure_set(model, each, **options) for each in data.evaluation_sets}
                 with gathered_blocks(model, self._fits):
                     answers = [self._answer(model, question) for question in data.questions]
-            measures = self._measures(answers)
+            measures = self._measures(answers, step)
         except StopRequestedError:
             return None
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
@@ -394,7 +399,7 @@ class Evaluator:
         text = str(tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
 
-    def _measures(self, answers: Sequence[Answer]) -> dict[str, float]:
+    def _measures(self, answers: Sequence[Answer], step: int) -> dict[str, float]:
         """Returns what a user's `compute_metrics` gives, computed on the main rank. Raises ExtensionError on all."""
         compute = self._extension.compute_metrics
         if compute is None:
@@ -402,7 +407,7 @@ class Evaluator:
         problem, measures, cause = "", dict[str, float](), None
         if self._ranks.is_main:
             try:
-                measures = computed(compute, answers, [each.row for each in self._data.questions])
+                measures = computed(compute, answers, [deepcopy(dict(each.row)) for each in self._data.questions])
             except ExtensionError as error:
                 problem, cause = str(error), error.__cause__
         facts = self._ranks.gather({"problem": problem, "measures": measures})[0]
@@ -412,15 +417,22 @@ class Evaluator:
             if not problem and metric and metric.startswith(_OWN_MEASURES) and metric not in names:
                 problem = f"compute_metrics gives no {metric}, which the configuration names; it gives {names}"
         if problem:
-            raise ExtensionError(f"{problem}. The last finished step is saved", may_save=True) from cause
+            saved = ". The last finished step is saved" if step else ""
+            raise ExtensionError(f"{problem}{saved}", may_save=True) from cause
         return measures
 
-    def _of(self, metric: str | None) -> str:
+    def _measured_on(self, metric: str | None) -> str:
         """Returns the fingerprint of what a metric is measured on; values of another are not comparable."""
-        if metric is None or not metric.startswith(_OWN_MEASURES):
-            return " ".join(each.fingerprint[:12] for each in self._data.evaluation_sets)
-        described = self._extension.described(self._config.extend)
-        facts = [[dict(each.row) for each in self._data.questions], described and described.source]
+        if metric == _STOP_RATE or (metric is not None and metric.startswith(_OWN_MEASURES)):
+            return self._answers_digest
+        return " ".join(each.fingerprint[:12] for each in self._data.evaluation_sets)
+
+    def _digest_of_answers(self) -> str:
+        """Returns the digest of the prompts, the length of answers, and the user's code with its values."""
+        facts: list[Any] = [[dict(each.row) for each in self._data.questions], self._options.max_new_tokens]
+        if self._extension.compute_metrics is not None:
+            described = self._extension.described(self._config.extend)
+            facts += [described and [described.setup, described.source, dict(described.options)]]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()[:12]
 
     def _after(self, best: Best | None, metric: str, evaluation: Evaluation) -> Best | None:
@@ -430,7 +442,7 @@ class Evaluator:
         if best is not None:
             best = best.after(value, step)
         elif value is not None:
-            best = Best(metric, value, step, self._of(metric))
+            best = Best(metric, value, step, self._measured_on(metric))
         if best is None or best.step != step:
             return best
         return replace(best, kept={name: each.loss for name, each in self.kept.items()})
@@ -449,18 +461,19 @@ class Evaluator:
             console.write(f"keep       {line}", is_needed=True)
         watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
         if watched and self._watched_metric:
-            if (watched.metric, watched.of) == (self._watched_metric, self._of(watched.metric)):
+            if (watched.metric, watched.of) == (self._watched_metric, self._measured_on(watched.metric)):
                 self.watched = watched
             else:
-                console.write(f"patience   has watched {watched.metric} of other settings, and starts again")
+                line = f"patience   has watched {watched.metric} of other settings, and starts again"
+                console.write(line, is_needed=True)
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
-            is_comparable = (best.metric, best.of) == (self._best_metric, self._of(best.metric))
+            is_comparable = (best.metric, best.of) == (self._best_metric, self._measured_on(best.metric))
             if is_there and is_comparable and is_within(self._data.evaluation_sets, self.kept, best.kept):
                 self.best = best
             elif is_there and is_comparable:
                 what = f"step {best.step} is not within the limits of evaluation.keep that are in force now"
-                console.write(f"best       {what}; the search for the best starts again")
+                console.write(f"best       {what}; the search for the best starts again", is_needed=True)
             else:
                 what = f"step {best.step} was chosen by {best.metric} of other settings, or is no longer there"
-                console.write(f"best       {what}; the search for the best starts again")
+                console.write(f"best       {what}; the search for the best starts again", is_needed=True)

@@ -13,16 +13,19 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
+from numbers import Real
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from huggingface_hub import constants
-from torch import nn
+from torch import Tensor, nn
 
 from sftron.config.schema import Extend
 from sftron.regular_file import where_missing
@@ -106,8 +109,8 @@ class Extension:
     compute_metrics: ComputeMetrics | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.callbacks, Callback):
-            raise ValueError("callbacks: found one callback; give a list of them")
+        if isinstance(self.callbacks, Callback) or not isinstance(self.callbacks, Iterable):
+            raise ValueError(f"callbacks: found {type(self.callbacks).__name__}; give a list of callbacks")
         object.__setattr__(self, "callbacks", tuple(self.callbacks))  # an iterator could be read only once
         if self.objective is not None:
             _require_objective(self.objective)
@@ -142,8 +145,9 @@ class Extension:
     def described(self, options: Extend | None) -> Extend | None:
         """Returns the section `extend` with the source's hash, which the run writes to its config.yaml.
 
-        Parts that were given as arguments are named in place of a setup function, the objective with the values of its
-        attributes. None for a run without extension.
+        Parts that were given as arguments are named in place of a setup function, with the numbers and texts among
+        their attributes and bound arguments; those of callbacks are left out, as they change no bit of the run. None
+        for a run without extension.
         """
         if options is not None and not options.was_given_in_python:
             return options.model_copy(update={"source": self._source(options.setup.partition(":")[0])})
@@ -151,6 +155,9 @@ class Extension:
             return None
         names = ", ".join(f"{part}={'+'.join(map(_name, own))}" for part, own in self.parts.items())
         values = {} if self.objective is None else _plain_values(self.objective)
+        for part in ("optimizer", "compute_metrics"):
+            if bound := _plain_values(getattr(self, part)):
+                values[part] = bound
         return Extend(setup=f"open_trainer({names})", options=values, source=self._source())
 
     def _source(self, *modules: str) -> str:
@@ -166,6 +173,7 @@ class Extension:
             if name not in sources and _is_own(name):
                 sources[name] = _source_of(name)
                 names += _imported_by(name, sources[name])
+                sources[name] = sources[name] or "".join(_code_in(kind) for kind in kinds if kind.__module__ == name)
         digest = hashlib.sha256("".join(f"{name}\n{sources[name]}\n" for name in sorted(sources)).encode())
         return digest.hexdigest()[:12]
 
@@ -230,6 +238,8 @@ def _name(value: Any) -> str:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
+    if isinstance(value, partial):
+        return {"args": value.args, **value.keywords}
     return dict(getattr(value, "__dict__", {}))
 
 
@@ -246,9 +256,9 @@ def _plain_values(value: Any) -> dict[str, Any]:
 
 def _is_own(module: str) -> bool:
     """Returns whether a module is the user's: neither installed, nor of Python, nor of sftron."""
-    path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None or module.partition(".")[0] in ("sftron", "sftcheck", *sys.stdlib_module_names):
+    if module not in sys.modules or module.partition(".")[0] in ("sftron", "sftcheck", *sys.stdlib_module_names):
         return False
+    path = getattr(sys.modules[module], "__file__", None) or ""  # a notebook has none
     return {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
@@ -263,6 +273,22 @@ def _imported_by(module: str, source: str) -> Iterator[str]:
             base = ".".join([*parents, *([node.module] if node.module else [])])
             yield base
             yield from (f"{base}.{each.name}" for each in node.names)
+
+
+def _code_in(kind: Any) -> str:
+    """Returns the code of a function, or of a class's own functions, whose source is nowhere, as in a notebook."""
+    functions = [kind] if inspect.isfunction(kind) else vars(kind).values()
+    return "".join(_code(each.__code__) for each in functions if inspect.isfunction(each))
+
+
+def _code(code: CodeType) -> str:
+    def told(constant: Any) -> str:
+        if isinstance(constant, CodeType):
+            return _code(constant)
+        # The order of a set of texts is another one in each process.
+        return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+
+    return f"{code.co_code.hex()} {code.co_names} {' '.join(map(told, code.co_consts))}\n"
 
 
 def _source_of(module: str) -> str:
@@ -411,13 +437,20 @@ def computed(compute: ComputeMetrics, answers: Sequence[Answer], rows: Sequence[
     """
     name = _name(compute)
     try:
-        found = {str(key): float(value) for key, value in compute(answers, rows).items()}
+        found = compute(answers, rows)
     except Exception as error:
         raise ExtensionError(f"{name} raised {type(error).__name__}: {error}", may_save=True) from error
-    for key, value in found.items():
-        if not isfinite(value):
-            raise ExtensionError(f"{name} gives {value} for {key}; give a finite number", may_save=True)
-    return found
+    if not isinstance(found, Mapping):
+        raise ExtensionError(f"{name} gives {type(found).__name__}; return numbers by name", may_save=True)
+    measures = dict[str, float]()
+    for key, given in found.items():
+        if not isinstance(key, str) or not key or "/" in key:
+            raise ExtensionError(f"{name} gives the name {key!r}; write a text without /", may_save=True)
+        value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+        if not isinstance(value, Real) or not isfinite(value):
+            raise ExtensionError(f"{name} gives {given!r:.60} for {key}; give a finite number", may_save=True)
+        measures[key] = float(value)
+    return measures
 
 
 Setup = Callable[[Mapping[str, Any]], Extension]

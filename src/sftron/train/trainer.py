@@ -433,8 +433,9 @@ class Trainer:
             return
         everyone = self.ranks.gather({"problem": self._events.problem})
         if problem := next((facts["problem"] for facts in everyone if facts["problem"]), ""):
-            saved = "The last finished step is saved" if may_save else "The run goes on from its newest checkpoint"
-            raise ExtensionError(f"{problem}. {saved}", may_save=may_save) from self._events.error
+            saved = "The last finished step is saved" if may_save else "The next start reads the newest checkpoint"
+            what = f"{problem}. {saved}" if self.progress.step else problem
+            raise ExtensionError(what, may_save=may_save) from self._events.error
 
     def _is_done(self) -> bool:
         is_early = self._evaluator.is_patience_over or bool(self._evaluator.exceeded)
