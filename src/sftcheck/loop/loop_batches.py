@@ -46,9 +46,13 @@ class LoopBatch(SeenBatch):
 
     @cached_property
     def labels(self) -> np.ndarray:
-        shifted = np.full(self._given_ids.shape, IGNORE_INDEX, dtype=np.int64)
-        shifted[:, 1:] = np.where(self._is_behind, IGNORE_INDEX, self.reading.targets)[:, :-1]
-        return self._extended(shifted, self.reading.targets, IGNORE_INDEX)
+        return self.at_labels(self.reading.targets, IGNORE_INDEX)
+
+    def at_labels(self, values: np.ndarray, filling: int) -> np.ndarray:
+        """Returns values [B, T] of the call's tokens in the shape of `ids`, each at the token that is predicted."""
+        shifted = np.full(values.shape, filling, dtype=values.dtype)
+        shifted[:, 1:] = np.where(self._is_behind, filling, values)[:, :-1]
+        return self._extended(shifted, values, filling)
 
     @cached_property
     def attended(self) -> np.ndarray:

@@ -79,19 +79,19 @@ class LoopModel:
 
     # -- the step, with hooks on the model ---------------------------------------------------------------------------
 
-    def _run(
+    def run(
         self,
         batches: Sequence[Any],
         on_call: Callable[[Call], Arguments | None],
         on_logits: Callable[[Tensor], Tensor | None],
-        on_optimizer: Callable[[Optimizer], None],
+        on_optimizer: Callable[[Optimizer], None] = end_forward,
     ) -> Any:
         """Returns what the step returns for copies of the batches, or None if one of the functions has ended it.
 
         Args:
             on_call: Takes each call of the model; may return other arguments.
             on_logits: Takes each tensor of logits of the innermost module that returns them; may return others.
-            on_optimizer: Called before each step of an optimizer.
+            on_optimizer: Called before each step of an optimizer; by default, it ends the step there.
         """
         heads, calls = list[str](), list[Call]()
 
@@ -108,7 +108,7 @@ class LoopModel:
         names = {module: name for name, module in self.module.named_modules()}
 
         def after(module: nn.Module, output: Any) -> Any:
-            logits, name = self._logits(output), names[module]
+            logits, name = self.logits_of(output), names[module]
             if logits is None or any(each != name and each.startswith(f"{name}." if name else "") for each in heads):
                 return None
             heads.append(name)
@@ -136,7 +136,8 @@ class LoopModel:
         if (largest := int(ids.max())) >= self._width:
             raise ValueError(f"the batches hold token {largest:,}, and the model has embeddings for {self._width:,}")
 
-    def _logits(self, output: Any) -> Tensor | None:
+    def logits_of(self, output: Any) -> Tensor | None:
+        """Returns the logits among what a module returns; None if there are none."""
         parts = [output]
         if isinstance(output, Mapping):
             parts = [output.get("logits")]
@@ -173,12 +174,10 @@ class LoopModel:
                 return leaves[-1][-1].clone()  # as a loop may change it in place
 
         try:
-            with torch.enable_grad(), restored(GradScaler, "unscale_", "step"):
-                for name in ("unscale_", "step"):  # they refuse a model without gradients
-                    setattr(GradScaler, name, end_forward)
-                result = self._run(batches, on_call, on_logits, end_forward)
+            with torch.enable_grad(), without_scaler():
+                result = self.run(batches, on_call, on_logits)
                 if not any(leaf.grad is not None for each in leaves for leaf in each):
-                    _backward(result)
+                    backward(result)
         except ValueError:
             raise
         except Exception as error:
@@ -253,7 +252,7 @@ class LoopModel:
             if sum(each.numel() for each in found) >= ids.numel() * logits.shape[-1]:
                 end_forward()
 
-        self._run([batch], on_call, on_logits, end_forward)
+        self.run([batch], on_call, on_logits)
         return torch.cat([each.reshape(len(ids), -1, each.shape[-1]) for each in found], dim=1)
 
     def update(self, batches: Sequence[Any], optimizer: Optimizer | None) -> Update:
@@ -278,9 +277,9 @@ class LoopModel:
         with ExitStack() as stack, torch.enable_grad():
             for name, each in named.items():
                 stack.callback(each.register_hook(lambda gradient, name=name: add(name, gradient)).remove)
-            result = self._run(batches, lambda _: None, lambda _: None, on_optimizer)
+            result = self.run(batches, lambda _: None, lambda _: None, on_optimizer)
             if not found.summed:
-                _backward(result)
+                backward(result)
             if not found.used:
                 keep()
             if not found.optimized and optimizer is not None:
@@ -294,6 +293,15 @@ _HAS_STANCE = hasattr(torch.compiler, "set_stance")
 
 
 @contextmanager
+def without_scaler() -> Iterator[None]:
+    """Ends a step where a GradScaler looks at gradients, as it refuses a model without them."""
+    with restored(GradScaler, "unscale_", "step"):
+        for name in ("unscale_", "step"):
+            setattr(GradScaler, name, end_forward)
+        yield
+
+
+@contextmanager
 def _seen_by(on_optimizer: Callable[[Optimizer], None]) -> Iterator[None]:
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
     try:
@@ -302,7 +310,7 @@ def _seen_by(on_optimizer: Callable[[Optimizer], None]) -> Iterator[None]:
         hook.remove()
 
 
-def _backward(result: Any) -> None:
+def backward(result: Any) -> None:
     """Computes the gradients of the loss that a step returns, alone or with others."""
     parts = list(result.values()) if isinstance(result, Mapping) else result
     for each in parts if isinstance(parts, (tuple, list)) else [parts]:

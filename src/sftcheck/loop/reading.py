@@ -40,7 +40,8 @@ def read(call: Call, logits: Sequence[Tensor]) -> Reading:
     """Returns the targets and weights that the gradients of logits show.
 
     Args:
-        logits: Those of the call [..., V], in order; several, if the head is called for parts of the tokens.
+        logits: Those of the call [..., V], with gradients, in order; several, if the head is called for parts of the
+            tokens.
 
     Raises:
         ValueError: The head is called for some tokens alone, or the loss has no single target at a token.
@@ -68,8 +69,10 @@ def read(call: Call, logits: Sequence[Tensor]) -> Reading:
             "do; verify_step reads losses with one target for each trained token"
         )
     # A head may be wider than the vocabulary that the loss takes.
-    count = (gradient != 0).sum(dim=-1).clamp(min=2).double()
-    weights = torch.where(is_trained, -lowest.double() * count / (count - 1), 0.0)
+    values = torch.cat([each.detach().reshape(shape[0], -1, width) for each in parts], dim=1)
+    values = values.masked_fill(gradient == 0, -torch.inf)
+    certainty = (values.gather(-1, targets[..., None])[..., 0] - values.logsumexp(-1)).exp().double()
+    weights = torch.where(is_trained, -lowest.double() / (1 - certainty), 0.0)
     targets = torch.where(is_trained, targets, IGNORE_INDEX)
     return Reading(call, targets.cpu().numpy(), weights.cpu().numpy(), True)
 

@@ -119,7 +119,7 @@ class RankSubject(TrainerSubject):
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def _accumulations(self, sample: Any) -> Iterator[Step]:
+    def accumulations(self, sample: Any) -> Iterator[Step]:
         """Yields the accumulations of this rank, as long as every rank has one. This is a collective."""
         trainer, args, gather = self.trainer, self.trainer.args, self.exchange.gather
         self.micro_batches, self.num_batches, self.is_exhausted = [], [0] * self.exchange.world_size, False

@@ -192,10 +192,9 @@ class CalledModel:
         for batch in step.batches:
             trainer.accelerator.gradient_state._set_sync_gradients(batch is step.batches[-1])
             torch.manual_seed(0)
-            with _outputs(self.module) as outputs, _outputs(self.decoder) as decoded:
+            with self.auxiliary_losses() as found, _outputs(self.decoder) as decoded:
                 returned.append(float(trainer.training_step(self.module, dict(batch.inputs), step.num_items)))
-            losses = [getattr(each, "aux_loss", None) for each in outputs]
-            auxiliary += [float(each) for each in losses if isinstance(each, Tensor)]
+            auxiliary += found
             sums.append(self.loss_sum(batch, decoded[-1] if decoded else None))
         gradients = {
             name: None if each.grad is None else self._unscaled(each.grad)
@@ -204,12 +203,26 @@ class CalledModel:
         trainer.model.zero_grad(set_to_none=True)
         if len(auxiliary) != len(returned):
             return StepLosses(returned, sums, 0.0, gradients)
-        share = getattr(trainer, "router_aux_loss_coef", None)
-        share = share or getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        if hasattr(trainer, "router_aux_loss_coef") and step.num_items is not None:
-            share /= len(returned)  # TRL averages it over the accumulation
+        share = self.share_of_auxiliary(len(returned), step.num_items)
         returned = [loss - share * each for loss, each in zip(returned, auxiliary, strict=True)]
         return StepLosses(returned, sums, share * max(auxiliary), gradients, share)
+
+    @contextmanager
+    def auxiliary_losses(self) -> Iterator[list[float]]:
+        """Yields a list that receives the auxiliary loss of a mixture of experts in each call of the model."""
+        found = list[float]()
+        with _outputs(self.module) as outputs:
+            yield found
+            losses = [getattr(each, "aux_loss", None) for each in outputs]
+        found += [float(each) for each in losses if isinstance(each, Tensor)]
+
+    def share_of_auxiliary(self, num_micro_batches: int, num_items: Any) -> float:
+        """Returns the factor of each micro-batch's auxiliary loss in what `training_step` returns."""
+        share = getattr(self.trainer, "router_aux_loss_coef", None)
+        share = share or getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        if hasattr(self.trainer, "router_aux_loss_coef") and num_items is not None:
+            share /= num_micro_batches  # TRL averages it over the accumulation
+        return share
 
     def expected_gradients(self, step: Step, losses: StepLosses, *, of_entropies: bool) -> dict[str, Tensor]:
         """Computes the gradients of the trained tensors for a step without the trainer's `training_step`.
@@ -228,7 +241,7 @@ class CalledModel:
                     loss = loss / num_trained + auxiliary
                 elif size := float(loss.detach()):
                     loss = loss * ((returned + float(auxiliary)) / size)
-            (self._scale * loss).backward()
+            (self.scale * loss).backward()
         gradients = {
             name: self._unscaled(torch.zeros_like(each) if each.grad is None else each.grad)
             for name, each in trainer.model.named_parameters()
@@ -238,12 +251,12 @@ class CalledModel:
         return gradients
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
-        return gradient if self._scale == 1 else gradient / self._scale
+        return gradient if self.scale == 1 else gradient / self.scale
 
     def moves(
         self, named: Mapping[str, nn.Parameter], step: Step, gradients: Mapping[str, Tensor | None]
@@ -257,7 +270,7 @@ class CalledModel:
 
         with restore_after(trainer):
             before = {name: each.detach().clone() for name, each in named.items()}
-            optimizer = _new_optimizer(trainer)
+            optimizer = new_optimizer(trainer)
             held = {id(each) for group in optimizer.param_groups for each in group["params"]}
             for name, gradient in gradients.items():
                 named[name].grad = gradient
@@ -317,7 +330,7 @@ def shown_of(output: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.ndim == 3 else None
 
 
-def _new_optimizer(trainer: Any) -> Any:
+def new_optimizer(trainer: Any) -> Any:
     """Returns an optimizer as the trainer makes it, with no state."""
     if trainer.optimizer is None:
         return trainer.create_optimizer()

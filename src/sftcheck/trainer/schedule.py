@@ -37,7 +37,7 @@ def schedule_note(trainer: Any, num_steps: int) -> str:
         warnings.simplefilter("ignore")
         try:
             horizon = min(max(10 * num_steps, _LEAST_STEPS), _MOST_STEPS)
-            rates = np.array(list(islice(_rates(trainer, num_steps), horizon)))
+            rates = np.array(list(islice(rates_of(trainer, num_steps), horizon)))
         except Exception:  # of a schedule that needs more than steps, or of the trainer's own code
             return ""
     rounding = SAME_RATE * rates.max()
@@ -53,7 +53,7 @@ def schedule_note(trainer: Any, num_steps: int) -> str:
     return f"the learning rate is lowest after {lowest:,} steps, and the run has {num_steps:,}"
 
 
-def _rates(trainer: Any, num_steps: int) -> Iterator[float]:
+def rates_of(trainer: Any, num_steps: int) -> Iterator[float]:
     """Yields the learning rate of each step, as far as the schedule goes, of the first group of tensors."""
     given = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # within that of accelerate
     tensors = [torch.zeros(1, requires_grad=True) for _ in range(1 if given is None else len(given.base_lrs))]

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
 
 from sftcheck.batches import SeenBatch, Step, are_unlike, with_fewer_labels
 from sftcheck.documents.declared import Declared
@@ -30,20 +29,20 @@ from sftcheck.gradients import GradientDifference, difference_of
 from sftcheck.restore import own_collator, restored
 from sftcheck.subject import FEW_ROWS, MovedTensors, Subject
 from sftcheck.tolerances import SMALL_TENSOR
-from sftcheck.trainer.called_model import CalledModel, StepLosses
+from sftcheck.trainer.called_model import StepLosses
 from sftcheck.trainer.evaluation import EvaluatedPair, evaluated_by_rows, num_shared_rows, unlike_pair
-from sftcheck.trainer.recording import chosen_rows, recorded, require_mappings, rows_of, select, small_sizes
+from sftcheck.trainer.recording import chosen_rows, recorded, rows_of, select, small_sizes
 from sftcheck.trainer.schedule import num_steps_of, schedule_note
+from sftcheck.trainer.trainer_batches import MOST_TOKENS, TrainerBatches
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import SeekablePacks
-from sftron.errors import place_of
 
-_NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
+_NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS = 256, 64, 16
 _LIBRARIES = ("transformers", "trl", "axolotl", "llamafactory", "swift", "peft", "accelerate")
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, MOST_MICRO_BATCHES = 512, 16384, 8
 
 
-class TrainerSubject(Subject):
+class TrainerSubject(TrainerBatches, Subject):
     """A trainer, as it is before `train()`.
 
     Args:
@@ -57,7 +56,7 @@ class TrainerSubject(Subject):
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str) -> None:
-        self.trainer, self.trained_roles, self.declared = trainer, trained_roles, Declared.of(trainer)
+        self.trained_roles, self.declared = trained_roles, Declared.of(trainer)
         self.library = self.declared.library
         self.encoder = Encoder(tokenizer)
         data = trainer.train_dataset
@@ -66,21 +65,17 @@ class TrainerSubject(Subject):
             state = data.state_dict()
             data = list(islice(data, _NUM_PACKS))
             trainer.train_dataset.load_state_dict(state)
-        self.total_rows, self.sample = len(data), select(data, chosen_rows(len(data), _NUM_ROWS))
+        super().__init__(trainer, len(data))
+        self.sample = select(data, chosen_rows(len(data), _NUM_ROWS))
         self.rows = rows_of(self.sample)
-        self._needs_all_rows = False  # whether the trainer's own sampler numbers rows that a sample does not have
         batches = [batch for step in self._steps(self.sample) for batch in step.batches]
         self._require_embeddings(batches)
         is_whole = not self._is_endless and len(data) <= _NUM_ROWS
-        is_whole &= sum(each.ids.size for each in batches) <= _MOST_TOKENS
+        is_whole &= sum(each.ids.size for each in batches) <= MOST_TOKENS
         declared, encoder = self.declared, self.encoder
         self.training = View(
             declared, encoder, self.rows, batches, trained_roles, conversations=conversations, is_whole=is_whole
         )
-
-    @cached_property
-    def model(self) -> CalledModel:
-        return CalledModel(self.trainer)
 
     def _require_embeddings(self, batches: Sequence[SeenBatch]) -> None:
         """Raises ValueError if the model has no embedding for an id, as computing with it would end a CUDA process."""
@@ -94,48 +89,6 @@ class TrainerSubject(Subject):
             )
 
     # -- batches -----------------------------------------------------------------------------------------------------
-
-    def _steps(self, sample: Any) -> list[Step]:
-        """Returns the trainer's accumulations over some of its rows, as its training loop gets them."""
-        try:
-            return list(self._accumulations(sample))
-        except ValueError:
-            if self._needs_all_rows or len(sample) == self.total_rows:
-                raise
-        self._needs_all_rows = True
-        return list(self._accumulations(sample))
-
-    def _accumulations(self, sample: Any) -> Iterator[Step]:
-        trainer, args = self.trainer, self.trainer.args
-        with recorded(trainer, "train_dataset", sample) as recorder, restored(trainer, "_get_train_sampler"):
-            if self._needs_all_rows:
-                trainer._get_train_sampler = lambda *_: SequentialSampler(sample)
-            loader, num_tokens = iter(trainer.get_train_dataloader()), 0
-            while num_tokens <= _MOST_TOKENS:
-                try:
-                    batches, num_items = trainer.get_batch_samples(
-                        loader, args.gradient_accumulation_steps, args.device
-                    )
-                except Exception as error:
-                    problem = f"the trainer cannot make its batches: {place_of(error)}: {type(error).__name__}: {error}"
-                    raise ValueError(f"{problem} (with {len(sample):,} of {self.total_rows:,} rows)") from error
-                if not batches:
-                    return
-                features = [recorder.features.pop(0) if recorder.features else [] for _ in batches]
-                step = self._seen_step(batches, features, num_items)
-                num_tokens += sum(batch.ids.size for batch in step.batches)
-                yield step
-
-    def _seen_step(self, batches: Sequence[Any], features: Sequence[Any], num_items: Any) -> Step:
-        require_mappings(batches)
-        self.trainer.current_gradient_accumulation_steps = len(batches)
-        return Step(tuple(map(self._see, batches, features, [num_items] * len(batches))), num_items)
-
-    def _see(self, inputs: Any, features: Sequence[Any], num_items: Any) -> SeenBatch:
-        """Returns the batch with the arguments of the model's call in `training_step`."""
-        module = self.model.module
-        seen = self.model.arguments(lambda: self.trainer.training_step(module, dict(inputs), num_items))
-        return SeenBatch(features, dict(inputs), seen or dict(inputs), is_called=bool(seen))
 
     @property
     def _data_of_evaluation(self) -> dict[str, Any]:
