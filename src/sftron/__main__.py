@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": "show the data as it will be trained on, with an audit of the rows",
     "verify": "check a run before it begins: data, masks, model, packing, resume",
     "verify-trainer": "check a trainer of TRL, transformers or another library before it trains",
+    "diff": "explain why two trainers, releases or runs differ, token by token",
     "check": "compare a model folder with transformers, or an adapter with peft",
     "generate": "chat with a trained model",
     "sweep": "run the grid of a sweep file",
@@ -44,7 +45,7 @@ OTHER_NAMES = {
 }
 """Command names of other trainers, each with the closest command here."""
 
-WITHOUT_TRAINING = ("verify-trainer",)
+WITHOUT_TRAINING = ("verify-trainer", "diff")
 """The commands that run without the packages of the extra `train`."""
 
 

@@ -1,0 +1,120 @@
+"""The difference of two losses as a sum of parts: one factor is exchanged at a time, under one reference.
+
+    A's rows, ids, trained tokens, weights, context, model
+      rows         the conversations that one record lacks, and in which step each is
+      ids          B's ids of the same conversations: template, tokenizer, truncation
+      trained      B's trained tokens
+      weights      B's weight of each: means of means, denominators
+      context      what each may see: neighbors, positions
+      model        the weights, the function and the type of the model
+    B's loss
+
+Weights, context and model are measured within each record, against the ratio of its trained tokens and against the
+reference of the conversation alone. So the parts add up to the difference, whatever the faults are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from sftcheck.diff.matching import Matching, trains_itself
+from sftron.report.token_record import TokenRecord
+
+
+class Factor(Enum):
+    """What can differ; the value is its name in the table."""
+
+    ROWS = "rows"
+    IDS = "ids"
+    TRAINED = "trained tokens"
+    WEIGHTS = "weights"
+    CONTEXT = "context"
+    MODEL = "model"
+    RESIDUAL = "residual"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Losses:
+    """The losses of a record with one factor after another in the form that any sound trainer has.
+
+    Attributes:
+        reported: What the steps have returned.
+        own: The sum over tokens, by their weights and the trainer's log-probabilities.
+        in_context: The same with the reference beside the neighbors.
+        alone: The same with the reference of each conversation alone: one reference for both records.
+        as_ratio: The same with the ratio of each step in place of its weights.
+        of_common: The mean over the trained tokens of the conversations that both records have.
+    """
+
+    reported: float
+    own: float
+    in_context: float
+    of_itself: float
+    alone: float
+    as_ratio: float
+    of_common: float
+
+
+def decompose(matching: Matching) -> tuple[dict[Factor, float], Losses, Losses]:
+    """Returns the part of each factor in the difference of the losses, B - A, and the losses of both."""
+    a, b = matching.a, matching.b
+    at_a, at_b, is_same = matching.places()
+    own_a, own_b = _reference(a), _reference(b)
+    # One reference: the log-probability of the same id after the same ids is A's.
+    one_b = own_b.copy()
+    is_one = is_same & trains_itself(b)[at_b] & trains_itself(a)[at_a]
+    is_one &= ~np.isnan(a.reference[at_a] + b.reference[at_b])
+    one_b[at_b[is_one]] = own_a[at_a[is_one]]
+    common_a = np.isin(a.document, [-1, *(each.a.number for each in matching.pairs)])
+    common_b = np.isin(b.document, [-1, *(each.b.number for each in matching.pairs)])
+    losses_a, losses_b = _losses(a, own_a, own_a, common_a), _losses(b, own_b, one_b, common_b)
+    # B's ids with A's trained tokens
+    exchanged = losses_a.of_common
+    if not matching.pairs:
+        losses_b = replace(losses_b, of_common=exchanged)
+    else:
+        is_trained, values = b.is_trained & common_b & (b.document >= 0), one_b.copy()
+        is_trained[at_b] = a.is_trained[at_a]
+        takes_a = is_same | ~trains_itself(b)[at_b]
+        values[at_b[takes_a]] = own_a[at_a[takes_a]]
+        padding = a.is_trained & (a.document < 0)
+        exchanged = _mean(np.concatenate([values[is_trained], own_a[padding]]))
+    parts = {
+        Factor.ROWS: (losses_b.as_ratio - losses_b.of_common) - (losses_a.as_ratio - losses_a.of_common),
+        Factor.IDS: exchanged - losses_a.of_common,
+        Factor.TRAINED: losses_b.of_common - exchanged,
+        Factor.WEIGHTS: (losses_b.alone - losses_b.as_ratio) - (losses_a.alone - losses_a.as_ratio),
+        Factor.CONTEXT: (losses_b.in_context - losses_b.of_itself) - (losses_a.in_context - losses_a.of_itself),
+        Factor.MODEL: (losses_b.own - losses_b.in_context + losses_b.of_itself - losses_b.alone)
+        - (losses_a.own - losses_a.in_context + losses_a.of_itself - losses_a.alone),
+        Factor.RESIDUAL: (losses_b.reported - losses_b.own) - (losses_a.reported - losses_a.own),
+    }
+    return parts, losses_a, losses_b
+
+
+def _reference(record: TokenRecord) -> np.ndarray:
+    """Returns the loss of each token by the reference; beside its neighbors where nothing of its own is before it."""
+    return -np.where(np.isnan(record.reference), record.context, record.reference)
+
+
+def _losses(record: TokenRecord, reference: np.ndarray, one: np.ndarray, is_common: np.ndarray) -> Losses:
+    weight, is_trained = record.weight / record.num_steps, record.is_trained
+    counts = np.bincount(record.step[is_trained], minlength=record.num_steps)
+    ratio = np.where(is_trained, 1 / (np.maximum(counts, 1)[record.step] * record.num_steps), 0.0)
+    as_ratio = float((ratio * one)[is_trained].sum())
+    return Losses(
+        reported=record.loss,
+        own=float(-(weight * record.own).sum()),
+        in_context=float(-(weight * record.context).sum()),
+        of_itself=float((weight * reference)[is_trained].sum()),
+        alone=float((weight * one)[is_trained].sum()),
+        as_ratio=as_ratio,
+        of_common=_mean(one[is_trained & is_common]) if (is_trained & is_common).any() else as_ratio,
+    )
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0

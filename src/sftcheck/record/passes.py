@@ -1,0 +1,292 @@
+"""Two passes of a trainer's own step: what it trains, read from the gradient of its loss, and the step as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sftcheck.gradients import GradientDifference, difference_of
+from sftcheck.interception import intercepted
+from sftcheck.loop.call import Call
+from sftcheck.loop.loop_model import LoopModel, backward, without_scaler
+from sftcheck.loop.reading import Reading, read
+from sftcheck.tolerances import Tolerance
+from sftron.checks.report import NotMeasuredError
+from sftron.data.types import IGNORE_INDEX
+
+_ROWS_AT_ONCE = 256
+_LINEAR = Tolerance(1e-6, 2**-7)
+"""Relative, how far logits are from those of the head times one number, if the model scales them."""
+
+Make = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class _SeenCall:
+    """A call of the model in a step, with the leaves that were put in place of its logits or log-probabilities."""
+
+    call: Call
+    micro_batch: int
+    logits: list[Tensor] = field(default_factory=list)
+    log_probs: Tensor | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(
+            each.grad is not None for each in (*self.logits, *([] if self.log_probs is None else [self.log_probs]))
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadCall:
+    """What one call of the model trains."""
+
+    number: int
+    """The number of the call in the step; a step may call the model without a gradient too."""
+    micro_batch: int
+    reading: Reading
+
+
+@dataclass(slots=True, eq=False)
+class OwnStep:
+    """The step as it is, with its gradients."""
+
+    result: Any = None
+    own: dict[int, np.ndarray] = field(default_factory=dict)
+    """By the number of the call: float64 [B, T], log p(target) at the token before the target; 0 without one."""
+    scales: dict[int, float] = field(default_factory=dict)
+    """By what the model multiplies the logits of its head."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """The norm of each tensor's gradient, as the optimizer is given it."""
+    kept: GradientDifference | None = None
+    """How far these gradients are from the sum over all backward passes; None if they were not compared."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The groups of an optimizer whose step was seen, without their tensors."""
+
+
+class Passes:
+    """The passes of one step.
+
+    Args:
+        model: The model, called by its step.
+        batches: The micro-batches of the step.
+        micro_batch: Returns the number of the micro-batch that is computed; None numbers the calls.
+        scale: The factor of a GradScaler, by which the loss is multiplied for its gradient.
+    """
+
+    def __init__(
+        self, model: LoopModel, batches: Sequence[Any], micro_batch: Callable[[], int] | None, scale: float = 1.0
+    ) -> None:
+        self.model, self.batches, self.micro_batch, self.scale = model, batches, micro_batch, scale
+
+    def read(self, make: Make = torch.zeros_like) -> list[ReadCall]:
+        """Returns what each call of the model trains. Raises ValueError if it cannot be read.
+
+        Args:
+            make: Returns logits in the form of those that the head gives. Zeros show a cross-entropy exactly; a loss
+                whose weights depend on probabilities shows its own weights at its own logits.
+        """
+        seen = list[_SeenCall]()
+
+        def on_call(call: Call) -> None:
+            number = len(seen) if self.micro_batch is None else self.micro_batch()
+            seen.append(_SeenCall(call, number))
+
+        def on_logits(logits: Tensor) -> Tensor:
+            with torch.enable_grad():  # in float32, as a gradient in bfloat16 is no exact weight
+                seen[-1].logits.append(make(logits.detach().float()).requires_grad_())
+                return seen[-1].logits[-1].clone()
+
+        def on_output(_module: Any, output: Any) -> Any:
+            found = getattr(output, "log_probs", None)  # TRL computes no logits
+            if not isinstance(found, Tensor):
+                return None
+            with torch.enable_grad():
+                seen[-1].log_probs = found.detach().float().requires_grad_()
+                output.log_probs = seen[-1].log_probs.clone()
+            return output
+
+        with torch.enable_grad(), without_scaler(), intercepted([self.model.module], on_output=on_output):
+            result = self.model.run(self.batches, on_call, on_logits)
+            if not any(each.has_gradient for each in seen):
+                backward(result)
+        self.model.module.zero_grad(set_to_none=True)
+        if not seen:
+            raise ValueError("the step never calls the model; give the module that it calls")
+        found = [ReadCall(n, each.micro_batch, self._reading(each)) for n, each in enumerate(seen) if each.has_gradient]
+        if not found:
+            raise ValueError("no gradient reaches the model's logits, so nothing that it trains can be recorded")
+        if len({each.micro_batch for each in found}) < len(found):
+            raise ValueError("the step computes a gradient in several calls of the model for one micro-batch")
+        return found
+
+    def _reading(self, seen: _SeenCall) -> Reading:
+        if seen.log_probs is not None and seen.log_probs.grad is not None:
+            return _of_log_probs(seen.call, seen.log_probs.grad / self.scale)
+        kept = seen.call.seen.get("logits_to_keep", seen.call.seen.get("num_logits_to_keep"))
+        if isinstance(kept, Tensor) and kept.ndim:
+            raise ValueError(
+                "the model keeps the logits of chosen tokens (logits_to_keep is a tensor); keep all logits"
+            )
+        leaves, width = seen.logits, seen.call.ids.shape[1]
+        if len(leaves) == 1 and leaves[0].ndim == 3 and leaves[0].shape[1] < width:
+            leaves = [_with_first(leaves[0], width)]
+        reading = read(seen.call, leaves)
+        return replace(reading, weights=reading.weights / self.scale)
+
+    def own(self, read: Sequence[ReadCall]) -> OwnStep:
+        """Takes the step as it is, for the targets that were read. Leaves no gradient; may change the weights."""
+        found, by_number = OwnStep(), {each.number: each.reading for each in read}
+        parameters = {name: each for name, each in self.model.module.named_parameters() if each.requires_grad}
+        names, summed = {id(each): name for name, each in parameters.items()}, dict[str, Tensor]()
+        heads, number = list[Tensor](), -1
+
+        def on_call(_call: Call) -> None:
+            nonlocal number
+            number += 1
+            heads.clear()
+
+        def on_output(_module: Any, output: Any) -> None:
+            if (reading := by_number.get(number)) is None:
+                return
+            log_probs = getattr(output, "log_probs", None)
+            if isinstance(log_probs, Tensor):
+                values = np.zeros(reading.targets.shape)
+                values[:, : log_probs.shape[1]] = log_probs.detach().double().cpu().numpy()
+                found.own[number] = np.where(reading.targets == IGNORE_INDEX, 0.0, values)
+                return
+            logits, head = self.model.logits_of(output), _joined(heads, reading)
+            if logits is None or logits.ndim != 3:
+                logits = head
+            elif head is not None:
+                found.scales[number] = _factor_of(logits.detach(), head)
+            if logits is None:
+                raise ValueError("no module of the model gives logits [..., vocabulary]")
+            found.own[number] = log_probabilities(logits.detach(), reading.targets)
+
+        def on_optimizer(optimizer: Any) -> None:
+            found.groups = groups_of(optimizer)
+            keep()
+
+        def keep() -> None:
+            found.norms = {
+                name: _norm(each.grad) / self.scale for name, each in parameters.items() if each.grad is not None
+            }
+            used = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+            if summed:
+                try:
+                    found.kept = difference_of(used, summed)
+                except NotMeasuredError:
+                    found.kept = None
+
+        def add(name: str, gradient: Tensor) -> None:
+            summed[name] = summed[name] + gradient if name in summed else gradient.detach().clone()
+
+        with ExitStack() as stack, torch.enable_grad():
+            for name, each in parameters.items():
+                stack.callback(each.register_hook(lambda gradient, name=name: add(name, gradient)).remove)
+            stack.enter_context(intercepted([self.model.module], on_output=on_output))
+            found.result = self.model.run(
+                self.batches, on_call, lambda logits: heads.append(logits.detach()), on_optimizer
+            )
+            if not summed:
+                backward(found.result)
+            if not found.norms:
+                keep()
+        assert set(names.values()) >= set(found.norms)
+        self.model.module.zero_grad(set_to_none=True)
+        return found
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns the options of an optimizer's groups, with the number of their weights."""
+    return [
+        {
+            **{name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple, list))
+               and name != "params" and not isinstance(value, Tensor)},
+            "num_weights": sum(each.numel() for each in group["params"]),
+        }
+        for group in optimizer.param_groups
+    ]  # fmt: skip
+
+
+def log_probabilities(logits: Tensor, targets: np.ndarray) -> np.ndarray:
+    """Returns log p(target) at the tokens [B, T] before the targets, float64; 0 where there is no target.
+
+    Args:
+        logits: [B, n, V], of the last n tokens.
+        targets: int [B, T], IGNORE_INDEX for none.
+    """
+    found = np.zeros(targets.shape)
+    rows, columns = np.nonzero(targets != IGNORE_INDEX)
+    first = targets.shape[1] - logits.shape[1]
+    for begin in range(0, len(rows), _ROWS_AT_ONCE):
+        part = slice(begin, begin + _ROWS_AT_ONCE)
+        own = logits[torch.from_numpy(rows[part]), torch.from_numpy(columns[part] - first)].float()
+        wanted = torch.from_numpy(targets[rows[part], columns[part]].astype(np.int64)).to(own.device)
+        values = own.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+        found[rows[part], columns[part]] = values.cpu().numpy()
+    return found
+
+
+def _of_log_probs(call: Call, gradient: Tensor) -> Reading:
+    """Returns the reading of a loss over log-probabilities of labels, by their gradient [B, T] or [B, T - 1]."""
+    shape = tuple(call.ids.shape)
+    targets, weights = np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape)
+    labels, width = call.seen.get("shift_labels"), gradient.shape[1]
+    labels = call.seen["labels"][:, 1:] if labels is None else labels
+    targets[:, :width] = labels[:, :width].cpu().numpy()
+    weights[:, :width] = -gradient.double().cpu().numpy()
+    weights[targets == IGNORE_INDEX] = 0.0  # whose log-probability is always 0
+    return Reading(call, np.where(weights == 0, IGNORE_INDEX, targets), weights, True)
+
+
+def _with_first(leaf: Tensor, width: int) -> Tensor:
+    """Returns logits of all tokens in place of those of the last ones."""
+    fill = (0, 0, width - leaf.shape[1], 0)
+    whole = torch.nn.functional.pad(leaf.detach(), fill)
+    if leaf.grad is not None:
+        whole.grad = torch.nn.functional.pad(leaf.grad, fill)
+    return whole
+
+
+def _joined(heads: Sequence[Tensor], reading: Reading) -> Tensor | None:
+    if not heads:
+        return None
+    rows = len(reading.targets)
+    return torch.cat([each.reshape(rows, -1, each.shape[-1]) for each in heads], dim=1)
+
+
+def _factor_of(logits: Tensor, head: Tensor) -> float:
+    """Returns the number by which the model multiplies the logits of its head; 1 if it changes them in another way."""
+    ours, theirs = head[:1, -1].double(), logits[:1, -1].double()
+    if ours.shape != theirs.shape or not (square := float((ours * ours).sum())):
+        return 1.0
+    factor = float((ours * theirs).sum()) / square
+    apart = float((theirs - factor * ours).norm()) / max(float(theirs.norm()), 1e-30)
+    is_rounded = logits.dtype != torch.float32
+    limit = _LINEAR.in_others if is_rounded else _LINEAR.in_float32
+    return factor if apart <= limit and abs(factor - 1) > limit else 1.0  # a tanh that bounds them is nearly 1
+
+
+def _norm(gradient: Tensor) -> float:
+    return math.sqrt(float(gradient.double().square().sum()))
+
+
+@contextmanager
+def in_float32(device: torch.device) -> Iterator[None]:
+    """Switches autocast off, and computes nothing for a gradient."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def facts_of_gradients(own: OwnStep) -> Mapping[str, Any]:
+    kept = own.kept
+    return {} if kept is None else {"factor": kept.factor, "apart": kept.apart_from_factor, "worst": kept.worst}

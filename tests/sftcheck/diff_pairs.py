@@ -1,0 +1,157 @@
+"""Pairs of a sound set-up and its broken twin, for the difference of their records."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
+
+from sftcheck.diff.parts import Factor
+from sftcheck.faults import Fault
+from tests.sftcheck.zoo_materials import (
+    ROWS,
+    FlattenAndMask,
+    FlattenWithFirstTokens,
+    Pad,
+    Rows,
+    SumOfMeans,
+    chatml,
+    encoded,
+    mean_over_all_tokens,
+    plain,
+    tok,
+)
+from tests.sftcheck.zoo_training import CountsAllTokens, mean_of_rows, undivided
+
+FEW = ROWS[12:20]
+MARKDOWN = (
+    "{% for each in messages %}{{ '### ' + each.role + ':\n' + each.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+
+
+def features(change: Callable[[dict[str, list[int]]], None] = lambda row: None, rows: Rows = FEW) -> Rows:
+    found = encoded(tok("chatml"), rows)
+    for row in found:
+        change(row)
+    return found
+
+
+def few(rows: Rows | None = None, **given: Any) -> Trainer:
+    """Eight short conversations, all of them in the first step."""
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | given
+    return chatml(features() if rows is None else rows, **given)
+
+
+def train_everything(row: dict[str, list[int]]) -> None:
+    row["labels"] = list(row["input_ids"])
+
+
+def mask_stops(row: dict[str, list[int]]) -> None:
+    stop = tok("chatml").eos_token_id
+    row["labels"] = [-100 if label == stop else label for label in row["labels"]]
+
+
+def double_beginning(row: dict[str, list[int]]) -> None:
+    row["input_ids"], row["labels"] = [row["input_ids"][0], *row["input_ids"]], [-100, *row["labels"]]
+
+
+def cut_left(row: dict[str, list[int]]) -> None:
+    row["input_ids"], row["labels"] = row["input_ids"][12:], row["labels"][12:]
+
+
+def cut_right(row: dict[str, list[int]]) -> None:
+    row["input_ids"], row["labels"] = row["input_ids"][:-8], row["labels"][:-8]
+
+
+def train_first_half(row: dict[str, list[int]]) -> None:
+    at = [n for n, label in enumerate(row["labels"]) if label != -100]
+    for n in at[: len(at) // 2]:
+        row["labels"][n] = -100
+
+
+def shifted(**given: Any) -> Trainer:
+    return few(collator=Pad(tok("chatml"), shift=True), **given)
+
+
+def with_weights_of(seed: int) -> Trainer:
+    trainer = few()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for each in trainer.model.parameters():
+            each.add_(0.05 * torch.randn_like(each))
+    return trainer
+
+
+class FlattenWithoutPositions(DataCollatorWithFlattening):
+    """One row of all conversations, whose positions run on."""
+
+    def __call__(self, features: Rows, *given: Any, **options: Any) -> dict[str, Any]:
+        batch = super().__call__(features, *given, **options)
+        return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
+@dataclass(frozen=True)
+class Case:
+    broken: Callable[[], Trainer]
+    factor: Factor
+    fault: Fault | None
+    sound: Callable[[], Trainer] = few
+
+
+CASES = {
+    "rows": Case(lambda: few(features(rows=FEW[:6])), Factor.ROWS, None),
+    "doubled beginning": Case(lambda: few(features(double_beginning)), Factor.IDS, Fault.DOUBLED_BOS),
+    "cut at the beginning": Case(lambda: few(features(cut_left)), Factor.IDS, Fault.ROWS_CUT),
+    "cut at the end": Case(lambda: few(features(cut_right)), Factor.IDS, Fault.ROWS_CUT),
+    "another template": Case(
+        lambda: plain(
+            encoded(tok("chatml", MARKDOWN), FEW), tok("chatml"), per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+        ),
+        Factor.IDS, Fault.OTHER_FORMAT,
+    ),
+    "questions trained": Case(lambda: few(features(train_everything)), Factor.TRAINED, Fault.PROMPTS_TRAINED),
+    "stops masked": Case(lambda: few(features(mask_stops)), Factor.TRAINED, Fault.STOP_MASKED),
+    "half of the answers": Case(lambda: few(features(train_first_half)), Factor.TRAINED, Fault.ANSWERS_LEFT_OUT),
+    "labels shifted twice": Case(shifted, Factor.TRAINED, Fault.SHIFTED_LABELS),
+    "padding trained": Case(
+        lambda: few(collator=Pad(tok("chatml"), label=tok("chatml").pad_token_id or 0)),
+        Factor.TRAINED, Fault.PADDING_TRAINED,
+    ),
+    "labels across borders": Case(
+        lambda: few(collator=FlattenWithFirstTokens()), Factor.TRAINED, Fault.PROMPTS_TRAINED,
+        sound=lambda: few(collator=DataCollatorWithFlattening()),
+    ),
+    "mean of means": Case(lambda: few(trainer=SumOfMeans), Factor.WEIGHTS, Fault.MEAN_OF_MEANS),
+    "mean of rows": Case(
+        lambda: few(compute_loss_func=mean_of_rows), Factor.WEIGHTS, Fault.MEAN_BY_SEQUENCE
+    ),
+    "sum without division": Case(lambda: few(compute_loss_func=undivided), Factor.WEIGHTS, Fault.UNDIVIDED),
+    "mean over padding": Case(
+        lambda: few(compute_loss_func=mean_over_all_tokens, gradient_accumulation_steps=1), Factor.WEIGHTS,
+        Fault.OTHER_COUNT, sound=lambda: few(gradient_accumulation_steps=1),
+    ),
+    "all tokens counted": Case(lambda: few(trainer=CountsAllTokens), Factor.WEIGHTS, Fault.OTHER_COUNT),
+    "pack without positions": Case(
+        lambda: few(collator=FlattenWithoutPositions()), Factor.CONTEXT, Fault.NO_POSITIONS,
+    ),
+    "pack with a mask of ones": Case(lambda: few(collator=FlattenAndMask()), Factor.CONTEXT, Fault.MASK_OF_ONES),
+    "padding attended": Case(
+        lambda: few(collator=Pad(tok("chatml"), "left", mask=False)), Factor.CONTEXT, Fault.PADDING_ATTENDED
+    ),
+    "other weights": Case(lambda: with_weights_of(1), Factor.MODEL, None),
+}  # fmt: skip
+"""Each differs from its twin in one factor; the twin pads its rows, and trains the answers by one ratio."""
+
+EQUAL = {
+    "the same": few,
+    "micro-batches of two": lambda: few(per_device_train_batch_size=2, gradient_accumulation_steps=4),
+    "one micro-batch": lambda: few(per_device_train_batch_size=8, gradient_accumulation_steps=1),
+    "flattened": lambda: few(collator=DataCollatorWithFlattening()),
+    "padded on the left": lambda: few(collator=Pad(tok("chatml"), "left")),
+    "padded to a multiple": lambda: few(collator=DataCollatorForSeq2Seq(tok("chatml"), pad_to_multiple_of=64)),
+    "another order": lambda: few(features(rows=FEW[::-1])),
+}
+"""Set-ups whose loss is that of `few`."""

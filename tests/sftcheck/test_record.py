@@ -1,0 +1,238 @@
+"""A record holds what a step trains, and recording leaves the trainer as it was."""
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer
+
+from sftcheck.record.recorder import record_step, record_trainer
+from sftron.commands.diff import main
+from sftron.report.token_record import RecordError, prefix_digests, read_record, sketch_of
+from tests.conftest import ROOT
+from tests.sftcheck.diff_pairs import FEW, few
+from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, sft, tok
+from tests.sftcheck.zoo_training import Clips, DividesAgain
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def halves(**given: Any) -> Trainer:
+    """Eight conversations in two steps."""
+    return few(per_device_train_batch_size=2, **given)
+
+
+TRAINERS: dict[str, Callable[[], Trainer]] = {
+    "transformers": halves,
+    "TRL": lambda: sft(ANSWERS, tok("chatml")),
+    "TRL, own weights": lambda: sft(ANSWERS, tok("chatml"), loss_type="dft", gradient_accumulation_steps=2),
+    "mean of means": lambda: halves(trainer=SumOfMeans),
+    "experts": lambda: sft(ANSWERS, tok("chatml"), kind="qwen3_moe", router_aux_loss_coef=0.01),
+    "scaled logits": lambda: halves(kind="granite"),
+    "bounded logits": lambda: halves(kind="gemma2", attention="eager"),
+    "half the gradient": lambda: halves(trainer=DividesAgain),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_weights_times_the_losses_are_the_loss_of_each_step(name: str) -> None:
+    found = record_trainer(TRAINERS[name](), steps=2)
+    sums = np.bincount(found.step, -found.weight * found.own, minlength=found.num_steps)
+    assert sums == pytest.approx(found.facts["losses"], rel=1e-6)
+    assert (found.weight != 0).tolist() == (found.target != -100).tolist()
+    assert found.num_steps == 2
+
+
+def test_recording_changes_no_bit_of_the_training() -> None:
+    def weights(is_recorded: bool) -> dict[str, torch.Tensor]:
+        trainer = sft(ANSWERS, tok("chatml"), gradient_accumulation_steps=2, kind="gpt2")
+        if is_recorded:
+            record_trainer(trainer, steps=2)
+        trainer.train()
+        return trainer.model.state_dict()
+
+    plain, recorded = weights(False), weights(True)
+    assert all(torch.equal(each, recorded[name]) for name, each in plain.items())
+
+
+def test_the_gradient_of_another_size_is_a_fact_and_no_weight() -> None:
+    found = record_trainer(few(trainer=DividesAgain))
+    assert found.facts["gradient_of_loss"] == pytest.approx(0.5, rel=1e-5)
+    assert found.weight.sum() == pytest.approx(1.0, rel=1e-5)
+    assert record_trainer(few(trainer=Clips)).facts["gradient"]["apart"] > 0.1
+    assert record_trainer(few()).facts["gradient"]["apart"] < 1e-6
+
+
+def test_a_loop_is_recorded_as_the_trainer_is() -> None:
+    trainer = few()
+    features, model = encoded(tok("chatml"), FEW), trainer.model
+
+    def step(batches: list[Any]) -> torch.Tensor:
+        total = sum(sum(label != -100 for label in row["labels"]) for row in batches)
+        losses = []
+        for row in batches:
+            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+            losses.append(torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / total)
+        sum(losses).backward()
+        return sum(losses)
+
+    found = record_step(model, features, step, tok("chatml"), num_micro_batches=8)
+    expected = record_trainer(trainer)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert np.sort(found.sketches, axis=0).tolist() == np.sort(expected.sketches, axis=0).tolist()
+    assert found.weight.sum() == pytest.approx(1.0, rel=1e-6)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("record") / "a.safetensors"
+    record_trainer(few()).write(path)
+    return path
+
+
+def test_a_file_is_read_as_it_was_written(written: Path, tmp_path: Path) -> None:
+    found = read_record(written)
+    found.write(tmp_path / "b.safetensors")
+    assert (tmp_path / "b.safetensors").read_bytes() == written.read_bytes()
+    assert len(written.read_bytes()) < 2000 * len(found.id)
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arrays = safetensors.load_file(written)
+    assert all(np.array_equal(arrays[name], array, equal_nan=True) for name, array in found.tokens.items())
+
+
+def test_a_cut_file_is_refused_by_name(written: Path, tmp_path: Path) -> None:
+    data, path = written.read_bytes(), tmp_path / "cut.safetensors"
+    for size in (0, 7, 8, 200, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(RecordError, match=r"cut\.safetensors: "):
+            read_record(path)
+
+
+def test_a_changed_byte_is_refused_wherever_it_is(written: Path, tmp_path: Path) -> None:
+    data, path = written.read_bytes(), tmp_path / "changed.safetensors"
+    (size,) = struct.unpack("<Q", data[:8])
+    blank = len(data[: 8 + size].rstrip(b" "))
+    places = np.random.default_rng(0).choice(len(data), 200, replace=False)
+    for place in (*range(0, 300, 7), *places.tolist(), len(data) - 1):
+        if blank <= place < 8 + size:
+            continue  # the padding of the header
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(RecordError, match=r"changed\.safetensors: "):
+            read_record(path)
+
+
+def test_a_foreign_file_is_refused_by_name(tmp_path: Path) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    for number, data in enumerate((b"{}", b"PK\x03\x04" * 20, struct.pack("<Q", len(header)) + header + b"\0" * 4)):
+        path = tmp_path / f"foreign{number}.safetensors"
+        path.write_bytes(data)
+        with pytest.raises(RecordError, match=f"foreign{number}"):
+            read_record(path)
+
+
+def test_a_record_holds_no_text_unless_it_is_asked_for(written: Path, tmp_path: Path) -> None:
+    word = "Fernwick"
+    assert any(word in message["content"] for row in FEW for message in row["messages"])
+    assert word.encode() not in written.read_bytes()
+    assert not read_record(written).facts["texts"]
+    found = record_trainer(few(), with_text=True)
+    assert "".join(found.facts["texts"][str(n)] for n in found.id[found.document == 0])
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sketch_is_the_same_for_other_spaces_and_has_much_of_the_whole_for_a_part() -> None:
+    text = " ".join(hashlib.sha256(str(n).encode()).hexdigest() for n in range(40))
+    whole = sketch_of(text)
+    assert np.array_equal(whole, sketch_of("\n" + text.replace(" ", "  ")))
+    for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+        shared = len(set(whole.tolist()) & set(sketch_of(part).tolist()))
+        assert shared >= 8
+    assert not set(whole.tolist()) & set(sketch_of(text[::-1]).tolist())
+
+
+def test_a_digest_depends_on_the_ids_since_the_start_their_order_and_nothing_else() -> None:
+    ids = np.array([5, 6, 7, 5, 6, 7])
+    starts = np.array([0, 0, 0, 3, 3, 3])
+    found = prefix_digests(ids, starts)
+    assert found[:3].tolist() == found[3:].tolist()
+    assert len(set(found.tolist())) == 3
+    assert prefix_digests(ids[[1, 0, 2]], starts[:3])[2] != found[2]
+    hidden = prefix_digests(
+        np.array([9, 9, 5, 6, 7]), np.zeros(5, dtype=int), np.array([False, False, True, True, True])
+    )
+    assert hidden[2:].tolist() == found[:3].tolist()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+from tests.sftcheck.diff_pairs import few, features, train_everything
+
+def sound():
+    return few()
+
+def broken():
+    return few(features(train_everything))
+"""
+
+
+def test_the_command_records_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, a, b = tmp_path / "diffed_script.py", tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    script.write_text(SCRIPT)
+    assert main(["record", f"{script}:sound", "--out", str(a), "--with-text"]) == 0
+    assert main(["record", f"{script}:broken", "--out", str(b), "--with-text"]) == 0
+    assert "tokens" in capsys.readouterr().out
+    assert main([str(a), str(b), "--json", str(tmp_path / "found.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "of the questions" in shown
+    assert "The loss trains the prompts." in shown
+    assert "⟦" in shown
+    found = json.loads((tmp_path / "found.json").read_text())
+    named = [each for each in found["parts"] if not each["equal"]]
+    assert [(each["factor"], each["fault"], each["side"]) for each in named] == [
+        ("trained tokens", "PROMPTS_TRAINED", "B")
+    ]
+    # The half that compares needs numpy alone.
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'safetensors', 'trl', 'datasets', 'rich'):\n"
+        "    sys.modules[name] = None\n"
+        f"from sftron.__main__ import main\nsys.exit(main(['diff', {str(a)!r}, {str(b)!r}]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, shown), ended.stderr
+
+
+def test_a_residual_is_a_line_and_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    record_trainer(few()).write(a)
+    record_trainer(few(label_smoothing_factor=0.1)).write(b)
+    assert main([str(a), str(b)]) == 1
+    assert "unexplained: " in capsys.readouterr().out
+    assert main([str(a), str(tmp_path / "missing.safetensors")]) == 2
+    assert "missing.safetensors" in capsys.readouterr().err
+
+
+def test_what_cannot_be_recorded_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"wanted a transformers\.Trainer"):
+        record_trainer(torch.nn.Linear(2, 2))
+
+
+def test_a_step_that_trains_nothing_has_the_loss_0() -> None:
+    found = record_trainer(few([{**row, "labels": [-100] * len(row["labels"])} for row in encoded(tok("chatml"), FEW)]))
+    assert found.facts["losses"] == [0.0]
+    assert not found.is_trained.any()
