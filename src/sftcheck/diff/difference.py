@@ -99,7 +99,7 @@ def _worst(matching: Matching) -> Pair | None:
 
     def is_unlike(pair: Pair) -> bool:
         trained = [record.is_trained[own.at] for record, own in ((a, pair.a), (b, pair.b))]
-        return not pair.is_same or not np.array_equal(*trained)
+        return not pair.is_same or not np.array_equal(trained[0], trained[1])
 
     def apart(pair: Pair) -> float:
         shares = [float((record.weight * record.own)[own.at].sum()) for record, own in ((a, pair.a), (b, pair.b))]

@@ -38,34 +38,34 @@ def updates(a: TokenRecord, b: TokenRecord) -> list[Fact]:
 
 def _gradients(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     factors = [float(each.get("gradient_of_loss", 1.0)) for each in (a, b)]
-    if not math.isclose(*factors, rel_tol=_SAME):
+    if not math.isclose(factors[0], factors[1], rel_tol=_SAME):
         side = "B" if abs(factors[1] - 1) > abs(factors[0] - 1) else "A"
-        yield Fact("gradient, in units of the loss's", *factors, Fault.GRADIENT_SCALED, side)
+        yield Fact("gradient, in units of the loss's", factors[0], factors[1], Fault.GRADIENT_SCALED, side)
     kept = [each.get("gradient", {}) for each in (a, b)]
     apart = [float(each.get("apart", 0.0)) for each in kept]
-    if max(apart) > _SAME and not math.isclose(*apart, rel_tol=_SAME):
-        side = "B" if apart[1] > apart[0] else "A"
-        yield Fact("gradient kept, apart from the sum of all passes", *apart, Fault.GRADIENT_CHANGED, side)
+    if max(apart) > _SAME and not math.isclose(apart[0], apart[1], rel_tol=_SAME):
+        side, name = "B" if apart[1] > apart[0] else "A", "gradient kept, apart from the sum of all passes"
+        yield Fact(name, apart[0], apart[1], Fault.GRADIENT_CHANGED, side)
     factors = [float(each.get("factor", 1.0)) for each in kept]
-    if not math.isclose(*factors, rel_tol=_SAME) and max(apart) <= _SAME:
-        yield Fact("gradient kept, of the sum of all passes", *factors)
+    if not math.isclose(factors[0], factors[1], rel_tol=_SAME) and max(apart) <= _SAME:
+        yield Fact("gradient kept, of the sum of all passes", factors[0], factors[1])
     norms = [each.get("gradient_norms", {}) for each in (a, b)]
     totals = [math.sqrt(math.fsum(norm**2 for norm in each.values())) for each in norms]
-    if not math.isclose(*totals, rel_tol=_SAME):
-        yield Fact("gradient norm", *totals)
+    if not math.isclose(totals[0], totals[1], rel_tol=_SAME):
+        yield Fact("gradient norm", totals[0], totals[1])
     only = [sorted(set(norms[n]) - set(norms[1 - n])) for n in (0, 1)]
     if any(only):
-        yield Fact("tensors with a gradient in this record alone", *(_some(each) for each in only))
+        yield Fact("tensors with a gradient in this record alone", _some(only[0]), _some(only[1]))
     trainable = a.get("trainable"), b.get("trainable")
     if trainable[0] != trainable[1]:
-        yield Fact("trainable weights", *trainable)
+        yield Fact("trainable weights", trainable[0], trainable[1])
 
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     optimizers = [each.get("optimizer") or {} for each in (a, b)]
     names = [each.get("name") for each in optimizers]
     if names[0] != names[1]:
-        yield Fact("optimizer", *names)
+        yield Fact("optimizer", names[0], names[1])
     groups = [each.get("groups", []) for each in optimizers]
     options = sorted({name for own in groups for group in own for name in group})
     for name in options:
@@ -73,7 +73,7 @@ def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
             continue
         values = [_by_weights(own, name) for own in groups]
         if values[0] != values[1]:
-            yield Fact({"lr": "learning rate"}.get(name, name.replace("_", " ")), *values)
+            yield Fact({"lr": "learning rate"}.get(name, name.replace("_", " ")), values[0], values[1])
     if a.get("max_grad_norm") != b.get("max_grad_norm"):
         yield Fact("clipping (max_grad_norm)", a.get("max_grad_norm"), b.get("max_grad_norm"))
 
@@ -93,8 +93,8 @@ def _rates(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     keys |= {"first": "learning rates of the first steps", "last": "learning rates of the last steps"}
     for key, name in keys.items():
         values = [each.get(key) for each in rates]
-        if not _are_equal(*values):
-            yield Fact(name, *values)
+        if not _are_equal(values[0], values[1]):
+            yield Fact(name, values[0], values[1])
 
 
 def _others(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:

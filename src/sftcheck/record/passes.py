@@ -20,6 +20,7 @@ from sftcheck.loop.reading import Reading, read
 from sftcheck.tolerances import Tolerance
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
+from sftron.report.token_record import groups_of
 
 _ROWS_AT_ONCE = 256
 _LINEAR = Tolerance(1e-6, 2**-7)
@@ -203,18 +204,6 @@ class Passes:
         assert set(names.values()) >= set(found.norms)
         self.model.module.zero_grad(set_to_none=True)
         return found
-
-
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Returns the options of an optimizer's groups, with the number of their weights."""
-    return [
-        {
-            **{name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple, list))
-               and name != "params" and not isinstance(value, Tensor)},
-            "num_weights": sum(each.numel() for each in group["params"]),
-        }
-        for group in optimizer.param_groups
-    ]  # fmt: skip
 
 
 def log_probabilities(logits: Tensor, targets: np.ndarray) -> np.ndarray:

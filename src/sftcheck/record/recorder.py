@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from sftcheck.documents.truth import Encoder
 from sftcheck.loop.loop_batches import LoopBatch
 from sftcheck.loop.loop_model import LoopModel
 from sftcheck.loop.loop_state import restore_loop_after
-from sftcheck.record.passes import OwnStep, Passes, ReadCall, facts_of_gradients, groups_of
+from sftcheck.record.passes import OwnStep, Passes, ReadCall, facts_of_gradients
 from sftcheck.record.reference import Reference
 from sftcheck.restore import restore_after
 from sftcheck.trainer.called_model import new_optimizer
@@ -30,12 +29,19 @@ from sftcheck.trainer.recording import require_checkable
 from sftcheck.trainer.schedule import num_steps_of, rates_of
 from sftcheck.trainer.trainer_batches import TrainerBatches
 from sftron.data.types import IGNORE_INDEX, SeekablePacks
-from sftron.report.token_record import TOKEN_ARRAYS, UNKNOWN_ROLE, TokenRecord, prefix_digests, sketch_of
+from sftron.report.token_record import (
+    UNKNOWN_ROLE,
+    TokenArrays,
+    TokenRecord,
+    groups_of,
+    installed_versions,
+    prefix_digests,
+    sketch_of,
+)
 
 _SAME_LOSS = 1e-5
 """Relative, of the loss that a step returns from the loss whose gradient it leaves: sums of the same numbers."""
 _NUM_RATES = 5
-_LIBRARIES = ("sftron", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
 
 
 def record_trainer(
@@ -147,21 +153,6 @@ def _number(result: Any) -> float | None:
     return None
 
 
-@dataclass(slots=True)
-class _Tokens:
-    """The arrays of a record, in parts."""
-
-    parts: dict[str, list[np.ndarray]] = field(default_factory=lambda: {name: [] for name in TOKEN_ARRAYS})
-
-    def add(self, size: int, **arrays: Any) -> None:
-        for name, kind in TOKEN_ARRAYS.items():
-            dtype = {"U8": np.uint8, "I32": np.int32, "F64": np.float64, "U64": np.uint64}[kind]
-            self.parts[name].append(np.broadcast_to(np.asarray(arrays[name], dtype=dtype), (size,)))
-
-    def joined(self) -> dict[str, np.ndarray]:
-        return {name: np.concatenate(parts) for name, parts in self.parts.items()}
-
-
 class _Recorder:
     """Collects the tokens of steps.
 
@@ -173,7 +164,7 @@ class _Recorder:
         self.model, self.tokenizer, self.encoder = model, tokenizer, Encoder(tokenizer)
         self.groups = list[dict[str, Any]]()
         self._reference: Reference | None = None
-        self._tokens, self._sketches, self._with_text = _Tokens(), list[np.ndarray](), with_text
+        self._tokens, self._sketches, self._with_text = TokenArrays(), list[np.ndarray](), with_text
         self._losses, self._facts, self._factors = list[float](), dict[str, Any](), list[float]()
 
     def add(
@@ -333,7 +324,7 @@ class _Recorder:
             "trainable": sum(each.numel() for _, each in named if each.requires_grad),
             "special_ids": special,
             "texts": texts,
-            "versions": dict(_versions()),
+            "versions": installed_versions(),
         }
         sketches = np.stack(self._sketches) if self._sketches else np.zeros((0, 0), dtype=np.uint64)
         return TokenRecord(tokens, sketches, {**self._facts, **own, **facts})
@@ -363,12 +354,6 @@ def _is_simple(factor: float) -> bool:
     """Returns whether a factor is a small whole number, or one divided by it, as of a division that is made twice."""
     whole = max(factor, 1 / factor) if factor > 0 else 0.5
     return abs(whole - round(whole)) <= _SAME_LOSS * whole
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            yield name, version(name)
 
 
 def _facts_of(trainer: Any, batches: TrainerBatches, steps: Sequence[Step]) -> dict[str, Any]:

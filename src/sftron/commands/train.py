@@ -1,6 +1,6 @@
 """Trains a model on conversations, or continues a run:
 
-    sftron train --config FILE [--section.key=value ...] [--dry-run] [--quiet] [--verbose]
+    sftron train --config FILE [--section.key=value ...] [--dry-run | --record N] [--quiet] [--verbose]
     torchrun --nproc_per_node=N -m sftron train --config FILE ...
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 invalid configuration or data (a message, no
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = """\
 --dry-run      Check everything, and train nothing.
+--record N     Write record.safetensors to the run's folder: what the first N steps train, for sftron diff.
 -q, --quiet    Print only warnings and the outcome; console.log has everything.
 -v, --verbose  Print the traceback of an error too.
 """
@@ -57,6 +58,7 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     arguments = [each for each in arguments if each not in _SWITCHES]
     dry_run, is_quiet, is_verbose = (each in switches for each in ("--dry-run", "--quiet", "--verbose"))
     try:
+        num_recorded, arguments = _split_record(arguments)
         config = load_config(*split_arguments(arguments))
     except ValueError as error:
         return _refuse(error, is_verbose=is_verbose)
@@ -69,7 +71,7 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
         status = 1 if stop_request.received else _run(config, stop_request, dry_run, is_quiet, is_verbose)
     else:
         with stop_request.listening():
-            status = _run(config, stop_request, dry_run, is_quiet, is_verbose)
+            status = _run(config, stop_request, dry_run, is_quiet, is_verbose, num_recorded)
     from sftron.train.ranks import end_ranks
 
     end_ranks()
@@ -86,13 +88,30 @@ def _help(arguments: list[str]) -> int:
         keys = describe_config(section)
     except ValueError as error:
         return _refuse(error)
-    usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run] [-q] [-v]"
+    usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run | --record N] [-q] [-v]"
     around = f"{__doc__}\n{usage}\n       sftron train --help [SECTION]\n\n{_OPTIONS}\n"
     show((around if section is None else "") + keys)
     return 0 if arguments else REFUSED
 
 
-def _run(config: Config, stop_request: StopRequest, dry_run: bool, is_quiet: bool, is_verbose: bool) -> int:
+def _split_record(arguments: list[str]) -> tuple[int, list[str]]:
+    """Returns N of `--record N`, 0 without it, and the other arguments. Raises ValueError."""
+    rest, number = list[str](), 0
+    given = iter(arguments)
+    for argument in given:
+        name, equals, value = argument.partition("=")
+        if name != "--record":
+            rest.append(argument)
+            continue
+        value = value if equals else next(given, "")
+        if not value.isdecimal() or not (number := int(value)):
+            raise ValueError(f"--record: found {value!r}; wanted a number of steps, such as --record 1")
+    return number, rest
+
+
+def _run(
+    config: Config, stop_request: StopRequest, dry_run: bool, is_quiet: bool, is_verbose: bool, num_recorded: int = 0
+) -> int:
     if dry_run and _is_main() and not is_quiet:
         show("dry run    checking the data, the template and the model's files")  # before imports that take seconds
     # Imported here, so that --help and configuration errors take no time.
@@ -104,6 +123,13 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool, is_quiet: boo
         if dry_run:
             return trainer.dry_run(trainer.open_setup(config, plans=True))
         opened = trainer.open_trainer(config, stop_request)
+        if num_recorded and isinstance(opened, trainer.Trainer):
+            from sftron.train.first_steps import FILE, record_run
+            from sftron.train.logs import console
+
+            path = opened.directory.folder / FILE
+            record_run(opened, num_recorded).write(path)
+            console.write(f"record     what the first steps train: {path}")
     except (ValueError, FrozenWeightsError) as error:
         return _refuse(error, is_verbose=is_verbose)
     try:

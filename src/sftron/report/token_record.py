@@ -15,7 +15,9 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,21 @@ class TokenRecord:
         path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
 
 
+class TokenArrays:
+    """The arrays of a record, in parts."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_ARRAYS}
+
+    def add(self, size: int, **arrays: Any) -> None:
+        """Adds some tokens: arrays [size], or a number for all of them."""
+        for name, kind in TOKEN_ARRAYS.items():
+            self._parts[name].append(np.broadcast_to(np.asarray(arrays[name]).astype(_TYPES[kind]), (size,)))
+
+    def joined(self) -> dict[str, np.ndarray]:
+        return {name: np.concatenate(parts) for name, parts in self._parts.items()}
+
+
 def read_record(path: Path) -> TokenRecord:
     """Raises RecordError, with the name of the file, if it is cut, changed or no record; OSError if it is not there."""
     data = path.read_bytes()
@@ -159,6 +176,28 @@ def _digest(facts: str, header: Mapping[str, Any], payload: bytes | memoryview) 
     digest = hashlib.sha256(f"{facts}\n{names}\n".encode())
     digest.update(payload)
     return digest.hexdigest()
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns the options of a torch optimizer's groups, with the number of their weights."""
+    kinds = (bool, int, float, str, tuple, list)
+    return [
+        {name: value for name, value in group.items() if name != "params" and isinstance(value, kinds)}
+        | {"num_weights": sum(each.numel() for each in group["params"])}
+        for group in optimizer.param_groups
+    ]
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of the libraries that compute a step."""
+    found = dict[str, str]()
+    for name in ("sftron", "torch", "transformers", "trl", "peft", "accelerate", "numpy"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 # -- hashes ------------------------------------------------------------------------------------------------------------

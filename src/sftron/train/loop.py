@@ -27,6 +27,12 @@ from sftron.train.text import description
 _MAX_NON_FINITE_IN_A_ROW = 3
 
 
+def objective_of(setup: Setup) -> Objective:
+    """Returns what the run minimizes: a user's own objective, or the run's loss function."""
+    own = setup.extension.objective
+    return TokenLoss(loss_function(setup.model.loss)) if own is None else own
+
+
 class Steps:
     """Makes the steps of a run, and counts them in its progress. Each method is a collective.
 
@@ -53,7 +59,7 @@ class Steps:
         self.data_state: Mapping[str, Any] = loader.state_dict()
         self._is_first, self._num_empty = True, 0
         own = setup.extension.objective
-        self._objective: Objective = TokenLoss(loss_function(setup.model.loss)) if own is None else own
+        self._objective = objective_of(setup)
         self._denominator_of = None if own is None else own.denominator
         is_exact, mesh = self._config.general.deterministic == "layout", self._ranks.mesh
         self._sums = ExactSums(model, mesh) if is_exact and mesh is not None else None
