@@ -4,11 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 
 from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
+from sftcheck.record.recorder import record_trainer
+from sftron.report.token_record import TokenRecord
 from tests.sftcheck.zoo_materials import (
     ROWS,
     FlattenAndMask,
@@ -18,11 +21,12 @@ from tests.sftcheck.zoo_materials import (
     SumOfMeans,
     chatml,
     encoded,
+    in_bfloat16,
     mean_over_all_tokens,
     plain,
     tok,
 )
-from tests.sftcheck.zoo_training import CountsAllTokens, mean_of_rows, undivided
+from tests.sftcheck.zoo_training import Clips, CountsAllTokens, DividesAgain, ZeroesFirst, mean_of_rows, undivided
 
 FEW = ROWS[12:20]
 MARKDOWN = (
@@ -71,6 +75,13 @@ def train_first_half(row: dict[str, list[int]]) -> None:
         row["labels"][n] = -100
 
 
+def blocks(size: int = 71) -> Rows:
+    """Blocks of one long text, as group_texts makes them: they cut conversations, and attend across their borders."""
+    rows, names = features(), ("input_ids", "labels")
+    ids, labels = ([token for row in rows for token in row[name]] for name in names)
+    return [{"input_ids": ids[n : n + size], "labels": labels[n : n + size]} for n in range(0, len(ids), size)]
+
+
 def shifted(**given: Any) -> Trainer:
     return few(collator=Pad(tok("chatml"), shift=True), **given)
 
@@ -92,12 +103,95 @@ class FlattenWithoutPositions(DataCollatorWithFlattening):
         return {name: value for name, value in batch.items() if name != "position_ids"}
 
 
+UPDATES: dict[str, Callable[[], Trainer]] = {
+    "highest learning rate": lambda: few(learning_rate=2e-3),
+    "learning rates of the last steps": lambda: few(lr_scheduler_type="constant"),
+    "learning rates of the first steps": lambda: few(warmup_steps=2),
+    "steps of the run": lambda: few(max_steps=40),
+    "weight decay": lambda: few(weight_decay=0.1),
+    "clipping (max_grad_norm)": lambda: few(max_grad_norm=0.3),
+    "betas": lambda: few(adam_beta2=0.95),
+    "eps": lambda: few(adam_epsilon=1e-6),
+    "optimizer": lambda: few(optim="sgd"),
+    "gradient, in units of the loss's": lambda: few(trainer=DividesAgain),
+    "gradient kept, apart from the sum of all passes": lambda: few(trainer=Clips),
+    "gradient norm": lambda: few(trainer=ZeroesFirst),
+    "seeds": lambda: few(data_seed=1),
+    "types of the weights": lambda: in_bfloat16(few()),
+    "trainable weights": lambda: with_frozen_embeddings(few()),
+}
+"""Set-ups whose update differs from that of `few`, by the fact that says so."""
+
+
+def with_frozen_embeddings(trainer: Trainer) -> Trainer:
+    trainer.model.get_input_embeddings().weight.requires_grad_(False)
+    return trainer
+
+
+# -- two faults --------------------------------------------------------------------------------------------------------
+
+
+class CountsPadding(Trainer):
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return torch.tensor(sum(batch["input_ids"].numel() for batch in batch_samples))
+
+
+Parts = dict[str, Any]
+"""What a set-up is made of: rows, a `change` of each, and arguments of `few`."""
+PARTS: list[tuple[Factor, Parts]] = [
+    (Factor.ROWS, {"rows": FEW[:6]}),
+    (Factor.ROWS, {"rows": FEW[3:]}),
+    (Factor.IDS, {"ids": double_beginning}),
+    (Factor.IDS, {"ids": cut_left}),
+    (Factor.IDS, {"ids": cut_right}),
+    (Factor.TRAINED, {"labels": train_everything}),
+    (Factor.TRAINED, {"labels": mask_stops}),
+    (Factor.TRAINED, {"labels": train_first_half}),
+    (Factor.WEIGHTS, {"trainer": SumOfMeans}),
+    (Factor.WEIGHTS, {"trainer": CountsPadding}),
+    (Factor.WEIGHTS, {"compute_loss_func": undivided}),
+    (Factor.WEIGHTS, {"compute_loss_func": mean_of_rows}),
+    (Factor.CONTEXT, {"collator": FlattenAndMask}),
+    (Factor.CONTEXT, {"collator": FlattenWithoutPositions}),
+    (Factor.CONTEXT, {"collator": lambda: Pad(tok("chatml"), "left", mask=False)}),
+]
+"""Faults of one factor each, in the order of the factors, that can be put together."""
+
+
+def put_together(*parts: Parts) -> Trainer:
+    given: Parts = {name: value for each in parts for name, value in each.items()}
+    rows = features(rows=given.pop("rows", FEW))
+    for name in ("labels", "ids"):  # a row's labels are changed before its ids, which take them along
+        for row in rows:
+            given.get(name, lambda _: None)(row)
+        given.pop(name, None)
+    if "collator" in given:
+        given["collator"] = given["collator"]()
+    return few(rows, **given)
+
+
+def drawn(seed: int) -> list[tuple[Factor, Parts]]:
+    """Returns two faults of different factors, in the order of the factors."""
+    generator = np.random.default_rng(seed)
+    while True:
+        first, second = sorted(generator.choice(len(PARTS), 2, replace=False).tolist())
+        if PARTS[first][0] is not PARTS[second][0]:
+            return [PARTS[first], PARTS[second]]
+
+
 @dataclass(frozen=True)
 class Case:
     broken: Callable[[], Trainer]
     factor: Factor
     fault: Fault | None
     sound: Callable[[], Trainer] = few
+    also: tuple[Factor, ...] = ()
+    """What follows from it: of a row's first token, nothing is before it that could predict it."""
+    conversations: Rows | None = None
+    """What packed rows need, whose ids do not show where a conversation begins."""
+
+    def record(self) -> TokenRecord:
+        return record_trainer(self.broken(), self.conversations)
 
 
 CASES = {
@@ -140,6 +234,9 @@ CASES = {
     "pack with a mask of ones": Case(lambda: few(collator=FlattenAndMask()), Factor.CONTEXT, Fault.MASK_OF_ONES),
     "padding attended": Case(
         lambda: few(collator=Pad(tok("chatml"), "left", mask=False)), Factor.CONTEXT, Fault.PADDING_ATTENDED
+    ),
+    "cut by packing": Case(
+        lambda: few(blocks()), Factor.CONTEXT, Fault.CUT_BY_PACKING, conversations=FEW, also=(Factor.TRAINED,)
     ),
     "other weights": Case(lambda: with_weights_of(1), Factor.MODEL, None),
 }  # fmt: skip

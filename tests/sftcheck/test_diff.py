@@ -4,14 +4,15 @@ from functools import cache
 
 import numpy as np
 import pytest
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 from sftcheck.diff.difference import RESIDUAL, Difference, difference
 from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
 from sftcheck.record.recorder import record_trainer
 from sftron.report.token_record import TokenRecord
-from tests.sftcheck.diff_pairs import CASES, EQUAL, few
+from tests.sftcheck.diff_pairs import CASES, EQUAL, UPDATES, drawn, features, few, put_together
+from tests.sftcheck.zoo_materials import ROWS, Pad, tok
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -40,9 +41,9 @@ def require_sum(found: Difference) -> None:
 def test_the_factor_of_a_fault_is_named_first_and_alone(name: str) -> None:
     case = CASES[name]
     a = sound() if case.sound is few else record_trainer(case.sound())
-    found = compared(a, case.broken())
+    found = compared(a, case.record())
     require_sum(found)
-    assert [each.factor for each in found.named] == [case.factor]
+    assert [each.factor for each in found.named] == [case.factor, *case.also]
     assert found.named[0].cause.fault is case.fault
     assert found.named[0].cause.side == ("B" if case.fault else "")
 
@@ -50,7 +51,7 @@ def test_the_factor_of_a_fault_is_named_first_and_alone(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_difference_the_other_way_round_is_its_negative(name: str) -> None:
     case = CASES[name]
-    a, b = sound() if case.sound is few else record_trainer(case.sound()), record_trainer(case.broken())
+    a, b = sound() if case.sound is few else record_trainer(case.sound()), case.record()
     there, back = difference(a, b), difference(b, a)
     require_sum(back)
     assert [each.factor for each in back.named] == [each.factor for each in there.named]
@@ -68,3 +69,66 @@ def test_equal_trainers_are_equal_in_every_part(name: str) -> None:
     assert found.worst is None
     assert len(found.a.sketches) == len(found.b.sketches) == 8
     assert int(np.sum(found.b.is_trained)) > 100
+
+
+def require_two_faults(seed: int) -> None:
+    """The parts are the steps of a path of real trainers: without fault, with the first one, and with both."""
+    (first, one), (second, other) = drawn(seed)
+    with_one, with_both = record_trainer(put_together(one)), record_trainer(put_together(one, other))
+    found, size = difference(sound(), with_both), max(abs(with_both.loss), sound().loss)
+    require_sum(found)
+    assert {each.factor for each in found.named} == {first, second}, (seed, found.named)
+    assert value(found, first) == pytest.approx(with_one.loss - sound().loss, abs=2e-6 * size), seed
+    assert value(found, second) == pytest.approx(with_both.loss - with_one.loss, abs=2e-6 * size), seed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_faults_are_named_in_their_sizes(seed: int) -> None:
+    require_two_faults(seed)
+
+
+@pytest.mark.nightly
+def test_two_hundred_pairs_of_faults_are_named_in_their_sizes() -> None:
+    for seed in range(10, 210):
+        require_two_faults(seed)
+
+
+def require_equal_whatever_the_order(seed: int) -> None:
+    """Another shuffle, packing and micro-batch moves conversations between steps, and changes nothing else."""
+    generator, rows = np.random.default_rng(seed), features(rows=ROWS[12:28])
+    records = []
+    for _ in range(2):
+        size = int(generator.choice([1, 2, 4]))
+        collator = [None, DataCollatorWithFlattening(), Pad(tok("chatml"), "left")][int(generator.integers(3))]
+        own = {"data_seed": int(generator.integers(99)), "per_device_train_batch_size": size}
+        records.append(
+            record_trainer(few(rows, collator=collator, gradient_accumulation_steps=4 // size, **own), steps=4)
+        )
+    found = difference(*records)
+    require_sum(found)
+    assert {each.factor for each in found.named} <= {Factor.ROWS}, (seed, found.named)
+    assert len(found.a.sketches) == len(found.b.sketches) == 16
+    assert "the same 16 conversations" in found.parts[0].cause.sentence
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_another_order_is_no_other_factor(seed: int) -> None:
+    require_equal_whatever_the_order(seed)
+
+
+@pytest.mark.nightly
+def test_a_hundred_other_orders_are_no_other_factor() -> None:
+    for seed in range(4, 104):
+        require_equal_whatever_the_order(seed)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_fact_of_the_update_is_named(name: str) -> None:
+    found = compared(sound(), UPDATES[name]())
+    assert name in [each.name for each in found.updates]
+    if name != "types of the weights":
+        assert not found.named
+
+
+def test_equal_updates_have_no_fact_that_differs() -> None:
+    assert not compared(sound(), few()).updates

@@ -58,7 +58,7 @@ def causes(matching: Matching) -> dict[Factor, Cause]:
 class _Causes:
     def __init__(self, matching: Matching) -> None:
         self.matching, self.a, self.b = matching, matching.a, matching.b
-        self.at_a, self.at_b, _ = matching.places()
+        self.at_a, self.at_b = matching.places.a, matching.places.b
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,8 @@ class _Causes:
         matching = self.matching
         lacks = [f"B lacks {len(matching.only_a):,} of A's {len(self.a.sketches):,}"] * bool(matching.only_a)
         lacks += [f"A lacks {len(matching.only_b):,} of B's {len(self.b.sketches):,}"] * bool(matching.only_b)
-        same = len(matching.pairs)
+        same = len({each.a.number for each in matching.pairs if each.cut != "A"})
+        same += len({each.b.number for each in matching.pairs if each.cut == "A"})
         moved = sum(self._step_of(self.a, each.a) != self._step_of(self.b, each.b) for each in matching.pairs)
         count = len(matching.only_a) + len(matching.only_b) + moved
         words = f"{same:,} conversations are in both" if lacks else f"the same {same:,} conversations"
@@ -82,12 +83,13 @@ class _Causes:
     # -- ids ---------------------------------------------------------------------------------------------------------
 
     def ids(self) -> Cause:
-        unlike = [each for each in self.matching.pairs if not each.is_same]
+        whole = [each for each in self.matching.pairs if not each.cut]
+        unlike = [each for each in whole if not each.is_same]
         if not unlike:
             return Cause(0, "the same ids")
         more = sum(len(each.b.ids) - len(each.aligned) for each in unlike)
         fewer = sum(len(each.a.ids) - len(each.aligned) for each in unlike)
-        words = f"B writes {len(unlike):,} of {len(self.matching.pairs):,} conversations with other ids: "
+        words = f"B writes {len(unlike):,} of {len(whole):,} conversations with other ids: "
         words += f"{more:,} tokens more, {fewer:,} fewer"
         fault, side, how = self._fault_of_ids(unlike)
         longest = max(len(each.b.ids if side == "B" else each.a.ids) for each in unlike)
@@ -145,7 +147,9 @@ class _Causes:
     ) -> Iterator[tuple[Fault, str]]:
         """Yields the faults of training more tokens than the other record, or of the other one that trains fewer."""
         total = sum(roles.values())
-        first = {int(each.b.at[0]) for each in self.matching.pairs if len(each.b.at)}
+        own, places = ("a", self.at_a) if side == "A" else ("b", self.at_b)
+        begins = [getattr(each, own).at[0] for each in self.matching.pairs]
+        first = set(self.at_b[np.isin(places, begins)].tolist())
         record = self.a if side == "A" else self.b
         is_trained = record.is_trained
         if set(only.tolist()) <= first:
@@ -191,8 +195,15 @@ class _Causes:
                 words.append(f"{name} predicts {counts[name]:,} of {int(record.is_trained.sum()):,} trained tokens "
                              f"otherwise beside their neighbors than alone, by {size:.2g} on average")  # fmt: skip
                 faults.append((_fault_of_context(record), name))
+        for name in "AB":
+            if parts := [each for each in self.matching.pairs if each.cut == name]:
+                number = len({(each.b if name == "A" else each.a).number for each in parts})
+                words.insert(0, f"{name} cuts {number:,} conversations into {len(parts):,} parts")
+                faults.append((Fault.CUT_BY_PACKING, name))
+                counts[name] = max(counts[name], int(sum(len(each.aligned) for each in parts)))
         if not any(counts.values()):
             return Cause(0, "each conversation is predicted as alone")
+        faults.sort(key=lambda each: each[0] is not Fault.CUT_BY_PACKING)
         fault, name = max(faults, key=lambda each: counts[each[1]])
         config = self.b.facts if name == "B" else self.a.facts
         values = {"name": config.get("model_type", "this model"), "attention": config.get("attention")}
@@ -220,8 +231,13 @@ class _Causes:
 
     @cached_property
     def _is_one(self) -> np.ndarray:
-        _, _, is_same = self.matching.places()
-        return is_same & trains_itself(self.a)[self.at_a] & trains_itself(self.b)[self.at_b]
+        at = self.matching.places
+        return (
+            at.is_same
+            & ~(at.is_cut_a | at.is_cut_b)
+            & trains_itself(self.a)[self.at_a]
+            & trains_itself(self.b)[self.at_b]
+        )
 
     def residual(self) -> Cause:
         words = []
@@ -251,6 +267,9 @@ class _Weights:
         if np.ptp(own) <= _SAME_WEIGHT * abs(own[0]):
             if abs(own[0] - len(at) / record.num_steps) <= _SAME_WEIGHT * own[0]:
                 return Fault.UNDIVIDED, "the sum of the token losses is not divided"
+            number = len(np.unique(micro)) / record.num_steps
+            if number > 1 and abs(own[0] - number) <= _SAME_WEIGHT * number:
+                return Fault.MEAN_OF_MEANS, f"the means of {number:g} micro-batches are added"
             return (
                 Fault.OTHER_COUNT,
                 f"the sum is divided by {len(at) / own[0]:,.6g}, and {len(at):,} tokens are trained",

@@ -7,10 +7,12 @@ B    user Hi </s> bot Yo </s> <s> ...       packs and cuts do not matter; tokens
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +42,8 @@ class Pair:
     b: Document
     aligned: np.ndarray
     """int [n, 2]: places of the same token in the two documents."""
+    cut: str = ""
+    """The record that has parts of the conversation as documents, "A" or "B"; "" if it is whole in both."""
 
     @property
     def is_same(self) -> bool:
@@ -47,36 +51,72 @@ class Pair:
 
     @property
     def same_prefix(self) -> np.ndarray:
-        """bool [n], of the aligned tokens: whether the same ids are before them."""
-        return self.a.prefixes[self.aligned[:, 0]] == self.b.prefixes[self.aligned[:, 1]]
+        """bool [n], of the aligned tokens: whether the same ids are before them, or were before the cut."""
+        same = self.a.prefixes[self.aligned[:, 0]] == self.b.prefixes[self.aligned[:, 1]]
+        return same | bool(self.cut)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """The same tokens in both records, [n]."""
+
+    a: np.ndarray
+    b: np.ndarray
+    is_same: np.ndarray
+    """Whether the same ids are before them in their conversation."""
+    is_cut_a: np.ndarray
+    is_cut_b: np.ndarray
 
 
 class Matching:
     """The pairs of documents of two records.
 
     Attributes:
-        pairs: Each document is in one pair at most.
+        pairs: Each document is in one pair at most, but for those whose parts are documents of the other record.
         only_a, only_b: The numbers of the others.
     """
 
     def __init__(self, a: TokenRecord, b: TokenRecord) -> None:
         self.a, self.b = a, b
-        documents_a, documents_b = list(documents_of(a)), list(documents_of(b))
-        found = dict(_pairs(a.sketches, b.sketches))
-        self.pairs = [_aligned(each, documents_b[found[n]]) for n, each in enumerate(documents_a) if n in found]
-        self.only_a = [n for n in range(len(documents_a)) if n not in found]
-        self.only_b = sorted(set(range(len(documents_b))) - set(found.values()))
+        documents = list(documents_of(a)), list(documents_of(b))
+        scored = sorted(_scored(a.sketches, b.sketches))
+        best = dict[int, int]()
+        for *_, n, m in scored:
+            if n not in best and m not in best.values():
+                best[n] = m
+        self.pairs = [_aligned(documents[0][n], documents[1][m]) for n, m in sorted(best.items())]
+        self._add_parts(scored, documents)
+        found = {each.a.number for each in self.pairs}, {each.b.number for each in self.pairs}
+        self.only_a, self.only_b = (sorted({each.number for each in own} - known)
+                                    for own, known in zip(documents, found, strict=True))  # fmt: skip
 
-    def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the places of the same tokens in A and in B, and whether the same ids are before them."""
+    def _add_parts(self, scored: Sequence[tuple[float, float, int, int]], documents: Any) -> None:
+        """Adds the documents that are a further part of a conversation in a pair."""
+        for *_, n, m in scored:
+            for side, name in ((0, "B"), (1, "A")):  # that has the whole, and the other one
+                whole, part = ((n, m), (m, n))[side]
+                pairs = [each for each in self.pairs if (each.a, each.b)[side].number == whole]
+                if not pairs or any((each.b, each.a)[side].number == part for each in self.pairs):
+                    continue
+                found = _aligned(documents[0][n], documents[1][m])
+                covered = np.concatenate([each.aligned[:, side] for each in pairs])
+                aligned = found.aligned[~np.isin(found.aligned[:, side], covered)]
+                if 2 * len(aligned) < len(documents[1 - side][part].ids):
+                    continue
+                own = [replace(each, cut=name) for each in pairs]
+                self.pairs = [own[pairs.index(each)] if each in pairs else each for each in self.pairs]
+                self.pairs.append(replace(found, aligned=aligned, cut=name))
+
+    @cached_property
+    def places(self) -> Places:
         parts = [
-            (pair.a.at[pair.aligned[:, 0]], pair.b.at[pair.aligned[:, 1]], pair.same_prefix) for pair in self.pairs
-        ]
-        if not parts:
-            none = np.zeros(0, dtype=np.int64)
-            return none, none, none.astype(bool)
-        first, second, same = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return first, second, same
+            (each.a.at[each.aligned[:, 0]], each.b.at[each.aligned[:, 1]], each.same_prefix,
+             np.full(len(each.aligned), each.cut == "A"), np.full(len(each.aligned), each.cut == "B"))
+            for each in self.pairs
+        ]  # fmt: skip
+        none = np.zeros(0, dtype=np.int64)
+        empty = (none, none, none.astype(bool), none.astype(bool), none.astype(bool))
+        return Places(*map(np.concatenate, zip(empty, *parts, strict=True)))
 
 
 def documents_of(record: TokenRecord) -> Iterator[Document]:
@@ -93,8 +133,8 @@ def own_prefixes(ids: np.ndarray) -> np.ndarray:
     return np.concatenate([[np.uint64(0)], prefix_digests(ids, np.zeros(len(ids), dtype=np.int64))])
 
 
-def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields pairs of documents whose sketches have the most in common, the best first."""
+def _scored(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[float, float, int, int]]:
+    """Yields (-share, -likeness, n, m) of documents whose sketches have enough in common: the best is the smallest."""
     hashes_a, hashes_b = ([set(row[row != _NONE].tolist()) for row in each] for each in (a, b))
     counts = (Counter(h for row in each for h in row) for each in (hashes_a, hashes_b))
     in_a, in_b = counts
@@ -104,18 +144,11 @@ def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[int, int]]:
     for n, row in enumerate(hashes_b):
         for each in row:
             of_hash[each].append(n)
-    scored = list[tuple[float, float, int, int]]()
     for n, own in enumerate(hashes_a):
         for m in sorted({m for each in own for m in of_hash.get(each, ())}):
             share, likeness = _shared(own, hashes_b[m], weight, a.shape[1])
             if share >= _LEAST_SHARED:
-                scored.append((-share, -likeness, n, m))
-    taken_a, taken_b = set[int](), set[int]()
-    for *_, n, m in sorted(scored):
-        if n not in taken_a and m not in taken_b:
-            taken_a.add(n)
-            taken_b.add(m)
-            yield n, m
+                yield -share, -likeness, n, m
 
 
 def _shared(a: set[int], b: set[int], weight: dict[int, float], size: int) -> tuple[float, float]:

@@ -44,6 +44,7 @@ class Losses:
         reported: What the steps have returned.
         own: The sum over tokens, by their weights and the trainer's log-probabilities.
         in_context: The same with the reference beside the neighbors.
+        of_itself: The same with the reference of each whole conversation alone, by the record's own model.
         alone: The same with the reference of each conversation alone: one reference for both records.
         as_ratio: The same with the ratio of each step in place of its weights.
         of_common: The mean over the trained tokens of the conversations that both records have.
@@ -60,28 +61,31 @@ class Losses:
 
 def decompose(matching: Matching) -> tuple[dict[Factor, float], Losses, Losses]:
     """Returns the part of each factor in the difference of the losses, B - A, and the losses of both."""
-    a, b = matching.a, matching.b
-    at_a, at_b, is_same = matching.places()
+    a, b, at = matching.a, matching.b, matching.places
     own_a, own_b = _reference(a), _reference(b)
-    # One reference: the log-probability of the same id after the same ids is A's.
-    one_b = own_b.copy()
-    is_one = is_same & trains_itself(b)[at_b] & trains_itself(a)[at_a]
-    is_one &= ~np.isnan(a.reference[at_a] + b.reference[at_b])
-    one_b[at_b[is_one]] = own_a[at_a[is_one]]
+    # One reference: the log-probability of the same id after the same ids is A's, or that of the whole conversation.
+    one_a, one_b = own_a.copy(), own_b.copy()
+    is_known_a, is_known_b = ~np.isnan(a.reference[at.a]), ~np.isnan(b.reference[at.b])
+    is_one = at.is_same & trains_itself(b)[at.b] & trains_itself(a)[at.a]
+    from_a = is_one & is_known_a & (is_known_b | at.is_cut_b) & ~at.is_cut_a
+    from_b = is_one & is_known_b & at.is_cut_a
+    one_b[at.b[from_a]], one_a[at.a[from_b]] = own_a[at.a[from_a]], own_b[at.b[from_b]]
+    cut_a, cut_b = np.zeros(len(a.id), dtype=bool), np.zeros(len(b.id), dtype=bool)
+    cut_a[at.a[from_b]], cut_b[at.b[from_a & at.is_cut_b]] = True, True
     common_a = np.isin(a.document, [-1, *(each.a.number for each in matching.pairs)])
     common_b = np.isin(b.document, [-1, *(each.b.number for each in matching.pairs)])
-    losses_a, losses_b = _losses(a, own_a, own_a, common_a), _losses(b, own_b, one_b, common_b)
+    losses_a, losses_b = _losses(a, own_a, one_a, common_a, cut_a), _losses(b, own_b, one_b, common_b, cut_b)
     # B's ids with A's trained tokens
     exchanged = losses_a.of_common
     if not matching.pairs:
         losses_b = replace(losses_b, of_common=exchanged)
     else:
         is_trained, values = b.is_trained & common_b & (b.document >= 0), one_b.copy()
-        is_trained[at_b] = a.is_trained[at_a]
-        takes_a = is_same | ~trains_itself(b)[at_b]
-        values[at_b[takes_a]] = own_a[at_a[takes_a]]
+        is_trained[at.b] = a.is_trained[at.a]
+        takes_a = at.is_same | ~trains_itself(b)[at.b]
+        values[at.b[takes_a]] = one_a[at.a[takes_a]]
         padding = a.is_trained & (a.document < 0)
-        exchanged = _mean(np.concatenate([values[is_trained], own_a[padding]]))
+        exchanged = _mean(np.concatenate([values[is_trained], one_a[padding]]))
     parts = {
         Factor.ROWS: (losses_b.as_ratio - losses_b.of_common) - (losses_a.as_ratio - losses_a.of_common),
         Factor.IDS: exchanged - losses_a.of_common,
@@ -100,7 +104,9 @@ def _reference(record: TokenRecord) -> np.ndarray:
     return -np.where(np.isnan(record.reference), record.context, record.reference)
 
 
-def _losses(record: TokenRecord, reference: np.ndarray, one: np.ndarray, is_common: np.ndarray) -> Losses:
+def _losses(
+    record: TokenRecord, reference: np.ndarray, one: np.ndarray, is_common: np.ndarray, is_cut: np.ndarray
+) -> Losses:
     weight, is_trained = record.weight / record.num_steps, record.is_trained
     counts = np.bincount(record.step[is_trained], minlength=record.num_steps)
     ratio = np.where(is_trained, 1 / (np.maximum(counts, 1)[record.step] * record.num_steps), 0.0)
@@ -109,7 +115,7 @@ def _losses(record: TokenRecord, reference: np.ndarray, one: np.ndarray, is_comm
         reported=record.loss,
         own=float(-(weight * record.own).sum()),
         in_context=float(-(weight * record.context).sum()),
-        of_itself=float((weight * reference)[is_trained].sum()),
+        of_itself=float((weight * np.where(is_cut, one, reference))[is_trained].sum()),
         alone=float((weight * one)[is_trained].sum()),
         as_ratio=as_ratio,
         of_common=_mean(one[is_trained & is_common]) if (is_trained & is_common).any() else as_ratio,
