@@ -131,9 +131,11 @@ def with_frozen_embeddings(trainer: Trainer) -> Trainer:
 # -- two faults --------------------------------------------------------------------------------------------------------
 
 
-class CountsPadding(Trainer):
+class CountsPrompts(Trainer):
+    """Counts every token of the conversations, whichever way they are padded."""
+
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
-        return torch.tensor(sum(batch["input_ids"].numel() for batch in batch_samples))
+        return sum((batch["input_ids"] != self.processing_class.pad_token_id).sum() for batch in batch_samples)
 
 
 Parts = dict[str, Any]
@@ -148,7 +150,7 @@ PARTS: list[tuple[Factor, Parts]] = [
     (Factor.TRAINED, {"labels": mask_stops}),
     (Factor.TRAINED, {"labels": train_first_half}),
     (Factor.WEIGHTS, {"trainer": SumOfMeans}),
-    (Factor.WEIGHTS, {"trainer": CountsPadding}),
+    (Factor.WEIGHTS, {"trainer": CountsPrompts}),
     (Factor.WEIGHTS, {"compute_loss_func": undivided}),
     (Factor.WEIGHTS, {"compute_loss_func": mean_of_rows}),
     (Factor.CONTEXT, {"collator": FlattenAndMask}),
