@@ -25,6 +25,7 @@ PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
     "tools/gpu.py": "needs a GPU; tests/test_gpu_script.py runs its stages on a stand-in",
     "sftron verify-trainer": "checks a script of the reader's; tests/sftcheck/test_on_ranks.py runs it with torchrun",
+    "sftron diff": "reads records of the reader's trainers; tests/sftcheck/test_record.py runs it",
     "sftron sweep": "starts a dozen processes; its own tests make small sweeps",
     "tools/isolation_table.py": "takes minutes; tests/sftcheck/test_isolation_table.py measures each row",
     "tools/family_card.py": "takes minutes; tests/checks/test_family_card.py measures tiny models",

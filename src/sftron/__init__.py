@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sftcheck.check_isolation import IsolationError as IsolationError
     from sftcheck.check_isolation import check_isolation as check_isolation
+    from sftcheck.record.recorder import record_step as record_step
+    from sftcheck.record.recorder import record_trainer as record_trainer
     from sftcheck.verify_step import verify_step as verify_step
     from sftcheck.verify_trainer import verify_trainer as verify_trainer
     from sftron.checkpoint.export import export_hf as export_hf
@@ -73,6 +75,8 @@ _MODULES = {
     "inspect": "sftron.checks.inspect_run",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",
+    "record_step": "sftcheck.record.recorder",
+    "record_trainer": "sftcheck.record.recorder",
     "open_trainer": "sftron.train.trainer",
     "verify_run": "sftron.checks.verify_run",
     "verify_step": "sftcheck.verify_step",

@@ -80,8 +80,7 @@ def decompose(matching: Matching) -> tuple[dict[Factor, float], Losses, Losses]:
     if not matching.pairs:
         losses_b = replace(losses_b, of_common=exchanged)
     else:
-        is_trained, values = b.is_trained & common_b & (b.document >= 0), one_b.copy()
-        is_trained[at.b] = a.is_trained[at.a]
+        is_trained, values = _trained_as_in_a(matching), one_b.copy()
         takes_a = at.is_same | ~trains_itself(b)[at.b]
         values[at.b[takes_a]] = one_a[at.a[takes_a]]
         padding = a.is_trained & (a.document < 0)
@@ -97,6 +96,23 @@ def decompose(matching: Matching) -> tuple[dict[Factor, float], Losses, Losses]:
         Factor.RESIDUAL: (losses_b.reported - losses_b.own) - (losses_a.reported - losses_a.own),
     }
     return parts, losses_a, losses_b
+
+
+def _trained_as_in_a(matching: Matching) -> np.ndarray:
+    """Returns which tokens of B's conversations are trained by A, bool [n].
+
+    One that A does not have is trained if B trains it, and A the token of both records before or behind it.
+    """
+    trained_a, trained_b = matching.a.is_trained, matching.b.is_trained
+    found = np.zeros(len(trained_b), dtype=bool)
+    for pair in matching.pairs:
+        places, own = pair.aligned[:, 1], trained_a[pair.a.at[pair.aligned[:, 0]]]
+        if len(alone := np.setdiff1d(np.arange(len(pair.b.ids)), places)):
+            around = np.concatenate([[False], own, [False]])
+            behind = np.searchsorted(places, alone)
+            found[pair.b.at[alone]] = trained_b[pair.b.at[alone]] & (around[behind] | around[behind + 1])
+    found[matching.places.b] = trained_a[matching.places.a]
+    return found
 
 
 def _reference(record: TokenRecord) -> np.ndarray:
