@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from sftcheck.gradients import GradientDifference, difference_of
 from sftcheck.interception import intercepted
@@ -53,6 +54,12 @@ class ReadCall:
     """The number of the call in the step; a step may call the model without a gradient too."""
     micro_batch: int
     reading: Reading
+    own: np.ndarray
+    """float64 [B, T]: log p(target) in the call, at the token before the target; 0 without one."""
+
+    @property
+    def loss(self) -> float:
+        return float((self.reading.weights * -self.own).sum())
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +67,10 @@ class OwnStep:
     """The step as it is, with its gradients."""
 
     result: Any = None
-    own: dict[int, np.ndarray] = field(default_factory=dict)
-    """By the number of the call: float64 [B, T], log p(target) at the token before the target; 0 without one."""
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """By the number of the call: its logits [B, n, V], or the log-probabilities [B, n] of its labels."""
+    decoded: list[Any] = field(default_factory=list)
+    """What the decoder returns in each of its calls."""
     scales: dict[int, float] = field(default_factory=dict)
     """By what the model multiplies the logits of its head."""
     norms: dict[str, float] = field(default_factory=dict)
@@ -70,6 +79,22 @@ class OwnStep:
     """How far these gradients are from the sum over all backward passes; None if they were not compared."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """The groups of an optimizer whose step was seen, without their tensors."""
+
+    def read(self, number: int, micro_batch: int, reading: Reading) -> ReadCall:
+        """Returns what a call trains, by its own logits.
+
+        Args:
+            reading: What it trains by the logits of the head, which the model may have multiplied.
+        """
+        logits, targets = self.logits[number], reading.targets
+        weights = reading.weights / (self.scales.get(number, 1.0) or 1.0)
+        if logits.ndim == 3:
+            own = log_probabilities(logits, targets)
+        else:
+            own = np.zeros(targets.shape)
+            own[:, : logits.shape[1]] = logits.double().cpu().numpy()
+            own[targets == IGNORE_INDEX] = 0.0
+        return ReadCall(number, micro_batch, replace(reading, weights=weights), own)
 
 
 class Passes:
@@ -87,10 +112,11 @@ class Passes:
     ) -> None:
         self.model, self.batches, self.micro_batch, self.scale = model, batches, micro_batch, scale
 
-    def read(self, make: Make = torch.zeros_like) -> list[ReadCall]:
+    def read(self, own: OwnStep, make: Make = torch.zeros_like) -> list[ReadCall]:
         """Returns what each call of the model trains. Raises ValueError if it cannot be read.
 
         Args:
+            own: The step as it is, whose hidden states are taken again.
             make: Returns logits in the form of those that the head gives. Zeros show a cross-entropy exactly; a loss
                 whose weights depend on probabilities shows its own weights at its own logits.
         """
@@ -114,14 +140,20 @@ class Passes:
                 output.log_probs = seen[-1].log_probs.clone()
             return output
 
-        with torch.enable_grad(), without_scaler(), intercepted([self.model.module], on_output=on_output):
+        with ExitStack() as stack, torch.enable_grad(), without_scaler():
+            stack.enter_context(intercepted([self.model.module], on_output=on_output))
+            if self._decoder is not None and own.decoded:
+                forwards, outputs = vars(self._decoder), iter(own.decoded)
+                stack.callback(forwards.update, {"forward": self._decoder.forward} if "forward" in forwards else {})
+                stack.callback(forwards.pop, "forward")
+                forwards["forward"] = lambda *_args, **_options: next(outputs)
             result = self.model.run(self.batches, on_call, on_logits)
             if not any(each.has_gradient for each in seen):
                 backward(result)
         self.model.module.zero_grad(set_to_none=True)
         if not seen:
             raise ValueError("the step never calls the model; give the module that it calls")
-        found = [ReadCall(n, each.micro_batch, self._reading(each)) for n, each in enumerate(seen) if each.has_gradient]
+        found = [own.read(n, each.micro_batch, self._reading(each)) for n, each in enumerate(seen) if each.has_gradient]
         if not found:
             raise ValueError("no gradient reaches the model's logits, so nothing that it trains can be recorded")
         if len({each.micro_batch for each in found}) < len(found):
@@ -142,35 +174,43 @@ class Passes:
         reading = read(seen.call, leaves)
         return replace(reading, weights=reading.weights / self.scale)
 
-    def own(self, read: Sequence[ReadCall]) -> OwnStep:
-        """Takes the step as it is, for the targets that were read. Leaves no gradient; may change the weights."""
-        found, by_number = OwnStep(), {each.number: each.reading for each in read}
-        parameters = {name: each for name, each in self.model.module.named_parameters() if each.requires_grad}
-        names, summed = {id(each): name for name, each in parameters.items()}, dict[str, Tensor]()
-        heads, number = list[Tensor](), -1
+    @property
+    def _decoder(self) -> nn.Module | None:
+        """The part before the head; None if it cannot be found."""
+        model = self.model.unwrapped
+        found = model.get_decoder() if hasattr(model, "get_decoder") else None
+        return found if isinstance(found, nn.Module) and found is not model else None
 
-        def on_call(_call: Call) -> None:
-            nonlocal number
-            number += 1
+    def own(self) -> OwnStep:
+        """Takes the step as it is. Leaves no gradient; may change the weights."""
+        found, heads, number = OwnStep(), list[Tensor](), -1
+        parameters = {name: each for name, each in self.model.module.named_parameters() if each.requires_grad}
+        summed, shape = dict[str, Tensor](), (0, 0)
+
+        def on_call(call: Call) -> None:
+            nonlocal number, shape
+            number, shape = number + 1, tuple(call.ids.shape)
             heads.clear()
 
+        def on_decoder(_module: nn.Module, output: Any) -> None:
+            found.decoded.append(
+                pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, output)
+            )
+
         def on_output(_module: Any, output: Any) -> None:
-            if (reading := by_number.get(number)) is None:
-                return
             log_probs = getattr(output, "log_probs", None)
             if isinstance(log_probs, Tensor):
-                values = np.zeros(reading.targets.shape)
-                values[:, : log_probs.shape[1]] = log_probs.detach().double().cpu().numpy()
-                found.own[number] = np.where(reading.targets == IGNORE_INDEX, 0.0, values)
+                found.logits[number] = log_probs.detach()
                 return
-            logits, head = self.model.logits_of(output), _joined(heads, reading)
+            logits = self.model.logits_of(output)
+            head = torch.cat([each.reshape(shape[0], -1, each.shape[-1]) for each in heads], dim=1) if heads else None
             if logits is None or logits.ndim != 3:
                 logits = head
             elif head is not None:
                 found.scales[number] = _factor_of(logits.detach(), head)
             if logits is None:
                 raise ValueError("no module of the model gives logits [..., vocabulary]")
-            found.own[number] = log_probabilities(logits.detach(), reading.targets)
+            found.logits[number] = logits.detach()
 
         def on_optimizer(optimizer: Any) -> None:
             found.groups = groups_of(optimizer)
@@ -194,6 +234,8 @@ class Passes:
             for name, each in parameters.items():
                 stack.callback(each.register_hook(lambda gradient, name=name: add(name, gradient)).remove)
             stack.enter_context(intercepted([self.model.module], on_output=on_output))
+            decoders = [] if self._decoder is None else [self._decoder]
+            stack.enter_context(intercepted(decoders, on_output=on_decoder))
             found.result = self.model.run(
                 self.batches, on_call, lambda logits: heads.append(logits.detach()), on_optimizer
             )
@@ -201,7 +243,6 @@ class Passes:
                 backward(found.result)
             if not found.norms:
                 keep()
-        assert set(names.values()) >= set(found.norms)
         self.model.module.zero_grad(set_to_none=True)
         return found
 
@@ -244,13 +285,6 @@ def _with_first(leaf: Tensor, width: int) -> Tensor:
     if leaf.grad is not None:
         whole.grad = torch.nn.functional.pad(leaf.grad, fill)
     return whole
-
-
-def _joined(heads: Sequence[Tensor], reading: Reading) -> Tensor | None:
-    if not heads:
-        return None
-    rows = len(reading.targets)
-    return torch.cat([each.reshape(rows, -1, each.shape[-1]) for each in heads], dim=1)
 
 
 def _factor_of(logits: Tensor, head: Tensor) -> float:

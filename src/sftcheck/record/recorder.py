@@ -21,7 +21,7 @@ from sftcheck.documents.truth import Encoder
 from sftcheck.loop.loop_batches import LoopBatch
 from sftcheck.loop.loop_model import LoopModel
 from sftcheck.loop.loop_state import restore_loop_after
-from sftcheck.record.passes import OwnStep, Passes, ReadCall, facts_of_gradients
+from sftcheck.record.passes import Passes, ReadCall, facts_of_gradients
 from sftcheck.record.reference import Reference
 from sftcheck.restore import restore_after
 from sftcheck.trainer.called_model import new_optimizer
@@ -181,29 +181,26 @@ class _Recorder:
             features: The rows from which each micro-batch was made.
             returned: Returns the loss of the step from what it returns; None if it returns none.
         """
-        read = passes.read()
         with restore_loop_after(self.model.module, self.model.step, optimizer):
-            own = passes.own(read)
+            own = passes.own()
         loss = returned(own.result)
-        read = _rescaled(read, own)
-        total = _loss_of(read, own)
+        read = passes.read(own)
+        total = _loss_of(read)
         if loss and not (total and _is_simple(loss / total)):
             # A loss whose weights depend on probabilities has others where all logits are equal.
             with suppress(ValueError):  # of one with several targets
-                again = _rescaled(passes.read(lambda logits: logits), own)
-                if _is_near(_loss_of(again, own), loss):
-                    read, total = again, _loss_of(again, own)
+                again = passes.read(own, lambda logits: logits)
+                if _is_near(_loss_of(again), loss):
+                    read, total = again, _loss_of(again)
         is_trained = any((each.reading.weights != 0).any() for each in read)  # else a loss may be 0 / 0
         self._factors.append(1.0 if loss is None or not total else loss / total)
         self._losses.append(total if loss is None or not is_trained else loss)
         self.groups = self.groups or own.groups
         if not self._facts:
             self._facts = {"gradient_norms": own.norms, "gradient": facts_of_gradients(own)}
-        self._add_tokens(passes, read, own, features, finder)
+        self._add_tokens(passes, read, features, finder)
 
-    def _add_tokens(
-        self, passes: Passes, read: Sequence[ReadCall], own: OwnStep, features: Any, finder: Finder
-    ) -> None:
+    def _add_tokens(self, passes: Passes, read: Sequence[ReadCall], features: Any, finder: Finder) -> None:
         self._reference = self._reference or Reference(self.model)
         batches = [
             LoopBatch(
@@ -218,12 +215,12 @@ class _Recorder:
             values = {
                 "target": batch.labels,
                 "weight": batch.at_labels(each.reading.weights, 0),
-                "own": batch.at_labels(own.own[each.number], 0),
+                "own": batch.at_labels(each.own, 0),
                 "context": batch.at_labels(context, 0),
             }
             rows = {name: value.copy() for name, value in values.items()}
             self._add_batch(n, each, batch, [one for one in documents if one.batch == n and len(one)], rows)
-            self._add_unplaced(each, values, own.own[each.number], context)
+            self._add_unplaced(each, values, context)
 
     def _without_empty(self, documents: Sequence[Document], batches: Sequence[LoopBatch]) -> Iterator[Document]:
         """Yields the documents; control tokens alone are the beginning of the one behind them."""
@@ -273,7 +270,7 @@ class _Recorder:
             **{name: value[at] for name, value in rows.items()},
         )  # fmt: skip
 
-    def _add_unplaced(self, read: ReadCall, placed: Mapping[str, np.ndarray], own: np.ndarray, context: Any) -> None:
+    def _add_unplaced(self, read: ReadCall, placed: Mapping[str, np.ndarray], context: np.ndarray) -> None:
         """Adds the targets behind the last tokens of rows, which are no token of the batch."""
         reading = read.reading
         if (reading.weights != 0).sum() == (placed["weight"] != 0).sum():
@@ -282,7 +279,7 @@ class _Recorder:
         self._tokens.add(
             len(at[0]), document=-1, step=len(self._losses) - 1, micro_batch=read.micro_batch, row=at[0],
             id=reading.targets[at], role=UNKNOWN_ROLE, position=at[1] + 1, sees=0, reference=context[at],
-            target=reading.targets[at], weight=reading.weights[at], own=own[at], context=context[at],
+            target=reading.targets[at], weight=reading.weights[at], own=read.own[at], context=context[at],
         )  # fmt: skip
 
     def _seen_before(self, batch: LoopBatch, row: int) -> np.ndarray:
@@ -330,20 +327,8 @@ class _Recorder:
         return TokenRecord(tokens, sketches, {**self._facts, **own, **facts})
 
 
-def _rescaled(read: Sequence[ReadCall], own: OwnStep) -> list[ReadCall]:
-    """Returns weights at the logits of the head as weights at the model's own logits."""
-    found = list[ReadCall]()
-    for each in read:
-        scale, reading = own.scales.get(each.number, 1.0), each.reading
-        weights = reading.weights / scale if scale else reading.weights
-        found.append(
-            ReadCall(each.number, each.micro_batch, type(reading)(reading.call, reading.targets, weights, True))
-        )
-    return found
-
-
-def _loss_of(read: Sequence[ReadCall], own: OwnStep) -> float:
-    return math.fsum(float((each.reading.weights * -own.own[each.number]).sum()) for each in read)
+def _loss_of(read: Sequence[ReadCall]) -> float:
+    return math.fsum(each.loss for each in read)
 
 
 def _is_near(value: float, other: float) -> bool:
