@@ -77,13 +77,24 @@ def test_checks_of_trainers_import_nothing_of_the_extra_train() -> None:
     assert message == "sftron.Trainer needs the package pydantic: pip install 'sftron[train]'"
 
 
-def test_the_checker_imports_little_and_nothing_that_trains() -> None:
-    graph = grimp.build_graph("sftron", "sftcheck", cache_dir=None)
-    modules, remaining = set[str](), ["sftcheck.verify_trainer", "sftcheck.verify_step", "sftcheck.check_isolation"]
+def closure(*names: str) -> set[str]:
+    graph, modules, remaining = grimp.build_graph("sftron", "sftcheck", cache_dir=None), set[str](), list(names)
     while remaining:
         if (name := remaining.pop()) not in modules and name != "sftron":  # which has the names of all, lazily
             modules.add(name)
             remaining += graph.find_modules_directly_imported_by(name)
+    return modules
+
+
+def test_a_difference_needs_the_format_of_records_and_the_faults_alone() -> None:
+    modules = closure("sftcheck.diff.difference")
+    others = {"sftcheck.faults", "sftron.report.token_record"}
+    assert {name for name in modules if not name.startswith("sftcheck.diff.")} == others
+    assert len(modules) <= 8
+
+
+def test_the_checker_imports_little_and_nothing_that_trains() -> None:
+    modules = closure("sftcheck.verify_trainer", "sftcheck.verify_step", "sftcheck.check_isolation")
     own = {name for name in modules if name.startswith("sftcheck.")}
     assert {"sftcheck.faults", "sftcheck.ranks.on_ranks", "sftcheck.program.make"} <= own
     allowed = ("data.chat.", "data.formats.", "report.", "checks.report", "checks.isolation")

@@ -152,7 +152,6 @@ PARTS: list[tuple[Factor, Parts]] = [
     (Factor.WEIGHTS, {"trainer": SumOfMeans}),
     (Factor.WEIGHTS, {"trainer": CountsPrompts}),
     (Factor.WEIGHTS, {"compute_loss_func": undivided}),
-    (Factor.WEIGHTS, {"compute_loss_func": mean_of_rows}),
     (Factor.CONTEXT, {"collator": FlattenAndMask}),
     (Factor.CONTEXT, {"collator": FlattenWithoutPositions}),
     (Factor.CONTEXT, {"collator": lambda: Pad(tok("chatml"), "left", mask=False)}),

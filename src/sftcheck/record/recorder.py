@@ -25,9 +25,8 @@ from sftcheck.record.passes import Passes, ReadCall, facts_of_gradients
 from sftcheck.record.reference import Reference
 from sftcheck.restore import restore_after
 from sftcheck.trainer.called_model import new_optimizer
-from sftcheck.trainer.recording import require_checkable
+from sftcheck.trainer.recording import TrainerBatches, require_checkable
 from sftcheck.trainer.schedule import num_steps_of, rates_of
-from sftcheck.trainer.trainer_batches import TrainerBatches
 from sftron.data.types import IGNORE_INDEX, SeekablePacks
 from sftron.report.token_record import (
     UNKNOWN_ROLE,

@@ -31,9 +31,8 @@ from sftcheck.subject import FEW_ROWS, MovedTensors, Subject
 from sftcheck.tolerances import SMALL_TENSOR
 from sftcheck.trainer.called_model import StepLosses
 from sftcheck.trainer.evaluation import EvaluatedPair, evaluated_by_rows, num_shared_rows, unlike_pair
-from sftcheck.trainer.recording import chosen_rows, recorded, rows_of, select, small_sizes
+from sftcheck.trainer.recording import MOST_TOKENS, TrainerBatches, chosen_rows, recorded, rows_of, select, small_sizes
 from sftcheck.trainer.schedule import num_steps_of, schedule_note
-from sftcheck.trainer.trainer_batches import MOST_TOKENS, TrainerBatches
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import SeekablePacks
 
