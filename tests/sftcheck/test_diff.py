@@ -1,5 +1,6 @@
 """The parts of a difference add up to it, and the factor that differs is the one that is named."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,17 @@ from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
 from sftcheck.record.recorder import record_trainer
 from sftron.report.token_record import TokenRecord
-from tests.sftcheck.diff_pairs import CASES, EQUAL, UPDATES, drawn, features, few, put_together
+from tests.sftcheck.diff_pairs import (
+    CASES,
+    EQUAL,
+    UPDATES,
+    Parts,
+    double_beginning,
+    drawn,
+    features,
+    few,
+    put_together,
+)
 from tests.sftcheck.zoo_materials import ROWS, Pad, tok
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -71,9 +82,9 @@ def test_equal_trainers_are_equal_in_every_part(name: str) -> None:
     assert int(np.sum(found.b.is_trained)) > 100
 
 
-def require_two_faults(seed: int) -> None:
+def require_two_faults(faults: Sequence[tuple[Factor, Parts]], seed: int | None = None) -> None:
     """The parts are the steps of a path of real trainers: without fault, with the first one, and with both."""
-    (first, one), (second, other) = drawn(seed)
+    (first, one), (second, other) = faults
     with_one, with_both = record_trainer(put_together(one)), record_trainer(put_together(one, other))
     found, size = difference(sound(), with_both), max(abs(with_both.loss), sound().loss)
     require_sum(found)
@@ -84,13 +95,21 @@ def require_two_faults(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_two_faults_are_named_in_their_sizes(seed: int) -> None:
-    require_two_faults(seed)
+    require_two_faults(drawn(seed))
+
+
+def test_a_token_of_one_record_is_trained_as_its_neighbors_are() -> None:
+    require_two_faults([(Factor.IDS, {"ids": double_beginning}), (Factor.TRAINED, {"labels": train_all})])
 
 
 @pytest.mark.nightly
 def test_two_hundred_pairs_of_faults_are_named_in_their_sizes() -> None:
     for seed in range(10, 210):
-        require_two_faults(seed)
+        require_two_faults(drawn(seed), seed)
+
+
+def train_all(row: dict[str, list[int]]) -> None:
+    row["labels"] = list(row["input_ids"])
 
 
 def require_equal_whatever_the_order(seed: int) -> None:

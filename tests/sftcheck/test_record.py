@@ -19,7 +19,7 @@ from sftron.commands.diff import main
 from sftron.report.token_record import RecordError, prefix_digests, read_record, sketch_of
 from tests.conftest import ROOT
 from tests.sftcheck.diff_pairs import FEW, few
-from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, sft, tok
+from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, model, sft, tok
 from tests.sftcheck.zoo_training import Clips, DividesAgain
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -36,7 +36,7 @@ TRAINERS: dict[str, Callable[[], Trainer]] = {
     "TRL, own weights": lambda: sft(ANSWERS, tok("chatml"), loss_type="dft", gradient_accumulation_steps=2),
     "mean of means": lambda: halves(trainer=SumOfMeans),
     "experts": lambda: sft(ANSWERS, tok("chatml"), kind="qwen3_moe", router_aux_loss_coef=0.01),
-    "scaled logits": lambda: halves(kind="granite"),
+    "scaled logits": lambda: halves(their_model=model(tok("chatml"), "granite", logits_scaling=8.0)),
     "bounded logits": lambda: halves(kind="gemma2", attention="eager"),
     "half the gradient": lambda: halves(trainer=DividesAgain),
 }
@@ -69,6 +69,13 @@ def test_the_gradient_of_another_size_is_a_fact_and_no_weight() -> None:
     assert found.weight.sum() == pytest.approx(1.0, rel=1e-5)
     assert record_trainer(few(trainer=Clips)).facts["gradient"]["apart"] > 0.1
     assert record_trainer(few()).facts["gradient"]["apart"] < 1e-6
+
+
+def test_the_reference_has_no_dropout() -> None:
+    found = record_trainer(few(kind="gpt2"))
+    trained = found.is_trained
+    assert np.abs(found.context - found.reference)[trained].max() < 1e-4
+    assert np.abs(found.own - found.context)[trained].max() > 1e-2
 
 
 def test_a_loop_is_recorded_as_the_trainer_is() -> None:
@@ -116,7 +123,7 @@ def test_a_cut_file_is_refused_by_name(written: Path, tmp_path: Path) -> None:
     data, path = written.read_bytes(), tmp_path / "cut.safetensors"
     for size in (0, 7, 8, 200, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(RecordError, match=r"cut\.safetensors: "):
+        with pytest.raises(RecordError, match=r"cut\.safetensors: .*\bcut\b"):
             read_record(path)
 
 
@@ -140,6 +147,13 @@ def test_a_foreign_file_is_refused_by_name(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(RecordError, match=f"foreign{number}"):
             read_record(path)
+
+
+def test_a_file_of_another_release_is_refused_with_both_formats(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "later.safetensors"
+    path.write_bytes(written.read_bytes().replace(b"sftron-record/1", b"sftron-record/2"))
+    with pytest.raises(RecordError, match=r"later.*'sftron-record/2'; wanted 'sftron-record/1'"):
+        read_record(path)
 
 
 def test_a_record_holds_no_text_unless_it_is_asked_for(written: Path, tmp_path: Path) -> None:
