@@ -49,6 +49,7 @@ def test_the_weights_times_the_losses_are_the_loss_of_each_step(name: str) -> No
     assert sums == pytest.approx(found.facts["losses"], rel=1e-6)
     assert (found.weight != 0).tolist() == (found.target != -100).tolist()
     assert found.num_steps == 2
+    assert found.facts["gradient_of_loss"] == pytest.approx(0.5 if name == "half the gradient" else 1.0, rel=1e-5)
 
 
 def test_recording_changes_no_bit_of_the_training() -> None:
@@ -61,6 +62,16 @@ def test_recording_changes_no_bit_of_the_training() -> None:
 
     plain, recorded = weights(False), weights(True)
     assert all(torch.equal(each, recorded[name]) for name, each in plain.items())
+
+
+def test_a_record_computes_the_decoder_for_the_step_for_its_context_and_for_each_conversation() -> None:
+    trainer, calls = few(), list[int]()
+    layer = trainer.model.model.layers[0]
+    hook = layer.register_forward_hook(lambda _module, _inputs, output: calls.append(len(output)))
+    found = record_trainer(trainer)
+    hook.remove()
+    assert len(found.sketches) == 8
+    assert sorted(calls) == [1] * 8 + [4] * 4  # two micro-batches of four rows
 
 
 def test_the_gradient_of_another_size_is_a_fact_and_no_weight() -> None:

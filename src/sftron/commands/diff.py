@@ -9,6 +9,7 @@ add up to the difference, 1 a residual is left that no part explains, 2 a file o
 no traceback).
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def compare(arguments: list[str]) -> int:
         found = difference(*map(read_record, (options.a, options.b)))
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from error
-    show(as_text(found, color=sys.stdout.isatty()), is_visible=True, end="")
+    show(as_text(found, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")), is_visible=True, end="")
     write_json(options.json, found.as_dict())
     return 0 if found.is_explained else 1
 
