@@ -30,10 +30,18 @@ def halves(**given: Any) -> Trainer:
     return few(per_device_train_batch_size=2, **given)
 
 
+def by_probability(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Weighs each token by its own probability."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return (losses * torch.exp(-losses).detach()).sum() / num_items_in_batch
+
+
 TRAINERS: dict[str, Callable[[], Trainer]] = {
     "transformers": halves,
     "TRL": lambda: sft(ANSWERS, tok("chatml")),
     "TRL, own weights": lambda: sft(ANSWERS, tok("chatml"), loss_type="dft", gradient_accumulation_steps=2),
+    "own weights": lambda: halves(compute_loss_func=by_probability),
     "mean of means": lambda: halves(trainer=SumOfMeans),
     "experts": lambda: sft(ANSWERS, tok("chatml"), kind="qwen3_moe", router_aux_loss_coef=0.01),
     "scaled logits": lambda: halves(their_model=model(tok("chatml"), "granite", logits_scaling=8.0)),
