@@ -20,7 +20,7 @@ from sftron.report.token_record import RecordError, prefix_digests, read_record,
 from tests.conftest import ROOT
 from tests.sftcheck.diff_pairs import FEW, few
 from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, model, sft, tok
-from tests.sftcheck.zoo_training import Clips, DividesAgain
+from tests.sftcheck.zoo_training import Clips, DividesAgain, KeepsLogits
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -42,6 +42,8 @@ TRAINERS: dict[str, Callable[[], Trainer]] = {
     "TRL": lambda: sft(ANSWERS, tok("chatml")),
     "TRL, own weights": lambda: sft(ANSWERS, tok("chatml"), loss_type="dft", gradient_accumulation_steps=2),
     "own weights": lambda: halves(compute_loss_func=by_probability),
+    "logits of the last tokens": lambda: halves(trainer=KeepsLogits),
+    "logits of chosen tokens": lambda: few(trainer=KeepsLogits, per_device_train_batch_size=1),
     "mean of means": lambda: halves(trainer=SumOfMeans),
     "experts": lambda: sft(ANSWERS, tok("chatml"), kind="qwen3_moe", router_aux_loss_coef=0.01),
     "scaled logits": lambda: halves(their_model=model(tok("chatml"), "granite", logits_scaling=8.0)),

@@ -163,14 +163,10 @@ class Passes:
     def _reading(self, seen: _SeenCall) -> Reading:
         if seen.log_probs is not None and seen.log_probs.grad is not None:
             return _of_log_probs(seen.call, seen.log_probs.grad / self.scale)
-        kept = seen.call.seen.get("logits_to_keep", seen.call.seen.get("num_logits_to_keep"))
-        if isinstance(kept, Tensor) and kept.ndim:
-            raise ValueError(
-                "the model keeps the logits of chosen tokens (logits_to_keep is a tensor); keep all logits"
-            )
         leaves, width = seen.logits, seen.call.ids.shape[1]
         if len(leaves) == 1 and leaves[0].ndim == 3 and leaves[0].shape[1] < width:
-            leaves = [_with_first(leaves[0], width)]
+            gradient, leaves = leaves[0].grad, [_of_all_tokens(leaves[0].detach(), seen.call)]
+            leaves[0].grad = None if gradient is None else _of_all_tokens(gradient, seen.call)
         reading = read(seen.call, leaves)
         return replace(reading, weights=reading.weights / self.scale)
 
@@ -185,11 +181,12 @@ class Passes:
         """Takes the step as it is. Leaves no gradient; may change the weights."""
         found, heads, number = OwnStep(), list[Tensor](), -1
         parameters = {name: each for name, each in self.model.module.named_parameters() if each.requires_grad}
-        summed, shape = dict[str, Tensor](), (0, 0)
+        summed, calls = dict[str, Tensor](), list[Call]()
 
         def on_call(call: Call) -> None:
-            nonlocal number, shape
-            number, shape = number + 1, tuple(call.ids.shape)
+            nonlocal number
+            number += 1
+            calls.append(call)
             heads.clear()
 
         def on_decoder(_module: nn.Module, output: Any) -> None:
@@ -203,14 +200,19 @@ class Passes:
                 found.logits[number] = log_probs.detach()
                 return
             logits = self.model.logits_of(output)
-            head = torch.cat([each.reshape(shape[0], -1, each.shape[-1]) for each in heads], dim=1) if heads else None
+            head = (
+                torch.cat([each.reshape(len(calls[-1].ids), -1, each.shape[-1]) for each in heads], dim=1)
+                if heads
+                else None
+            )
             if logits is None or logits.ndim != 3:
                 logits = head
             elif head is not None:
                 found.scales[number] = _factor_of(logits.detach(), head)
             if logits is None:
                 raise ValueError("no module of the model gives logits [..., vocabulary]")
-            found.logits[number] = logits.detach()
+            is_part = logits.shape[1] < calls[-1].ids.shape[1]
+            found.logits[number] = _of_all_tokens(logits.detach(), calls[-1]) if is_part else logits.detach()
 
         def on_optimizer(optimizer: Any) -> None:
             found.groups = groups_of(optimizer)
@@ -251,15 +253,14 @@ def log_probabilities(logits: Tensor, targets: np.ndarray) -> np.ndarray:
     """Returns log p(target) at the tokens [B, T] before the targets, float64; 0 where there is no target.
 
     Args:
-        logits: [B, n, V], of the last n tokens.
+        logits: [B, T, V]
         targets: int [B, T], IGNORE_INDEX for none.
     """
     found = np.zeros(targets.shape)
     rows, columns = np.nonzero(targets != IGNORE_INDEX)
-    first = targets.shape[1] - logits.shape[1]
     for begin in range(0, len(rows), _ROWS_AT_ONCE):
         part = slice(begin, begin + _ROWS_AT_ONCE)
-        own = logits[torch.from_numpy(rows[part]), torch.from_numpy(columns[part] - first)].float()
+        own = logits[torch.from_numpy(rows[part]), torch.from_numpy(columns[part])].float()
         wanted = torch.from_numpy(targets[rows[part], columns[part]].astype(np.int64)).to(own.device)
         values = own.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
         found[rows[part], columns[part]] = values.cpu().numpy()
@@ -278,12 +279,12 @@ def _of_log_probs(call: Call, gradient: Tensor) -> Reading:
     return Reading(call, np.where(weights == 0, IGNORE_INDEX, targets), weights, True)
 
 
-def _with_first(leaf: Tensor, width: int) -> Tensor:
-    """Returns logits of all tokens in place of those of the last ones."""
-    fill = (0, 0, width - leaf.shape[1], 0)
-    whole = torch.nn.functional.pad(leaf.detach(), fill)
-    if leaf.grad is not None:
-        whole.grad = torch.nn.functional.pad(leaf.grad, fill)
+def _of_all_tokens(values: Tensor, call: Call) -> Tensor:
+    """Returns values [B, T, V] of all tokens, 0 for those whose logits the model does not keep."""
+    kept, width = call.seen.get("logits_to_keep"), call.ids.shape[1]
+    whole = values.new_zeros((len(values), width, values.shape[-1]))
+    is_chosen = isinstance(kept, Tensor) and kept.ndim > 0  # as ms-swift chooses them; else the last ones
+    whole[:, kept if is_chosen else slice(width - values.shape[1], width)] = values
     return whole
 
 
