@@ -271,3 +271,14 @@ def test_a_step_that_trains_nothing_has_the_loss_0() -> None:
     found = record_trainer(few([{**row, "labels": [-100] * len(row["labels"])} for row in encoded(tok("chatml"), FEW)]))
     assert found.facts["losses"] == [0.0]
     assert not found.is_trained.any()
+
+
+def test_the_report_does_not_overwrite_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.safetensors"
+    record_trainer(few()).write(str(file))
+    before = file.read_bytes()
+    with pytest.raises(SystemExit):
+        main([str(file), str(file), "--json", str(file)])
+    assert "is a record that is compared; name another file" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert main([str(file), str(file), "--json", str(tmp_path / "parts.json")]) == 0

@@ -36,6 +36,10 @@ class Reference:
         self.is_quantized = len(floating) < len(list(module.parameters()))
         """Whether weights are no floats; then the reference computes with them as they are."""
         self.module: nn.Module = copy.deepcopy(module).float() if is_rounded and not self.is_quantized else module
+        if self.module is not module:
+            # A trainer may have put a forward of its own on an instance, whose copy would still compute the original.
+            for each in self.module.modules():
+                vars(each).pop("forward", None)
         self.device = next(module.parameters()).device
 
     def beside_neighbors(self, call: Call, targets: np.ndarray) -> np.ndarray:

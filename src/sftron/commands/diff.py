@@ -29,6 +29,8 @@ def compare(arguments: list[str]) -> int:
     parser.add_argument("b", type=as_path, metavar="B", help="another one; the table says what B does otherwise than A")
     parser.add_argument("--json", type=as_path, metavar="FILE", help="write the parts there too")
     options = parser.parse_args(arguments)
+    if options.json is not None and options.json.resolve() in (options.a.resolve(), options.b.resolve()):
+        parser.error(f"--json: {options.json} is a record that is compared; name another file")
     # Imported here, so that --help and wrong arguments take no time.
     from sftcheck.diff.difference import as_text, difference
 
@@ -64,6 +66,8 @@ def record(arguments: list[str]) -> int:
         words = " ".join(str(error).split())
         raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
     write(found, options.out)
+    if found.num_steps < options.steps:
+        show(f"found {found.num_steps:,} of {options.steps:,} steps: an epoch has no more")
     return 0
 
 

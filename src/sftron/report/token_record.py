@@ -107,7 +107,7 @@ class TokenRecord:
         """bool [n]: whether the loss depends on the token."""
         return self.tokens["weight"] != 0
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Raises OSError."""
         header, parts, at = dict[str, Any](), list[bytes](), 0
         arrays = {name: (kind, self.tokens[name]) for name, kind in TOKEN_ARRAYS.items()}
@@ -119,7 +119,7 @@ class TokenRecord:
         header["__metadata__"] = {"format": FORMAT, "facts": facts, "sha256": _digest(facts, header, b"".join(parts))}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+        Path(path).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
 
 
 class TokenArrays:
