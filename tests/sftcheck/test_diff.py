@@ -16,14 +16,16 @@ from tests.sftcheck.diff_pairs import (
     CASES,
     EQUAL,
     UPDATES,
+    FlattenWithoutPositions,
     Parts,
     double_beginning,
     drawn,
     features,
     few,
     put_together,
+    train_everything,
 )
-from tests.sftcheck.zoo_materials import ROWS, Pad, tok
+from tests.sftcheck.zoo_materials import ANSWERS, ROWS, Pad, in_bfloat16, sft, tok
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -151,3 +153,53 @@ def test_a_fact_of_the_update_is_named(name: str) -> None:
 
 def test_equal_updates_have_no_fact_that_differs() -> None:
     assert not compared(sound(), few()).updates
+
+
+# -- what is no fault --------------------------------------------------------------------------------------------------
+
+
+def test_other_labels_over_several_steps_are_no_other_rows() -> None:
+    """A step's loss is a ratio of its own, so a pooled mean would call the difference one of rows."""
+    small = {"per_device_train_batch_size": 2}
+    found = difference(
+        *(record_trainer(few(rows, **small), steps=2) for rows in (features(), features(train_everything)))
+    )
+    require_sum(found)
+    assert found.a.num_steps == 2
+    assert [each.factor for each in found.named] == [Factor.TRAINED]
+
+
+def test_another_answer_is_no_other_template() -> None:
+    def answered(word: str) -> Trainer:
+        first = {**ANSWERS[0], "completion": [{"role": "assistant", "content": word}]}
+        return sft([first, *ANSWERS[1:4]], tok("chatml"), per_device_train_batch_size=4)
+
+    found = compared(answered("yes, of course"), answered("no"))
+    require_sum(found)
+    assert found.named[0].factor is Factor.IDS
+    assert found.named[0].cause.fault is None
+    assert "other text" in found.named[0].cause.sentence
+    assert "of the answers" in found.named[0].cause.sentence
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "flattened without positions"])
+def test_a_record_is_equal_to_itself_whatever_its_type_and_its_faults(kind: str) -> None:
+    trainer = in_bfloat16(few()) if kind == "bfloat16" else few(collator=FlattenWithoutPositions())
+    found = record_trainer(trainer)
+    same = difference(found, found)
+    assert not same.named
+    assert any(each.cause.sentence.startswith("the same: ") for each in same.parts)
+
+
+def test_a_loss_that_is_no_sum_of_cross_entropies_has_no_fault_of_weights() -> None:
+    found = compared(few(), few(label_smoothing_factor=0.1))
+    assert not found.is_explained
+    assert all(each.cause.fault is None for each in found.parts)
+
+
+def test_the_reference_of_a_rounded_model_of_trl_is_in_float32() -> None:
+    """TRL puts a forward of its own on the instance, whose copy would compute the original's."""
+    found = record_trainer(in_bfloat16(sft(ANSWERS[:4], tok("chatml"), per_device_train_batch_size=1)))
+    is_known = found.is_trained & ~np.isnan(found.reference)
+    assert np.abs(found.context - found.reference)[is_known].max() < 1e-4
+    assert np.abs(found.own - found.context)[is_known].max() > 1e-3

@@ -91,9 +91,25 @@ class _Causes:
         fewer = sum(len(each.a.ids) - len(each.aligned) for each in unlike)
         words = f"B writes {len(unlike):,} of {len(whole):,} conversations with other ids: "
         words += f"{more:,} tokens more, {fewer:,} fewer"
+        if texts := self._roles_of_other_text(unlike):
+            return Cause(more + fewer, f"{words}; other text {_of_roles(texts)}")
         fault, side, how = self._fault_of_ids(unlike)
         longest = max(len(each.b.ids if side == "B" else each.a.ids) for each in unlike)
         return Cause(more + fewer, words + how, fault, side, {"longest": longest})
+
+    def _roles_of_other_text(self, unlike: list[Pair]) -> Counter[int]:
+        """Returns the roles of the tokens that only one record has, if all of them are of messages and of no template.
+
+        Empty where one record only has fewer tokens, as one that is cut.
+        """
+        if all(len(each.aligned) in (len(each.a.ids), len(each.b.ids)) for each in unlike):
+            return Counter()
+        roles = Counter[int]()
+        for each in unlike:
+            for column, (record, document) in enumerate(((self.a, each.a), (self.b, each.b))):
+                own = np.setdiff1d(np.arange(len(document.ids)), each.aligned[:, column])
+                roles.update(record.role[document.at[own]].tolist())
+        return roles if roles.keys() <= {*_FROM_PROMPTS, *_MODEL_WRITES} else Counter()
 
     def _fault_of_ids(self, unlike: list[Pair]) -> tuple[Fault, str, str]:
         for side, longer in (("B", _more_in_b), ("A", _more_in_a)):
@@ -159,11 +175,19 @@ class _Causes:
         elif sum(roles[each] for each in _MODEL_WRITES) and len({*self.b.id[only].tolist()}) == 1 and not lacks:
             yield Fault.STOP_MASKED, other
         elif roles[_TEMPLATE] == total:
-            yield Fault.HEADERS_TRAINED, side
+            if self._precede_answers(only):
+                yield Fault.HEADERS_TRAINED, side
         elif is_trained.sum() and not (self.b if side == "A" else self.a).is_trained.any():
             yield Fault.NOTHING_TRAINED, other
         elif sum(roles[each] for each in _MODEL_WRITES):
             yield Fault.ANSWERS_LEFT_OUT, other
+
+    def _precede_answers(self, only: np.ndarray) -> bool:
+        """Returns whether a trained token of the model's follows at once on any of B's tokens `only`."""
+        behind = np.setdiff1d(only + 1, only)
+        behind = behind[behind < len(self.b.id)]
+        same = self.b.document[behind] == self.b.document[behind - 1]
+        return bool((same & np.isin(self.b.role[behind], _MODEL_WRITES)).any())
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -203,6 +227,8 @@ class _Causes:
                 counts[name] = max(counts[name], int(sum(len(each.aligned) for each in parts)))
         if not any(counts.values()):
             return Cause(0, "each conversation is predicted as alone")
+        if self._is_equal("context", "reference"):
+            return Cause(0, f"the same: {'; '.join(words)}")
         faults.sort(key=lambda each: each[0] is not Fault.CUT_BY_PACKING)
         fault, name = max(faults, key=lambda each: counts[each[1]])
         config = self.b.facts if name == "B" else self.a.facts
@@ -227,7 +253,17 @@ class _Causes:
                 kinds = ", ".join(record.facts.get("dtypes", []))
                 words.append(f"{name} computes {number:,} tokens otherwise than in float32 without dropout ({kinds})")
                 count += number
+        if words and self._is_equal("own", "context", "reference"):
+            return Cause(0, f"the same: {'; '.join(words)}")
         return Cause(count, "; ".join(words) or "the same function in the same type")
+
+    def _is_equal(self, *names: str) -> bool:
+        """Returns whether both records have the same tokens with the same log-probabilities of these kinds."""
+        a, b = self.a, self.b
+        if len(self.at_a) != len(a.id) or len(self.at_b) != len(b.id):
+            return False
+        pairs = [(getattr(a, name)[self.at_a], getattr(b, name)[self.at_b]) for name in names]
+        return all(np.allclose(*pair, atol=_SAME_LOG_PROBABILITY, rtol=0, equal_nan=True) for pair in pairs)
 
     @cached_property
     def _is_one(self) -> np.ndarray:
@@ -243,7 +279,7 @@ class _Causes:
         words = []
         for name, record in (("A", self.a), ("B", self.b)):
             own = float(-(record.weight * record.own).sum()) / record.num_steps
-            if abs(record.loss - own) > 1e-5 * abs(record.loss):
+            if not _is_its_sum(record):
                 words.append(f"{name}'s loss is {record.loss:.6g}, and its tokens' cross-entropies make {own:.6g}")
         return Cause(len(words), "; ".join(words))
 
@@ -270,10 +306,10 @@ class _Weights:
             number = len(np.unique(micro)) / record.num_steps
             if number > 1 and abs(own[0] - number) <= _SAME_WEIGHT * number:
                 return Fault.MEAN_OF_MEANS, f"the means of {number:g} micro-batches are added"
-            return (
-                Fault.OTHER_COUNT,
-                f"the sum is divided by {len(at) / own[0]:,.6g}, and {len(at):,} tokens are trained",
-            )
+            divided = f"the sum is divided by {len(at) / own[0]:,.6g}, and {len(at):,} tokens are trained"
+            if not _is_its_sum(record):
+                return None, f"{divided}; the loss is no sum of cross-entropies, as with label smoothing"
+            return Fault.OTHER_COUNT, divided
         of_micro = [own[micro == each] for each in np.unique(micro)]
         if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in of_micro):
             of = f"tokens weigh {own.min():.3g} to {own.max():.3g} by their micro-batch, {total:.4g} in all"
@@ -291,6 +327,12 @@ class _Weights:
     @property
     def sentence(self) -> str:
         return self._kind[1]
+
+
+def _is_its_sum(record: TokenRecord) -> bool:
+    """Returns whether the loss is that of its tokens' cross-entropies by their weights."""
+    own = float(-(record.weight * record.own).sum()) / record.num_steps
+    return abs(record.loss - own) <= 1e-5 * abs(record.loss)
 
 
 def _of_roles(roles: Counter[int]) -> str:

@@ -47,7 +47,7 @@ class Losses:
         of_itself: The same with the reference of each whole conversation alone, by the record's own model.
         alone: The same with the reference of each conversation alone: one reference for both records.
         as_ratio: The same with the ratio of each step in place of its weights.
-        of_common: The mean over the trained tokens of the conversations that both records have.
+        of_common: The ratio over the trained tokens of the conversations that both records have, in A's steps.
     """
 
     reported: float
@@ -74,7 +74,11 @@ def decompose(matching: Matching) -> tuple[dict[Factor, float], Losses, Losses]:
     cut_a[at.a[from_b]], cut_b[at.b[from_a & at.is_cut_b]] = True, True
     common_a = np.isin(a.document, [-1, *(each.a.number for each in matching.pairs)])
     common_b = np.isin(b.document, [-1, *(each.b.number for each in matching.pairs)])
-    losses_a, losses_b = _losses(a, own_a, one_a, common_a, cut_a), _losses(b, own_b, one_b, common_b, cut_b)
+    steps_of_b = b.step.copy()
+    for pair in matching.pairs:
+        steps_of_b[pair.b.at] = a.step[pair.a.at[0]]
+    losses_a = _losses(a, own_a, one_a, common_a, cut_a, a.step)
+    losses_b = _losses(b, own_b, one_b, common_b, cut_b, steps_of_b)
     # B's ids with A's trained tokens
     exchanged = losses_a.of_common
     if not matching.pairs:
@@ -84,7 +88,8 @@ def decompose(matching: Matching) -> tuple[dict[Factor, float], Losses, Losses]:
         takes_a = at.is_same | ~trains_itself(b)[at.b]
         values[at.b[takes_a]] = one_a[at.a[takes_a]]
         padding = a.is_trained & (a.document < 0)
-        exchanged = _mean(np.concatenate([values[is_trained], one_a[padding]]))
+        steps = np.concatenate([steps_of_b[is_trained], a.step[padding]])
+        exchanged = _mean_of_steps(np.concatenate([values[is_trained], one_a[padding]]), steps)
     parts = {
         Factor.ROWS: (losses_b.as_ratio - losses_b.of_common) - (losses_a.as_ratio - losses_a.of_common),
         Factor.IDS: exchanged - losses_a.of_common,
@@ -121,7 +126,12 @@ def _reference(record: TokenRecord) -> np.ndarray:
 
 
 def _losses(
-    record: TokenRecord, reference: np.ndarray, one: np.ndarray, is_common: np.ndarray, is_cut: np.ndarray
+    record: TokenRecord,
+    reference: np.ndarray,
+    one: np.ndarray,
+    is_common: np.ndarray,
+    is_cut: np.ndarray,
+    steps: np.ndarray,
 ) -> Losses:
     weight, is_trained = record.weight / record.num_steps, record.is_trained
     counts = np.bincount(record.step[is_trained], minlength=record.num_steps)
@@ -134,9 +144,14 @@ def _losses(
         of_itself=float((weight * np.where(is_cut, one, reference))[is_trained].sum()),
         alone=float((weight * one)[is_trained].sum()),
         as_ratio=as_ratio,
-        of_common=_mean(one[is_trained & is_common]) if (is_trained & is_common).any() else as_ratio,
+        of_common=_mean_of_steps(one[is_trained & is_common], steps[is_trained & is_common])
+        if (is_trained & is_common).any()
+        else as_ratio,
     )
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def _mean_of_steps(values: np.ndarray, steps: np.ndarray) -> float:
+    """Returns the mean of the means of the steps, as a record's loss is one of its steps' ratios."""
+    if not len(values):
+        return 0.0
+    return float(np.mean([values[steps == each].mean() for each in np.unique(steps)]))
