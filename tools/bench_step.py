@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -173,21 +174,23 @@ def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT
 
 def make_streamed_model(options: argparse.Namespace) -> LlamaForSFT:
     """Returns LlamaForSFT with adapters, whose frozen weights stream from a file in the compute type."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_reference_model(options).to(options.dtype).save_pretrained(folder)
-        config = read_config(folder)
-        return load_model(
-            folder,
-            attention_of_layers("auto", config, options.device, options.dtype),
-            options.dtype,
-            max(options.budget, config.max_position_embeddings),
-            options.checkpointing,
-            device=options.device,
-            adapters=AdapterStart(spec=_lora_spec(config)),
-            frozen_dtype=options.dtype,
-            stream=StreamedBase(folder, ""),
-        )
+    home = tempfile.TemporaryDirectory()
+    folder = Path(home.name)
+    make_reference_model(options).to(options.dtype).save_pretrained(folder)
+    config = read_config(folder)
+    model = load_model(
+        folder,
+        attention_of_layers("auto", config, options.device, options.dtype),
+        options.dtype,
+        max(options.budget, config.max_position_embeddings),
+        options.checkpointing,
+        device=options.device,
+        adapters=AdapterStart(spec=_lora_spec(config)),
+        frozen_dtype=options.dtype,
+        stream=StreamedBase(folder, ""),
+    )
+    weakref.finalize(model, home.cleanup)  # a file that is removed counts as changed
+    return model
 
 
 def _lora_spec(config: LlamaConfig) -> LoraSpec:
