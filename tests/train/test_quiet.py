@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from sftron.commands.train import run as train
+from sftron.config import load_config
+from sftron.train.trainer import open_trainer
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
 
 
@@ -32,7 +34,7 @@ def test_the_next_run_of_a_process_is_not_quiet(config: Path, capsys: pytest.Cap
     arguments = ["--config", str(config), "--tokens.train_steps=2"]
     train([*arguments, "--quiet", "--general.run_name=quiet"])
     capsys.readouterr()
-    train(arguments)
+    open_trainer(load_config(arguments[1], [*arguments[2:], "--general.run_name=next"]))
     assert "projection" in capsys.readouterr().out
 
 

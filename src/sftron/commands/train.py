@@ -65,13 +65,16 @@ def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     from sftron.train.logs import console
 
     console.be_quiet(is_quiet)
-    stop_request = stop_request or StopRequest(prints=_is_main())
-    if dry_run:
-        stop_request.give_back()  # there is nothing to save
-        status = 1 if stop_request.received else _run(config, stop_request, dry_run, is_quiet, is_verbose)
-    else:
-        with stop_request.listening():
-            status = _run(config, stop_request, dry_run, is_quiet, is_verbose, num_recorded)
+    try:
+        stop_request = stop_request or StopRequest(prints=_is_main())
+        if dry_run:
+            stop_request.give_back()  # there is nothing to save
+            status = 1 if stop_request.received else _run(config, stop_request, dry_run, is_quiet, is_verbose)
+        else:
+            with stop_request.listening():
+                status = _run(config, stop_request, dry_run, is_quiet, is_verbose, num_recorded)
+    finally:
+        console.be_quiet(False)
     from sftron.train.ranks import end_ranks
 
     end_ranks()
