@@ -99,6 +99,20 @@ def test_a_conversation_that_llama_cpp_refuses_is_named(tmp_path: Path) -> None:
     assert set(report.facts["causes"]) == {"refused"}
 
 
+def test_a_turn_begins_behind_what_the_template_marks_after_the_stop_before(tmp_path: Path) -> None:
+    """As LFM2.5's template, whose marks enclose the line end behind each stop."""
+    folder = make_folder(tmp_path / "model", "chatml_like")
+    (folder / "chat_template.jinja").write_text(
+        "{% for each in messages %}{{ '<|im_start|>' + each.role + '\\n' }}{% if each.role == 'assistant' %}"
+        "{% generation %}{{ each.content + '<|im_end|>\\n' }}{% endgeneration %}"
+        "{% else %}{{ each.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    with llama_server(write_gguf(folder, tmp_path / "model.gguf")) as url:
+        report = compared(folder, url, [each for each in CASES if each.name == "three rounds"])
+    assert (report.facts["turns"], report.facts["causes"]) == (3, {})
+
+
 # --- Weights ---
 
 
