@@ -22,7 +22,7 @@ from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from sftron.checks.parity import native_logits, rounding_of_experts
+from sftron.checks.parity import check_neighbors, native_logits, rounding_of_experts
 from sftron.models import experts as native_experts
 from sftron.models.experts import BiasedExperts, Experts, sort_by_expert
 from sftron.models.mixtures import Mixture
@@ -208,6 +208,30 @@ def test_copies_that_round_alike_still_allow_what_neighbors_were_seen_to_round(w
     native = make_native(make_reference(**FAMILIES["Mixtral"]))
     rounding = rounding_of_experts(native, lambda number: [torch.full((3, 4), largest)] * number)
     assert worst < 4 * rounding < 1e-5, "four times is the limit; a neighbor's token changes 1e-2"
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("num_seeds", [3, pytest.param(200, marks=pytest.mark.nightly)])
+def test_no_seed_of_a_mixture_gives_a_false_alarm_and_a_leak_fails(
+    family: str, num_seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[str] = []
+    for seed in range(num_seeds):
+        native = make_native(make_reference(**FAMILIES[family] | {"seed": seed})).eval()
+        lengths = torch.randint(1, 90, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
+        documents = [torch.randint(TINY["vocab_size"], (length,)).tolist() for length in lengths]
+        with torch.no_grad():
+            if not (found := check_neighbors(native, documents)).passed:
+                failed.append(f"seed {seed}, {lengths}: {found.measured}, allowed {found.allowed}")
+            with monkeypatch.context() as leaking:
+                # The first token of a document sees one token of its neighbor, by a hundredth.
+                attend = SdpaAttention.__call__
+                leaking.setattr(
+                    SdpaAttention, "__call__", lambda *args, a=attend: (own := a(*args)) + 1e-2 * own.roll(1, 0)
+                )
+                if check_neighbors(native, documents).passed:
+                    failed.append(f"seed {seed}, {lengths}: the leak passed")
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
