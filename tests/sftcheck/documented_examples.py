@@ -14,6 +14,7 @@ from peft import LoraConfig, TaskType, get_peft_model
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from sftcheck.faults import Fault
 from tests.sftcheck.zoo_materials import (
     PAIRS,
     ROWS,
@@ -61,27 +62,30 @@ def config(**given: Any) -> SFTConfig:
     return SFTConfig(_HUB.name, **OFFLINE, **given)
 
 
-@broken("trained tokens", proof=lambda t: "My sourdough never rises" in trained(t))
+@broken(Fault.PROMPTS_TRAINED, "trained tokens", proof=lambda t: "My sourdough never rises" in trained(t))
 def trl_quick_start() -> Trainer:
     """The quick start of TRL's SFT page: Qwen3 and a `messages` column (Capybara) train every question as well."""
     return SFTTrainer(model=qwen3(), args=config(), train_dataset=DATASET)
 
 
-@broken("trained tokens", "generation", proof=lambda t: "My sourdough never rises" in trained(t)
+@broken(Fault.NO_END, "trained tokens", "generation", proof=lambda t: "My sourdough never rises" in trained(t)
         and t.processing_class.convert_tokens_to_ids("<|im_end|>") not in saved(t)[1])  # fmt: skip
 def trl_readme() -> Trainer:
     """The first example of TRL's README: a Qwen2.5 base model, whose saved folder stops at <|endoftext|> alone."""
     return SFTTrainer(model=qwen2_5_base(), args=config(), train_dataset=DATASET)
 
 
-@broken("trained tokens", proof=lambda t: "My sourdough never rises" in trained(t))
+@broken(Fault.PROMPTS_TRAINED, "trained tokens", proof=lambda t: "My sourdough never rises" in trained(t))
 def trl_with_peft() -> Trainer:
     """The example of "Train adapters with PEFT" on TRL's SFT page."""
     return SFTTrainer(model=qwen3(), args=config(), train_dataset=DATASET, peft_config=LoraConfig())
 
 
 @broken(
-    "ids", may="generation", proof=lambda t: "<think>" in trained(t) and "My sourdough never rises" not in trained(t)
+    Fault.TRAINING_TEMPLATE,
+    "ids",
+    may="generation",
+    proof=lambda t: "<think>" in trained(t) and "My sourdough never rises" not in trained(t),
 )
 def trl_assistant_only_loss() -> Trainer:
     """The example of "Train on assistant messages only" on TRL's SFT page: TRL renders its own template with marks.
@@ -91,7 +95,7 @@ def trl_assistant_only_loss() -> Trainer:
     return SFTTrainer(model=qwen3(), args=config(assistant_only_loss=True), train_dataset=DATASET)
 
 
-@broken("trained tokens", proof=lambda t: "My sourdough never rises" in trained(t)
+@broken(Fault.PROMPTS_TRAINED, "trained tokens", proof=lambda t: "My sourdough never rises" in trained(t)
         and t.processing_class.convert_tokens_to_ids("<|im_end|>") in saved(t)[1])  # fmt: skip
 def trl_instruction_tuning() -> Trainer:
     """The example of "Instruction tuning" on TRL's SFT page: a base model takes the template of another model."""
@@ -116,15 +120,21 @@ def blog_flattening_of_llama() -> Trainer:
     return blog_flattening("llama")
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3, trained_roles="all")
+@broken(Fault.NOT_ISOLATED, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3, trained_roles="all")
 def blog_flattening_of_falcon() -> Trainer:
     """The same with falcon, which the blog lists among the models that are supported."""
     return blog_flattening("falcon")
 
 
-@broken("ids", may="trained tokens, stop tokens, truncation, positions", conversations=PAIRS_OF_BLOG,
-        proof=lambda t: "12 are 2 hours" in trained(t) and "From 14:35" not in trained(t)
-        and "<|im_end|>" not in trained(t))  # fmt: skip
+@broken(
+    Fault.OTHER_FORMAT,
+    "ids",
+    may="trained tokens, stop tokens, truncation, positions",
+    conversations=PAIRS_OF_BLOG,
+    proof=lambda t: (
+        "12 are 2 hours" in trained(t) and "From 14:35" not in trained(t) and "<|im_end|>" not in trained(t)
+    ),
+)
 def blog_completion_only_as_it_was() -> Trainer:
     """The blog's second snippet with a copy of its collator: [2:] leaves the last ":" of a text, which has no EOS."""
     tokenizer = tok()
@@ -166,8 +176,16 @@ def peft_quicktour() -> Trainer:
                    data_collator=transformers.DataCollatorForSeq2Seq(tokenizer))  # fmt: skip
 
 
-@broken("isolation", "truncation", "positions", "stop tokens", may="ids, trained tokens", trained_roles="all",
-        proof=lambda t: leak(t) > 1e-3 and "<|im_end|>" not in trained(t))  # fmt: skip
+@broken(
+    Fault.NO_POSITIONS,
+    "isolation",
+    "truncation",
+    "positions",
+    "stop tokens",
+    may="ids, trained tokens",
+    trained_roles="all",
+    proof=lambda t: leak(t) > 1e-3 and "<|im_end|>" not in trained(t),
+)
 def transformers_language_modeling() -> Trainer:
     """transformers' guide to causal language modeling, on chats: blocks of 128 tokens and pad_token = eos_token."""
     tokenizer = tok()

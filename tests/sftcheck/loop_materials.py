@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.sftcheck.set_up import Zoo
 from tests.sftcheck.zoo_materials import ROWS, encoded, model, tok
 
 TOKENIZER = tok("chatml")
@@ -37,44 +38,8 @@ class Loop:
         return {**given, "conversations": CONVERSATIONS, **self.options}
 
 
-@dataclass(frozen=True)
-class SetUp:
-    make: Callable[[], Loop]
-    fails: tuple[str, ...]
-    may_fail: tuple[str, ...]
-    measured: str
-    """What the first of the rows that fail has measured."""
-    proof: Callable[[Loop], bool]
-
-    def problem(self, report: Any) -> str:
-        """Returns what is not as expected in the report, or nothing."""
-        rows = {row.name: row for row in report.checks}
-        failed = {name for name, row in rows.items() if row.status == "FAIL"}
-        problems = [f"{names} did not fail" for names in self.fails if not failed & set(names.split("|"))]
-        allowed = {name for names in self.fails for name in names.split("|")} | set(self.may_fail)
-        problems += [f"{name} failed: {rows[name].measured}" for name in sorted(failed - allowed)]
-        problems += [f"{row.name} raised {row.measured}" for row in report.checks if row.raised]
-        if self.fails and not any(self.measured in rows[n].measured for n in self.fails[0].split("|")):
-            problems.append(f"{self.fails[0]} measured {rows[self.fails[0].split('|')[0]].measured}")
-        if report.passed == bool(self.fails):
-            problems.append(report.verdict)
-        return "; ".join(problems)
-
-
-ZOO: dict[str, SetUp] = {}
-
-
-def broken(*fails: str, measured: str = "", may: str = "", proof: Callable[[Loop], bool]) -> Callable[..., Any]:
-    def add(make: Callable[[], Loop]) -> Callable[[], Loop]:
-        names = tuple(name.strip() for name in may.split(",") if name)
-        ZOO[make.__name__] = SetUp(make, fails, names, measured, proof)
-        return make
-
-    return add
-
-
-def sound(proof: Callable[[Loop], bool]) -> Callable[..., Any]:
-    return broken(proof=proof)
+ZOO = Zoo()
+broken, sound = ZOO.broken, ZOO.sound
 
 
 # ── What the loops are made of ────────────────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sftcheck.faults import Fault
 from tests.sftcheck.loop_materials import (
     ANSWER,
     CONVERSATIONS,
@@ -50,8 +51,8 @@ from tests.sftcheck.zoo_materials import model
 
 
 @broken(
+    Fault.UNSHIFTED_LABELS,
     "trained tokens",
-    measured="labels are other tokens",
     may="stop tokens, ids",
     proof=lambda loop: not is_next_token(loop),
 )
@@ -61,8 +62,8 @@ def targets_that_are_not_shifted() -> Loop:
 
 
 @broken(
+    Fault.SHIFTED_LABELS,
     "trained tokens",
-    measured="labels are other tokens",
     may="stop tokens, ids",
     proof=lambda loop: not is_next_token(loop),
 )
@@ -74,7 +75,7 @@ def targets_that_are_shifted_twice() -> Loop:
     return of_rows(lambda llama, batch: shifted(logits_of(llama, batch), batch["labels"]), batches)
 
 
-@broken("trained tokens", measured="prompt tokens trained",
+@broken(Fault.PROMPTS_TRAINED, "trained tokens",
         proof=lambda loop: CONVERSATIONS[0][-2]["content"][1:] in trained(loop))  # fmt: skip
 def prompts_trained() -> Loop:
     """The loss is over all tokens but padding."""
@@ -84,7 +85,7 @@ def prompts_trained() -> Loop:
     return of_rows(lambda llama, batch: shifted(logits_of(llama, batch), batch["labels"]), batches)
 
 
-@broken("stop tokens", measured="0 of", may="trained tokens", proof=lambda loop: "<|im_end|>" not in trained(loop))
+@broken(Fault.STOP_MASKED, "stop tokens", may="trained tokens", proof=lambda loop: "<|im_end|>" not in trained(loop))
 def stop_tokens_masked() -> Loop:
     """The loader masks the stop token by its id, which is meant for padding."""
     batches = padded()
@@ -93,7 +94,7 @@ def stop_tokens_masked() -> Loop:
     return of_rows(lambda llama, batch: shifted(logits_of(llama, batch), batch["labels"]), batches)
 
 
-@broken("padding", measured="padding tokens trained", may="trained tokens, loss",
+@broken(Fault.PADDING_TRAINED, "padding", may="trained tokens, loss",
         proof=lambda loop: "<|endoftext|>" in trained(loop))  # fmt: skip
 def padding_trained() -> Loop:
     """The loader ignores with -100, and the loss with -1: what is negative was clamped to 0, the padding token."""
@@ -106,7 +107,7 @@ def padding_trained() -> Loop:
     return of_rows(losses)
 
 
-@broken("trained tokens", measured="answer tokens not trained", may="stop tokens",
+@broken(Fault.ANSWERS_LEFT_OUT, "trained tokens", may="stop tokens",
         proof=lambda loop: is_next_token(loop) and ANSWER[1:] in trained(loop).replace(ANSWER, ""))  # fmt: skip
 def loss_mask_off_by_one() -> Loop:
     """The mask is that of the tokens, and is laid over the targets, which are one ahead."""
@@ -118,7 +119,7 @@ def loss_mask_off_by_one() -> Loop:
     return of_rows(losses)
 
 
-@broken("trained tokens", measured="labels are other tokens", may="stop tokens, padding",
+@broken(Fault.MASKED_IDS, "trained tokens", may="stop tokens, padding",
         proof=lambda loop: not is_next_token(loop))  # fmt: skip
 def labels_of_the_neighbor_row() -> Loop:
     """The ids of a batch are sorted by length, and the labels are not."""
@@ -128,7 +129,7 @@ def labels_of_the_neighbor_row() -> Loop:
     return of_rows(lambda llama, batch: shifted(logits_of(llama, batch), batch["labels"]), batches)
 
 
-@broken("stop tokens|truncation", may="stop tokens, truncation, trained tokens",
+@broken(Fault.ROWS_CUT, "stop tokens|truncation", may="stop tokens, truncation, trained tokens",
         proof=lambda loop: trained(loop).count("<|im_end|>") == 0)  # fmt: skip
 def last_token_dropped() -> Loop:
     """Each row ends with its stop token. The loader cuts the last target off, and so does the loss, once more."""
@@ -143,7 +144,7 @@ def last_token_dropped() -> Loop:
     return Loop(llama, [batches[n] for n in single], step, {"optimizer": optimizer})
 
 
-@broken("loss", measured="the weight of a micro-batch's tokens is off by", proof=lambda loop: not same_weight(loop))
+@broken(Fault.MEAN_OF_MEANS, "loss", proof=lambda loop: not same_weight(loop))
 def mean_of_each_micro_batch() -> Loop:
     """The mean over each micro-batch, by the number of micro-batches: gradient accumulation as it is often written."""
 
@@ -154,7 +155,7 @@ def mean_of_each_micro_batch() -> Loop:
     return of_means(step)
 
 
-@broken("loss", measured="a sum that is not divided by its", proof=lambda loop: grows_with_the_step(loop))
+@broken(Fault.UNDIVIDED, "loss", proof=lambda loop: grows_with_the_step(loop))
 def sum_that_is_not_divided() -> Loop:
     """The losses of all tokens are summed, so the gradient grows with the number of targets."""
 
@@ -165,7 +166,7 @@ def sum_that_is_not_divided() -> Loop:
     return of_means(step)
 
 
-@broken("loss", measured="times the ratio", proof=lambda loop: float(weights(loop).sum()) < 0.9)
+@broken(Fault.OTHER_COUNT, "loss", proof=lambda loop: float(weights(loop).sum()) < 0.9)
 def divided_by_all_tokens() -> Loop:
     """The sum over the answers is divided by the number of all tokens, prompts and padding too."""
 
@@ -177,7 +178,7 @@ def divided_by_all_tokens() -> Loop:
     return of_means(step)
 
 
-@broken("loss", measured="each conversation counts alike", proof=lambda loop: not same_weight(loop))
+@broken(Fault.MEAN_BY_SEQUENCE, "loss", proof=lambda loop: not same_weight(loop))
 def mean_of_each_row() -> Loop:
     """Each row has the mean of its own targets, so the tokens of short answers count for more."""
 
@@ -190,7 +191,7 @@ def mean_of_each_row() -> Loop:
     return of_means(step)
 
 
-@broken("loss", measured="off from the sum of its micro-batches' gradients",
+@broken(Fault.GRADIENT_LOST, "loss",
         proof=lambda loop: same_weight(loop) and kept_gradient(loop) > 0.1)  # fmt: skip
 def gradients_zeroed_within_the_accumulation() -> Loop:
     """zero_grad is called for each micro-batch, so the step has the gradient of the last one."""
@@ -204,7 +205,7 @@ def gradients_zeroed_within_the_accumulation() -> Loop:
     return of_means(step)
 
 
-@broken("loss", measured="1 of 2 micro-batches have no gradient", may="trained tokens, stop tokens, truncation",
+@broken(Fault.GRADIENT_LOST, "loss", may="trained tokens, stop tokens, truncation",
         proof=lambda loop: bool((weights(loop, all_tokens=True).flatten(1).sum(1) == 0).any()))  # fmt: skip
 def backward_of_the_last_micro_batch_alone() -> Loop:
     """backward stands behind the loop over the micro-batches instead of within it."""
@@ -218,13 +219,13 @@ def backward_of_the_last_micro_batch_alone() -> Loop:
     return of_means(step)
 
 
-@broken("isolation", measured="conversations in one row: others change by", may="positions", proof=leaks)
+@broken(Fault.NO_POSITIONS, "isolation", may="positions", proof=leaks)
 def packs_without_bounds() -> Loop:
     """Conversations one behind the other, and a causal mask over all of them."""
     return of_packs(lambda _: {})
 
 
-@broken("isolation", measured="conversations in one row: others change by", may="positions", proof=leaks)
+@broken(Fault.CACHE, "isolation", may="positions", proof=leaks)
 def packs_with_a_cache() -> Loop:
     """transformers' model with its own use_cache, which is true, reads no borders from position_ids."""
     llama = model(TOKENIZER)
@@ -234,13 +235,13 @@ def packs_with_a_cache() -> Loop:
     return Loop(llama, packed(), ratio(losses), {"optimizer": torch.optim.AdamW(llama.parameters(), lr=1e-3)})
 
 
-@broken("positions", measured="wrong starts", proof=lambda loop: not leaks(loop) and changes_behind(loop))
+@broken(Fault.POSITIONS_RUN_ON, "positions", proof=lambda loop: not leaks(loop) and changes_behind(loop))
 def positions_that_run_on() -> Loop:
     """A mask of blocks, and learned positions that count through the pack."""
     return of_packs(lambda batch: {"mask": blocks(batch["document_ids"])})
 
 
-@broken("adapters", measured="not in the optimizer", proof=lambda loop: all(
+@broken(Fault.NOT_OPTIMIZED, "adapters", proof=lambda loop: all(
     loop.model.get_parameter("lm_head.weight") is not each
     for group in loop.options["optimizer"].param_groups for each in group["params"]))  # fmt: skip
 def head_without_an_optimizer() -> Loop:

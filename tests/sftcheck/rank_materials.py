@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+from tests.sftcheck.set_up import Zoo
 from tests.sftcheck.small_trainers import QUIET, encoded, tiny
 from tests.sftcheck.zoo_materials import tok
 
@@ -24,46 +26,8 @@ Rows = list[dict[str, list[int]]]
 SCRATCH = tempfile.mkdtemp(prefix="rank-zoo-")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSetUp:
-    """One set-up: `fails` are the rows that must FAIL (`a|b`: one of the two), `may_fail` those that may follow."""
-
-    make: Callable[[], Trainer]
-    fails: tuple[str, ...]
-    may_fail: tuple[str, ...]
-    proof: Callable[[Trainer], bool]
-    ranks: int
-
-    @property
-    def name(self) -> str:
-        return self.make.__name__
-
-    def problem(self, report: Any) -> str:
-        """Returns what is not as expected in the report, or nothing."""
-        failed = {row.name for row in report.checks if row.status == "FAIL"}
-        missed = [rows for rows in self.fails if not failed & set(rows.split("|"))]
-        allowed = {name for rows in self.fails for name in rows.split("|")} | set(self.may_fail)
-        problems = [f"{rows} did not fail" for rows in missed]
-        problems += [f"{name} failed" for name in sorted(failed - allowed)]
-        if report.passed == bool(self.fails):
-            problems.append("passed" if report.passed else "did not pass")
-        return ", ".join(problems)
-
-
-RANK_ZOO: dict[str, RankSetUp] = {}
-
-
-def broken(*fails: str, may: str = "", proof: Callable[[Trainer], bool], ranks: int = 2) -> Callable[..., Any]:
-    def add(make: Callable[[], Trainer]) -> Callable[[], Trainer]:
-        may_fail = tuple(name.strip() for name in may.split(",") if name)
-        RANK_ZOO[make.__name__] = RankSetUp(make=make, fails=fails, may_fail=may_fail, proof=proof, ranks=ranks)
-        return make
-
-    return add
-
-
-def sound(proof: Callable[[Trainer], bool], ranks: int = 2) -> Callable[..., Any]:
-    return broken(proof=proof, ranks=ranks)
+RANK_ZOO = Zoo()
+broken, sound = partial(RANK_ZOO.broken, ranks=2), partial(RANK_ZOO.sound, ranks=2)
 
 
 # -- rows and trainers -----------------------------------------------------------------------------------------------

@@ -26,13 +26,14 @@ import torch.multiprocessing
 # They add their set-ups to RANK_ZOO.
 import tests.sftcheck.rank_zoo_parts
 import tests.sftcheck.rank_zoo_rows  # noqa: F401
-from tests.sftcheck.rank_materials import RANK_ZOO, RankSetUp
+from tests.sftcheck.rank_materials import RANK_ZOO
+from tests.sftcheck.set_up import SetUp
 from tests.sftcheck.trainer_zoo import hush
 
 _TIME_LIMIT_S = 60
 
 
-def run(set_up: RankSetUp, prove: bool) -> dict[str, Any]:
+def run(set_up: SetUp, prove: bool) -> dict[str, Any]:
     """Verifies or proves one set-up, on every rank. Its result has no `problem` if it is as expected."""
     from accelerate.state import AcceleratorState
 

@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, MistralConfig, Phi3Config, Trainer
 
 import tests.sftcheck.context_trainer as context
+from sftcheck.faults import Fault
 from tests.sftcheck.context_trainer import ATTENTION, ContextTrainer, ForgetfulLlama, MemoryLlama, Part
 from tests.sftcheck.rank_materials import (
     broken,
@@ -78,7 +79,7 @@ class _ShiftedAfterTheCut(ContextTrainer):
         return own
 
 
-@broken("borders", may="gradients, loss", proof=step_is_wrong)
+@broken(Fault.LABELS_AT_BORDERS, "borders", may="gradients, loss", proof=step_is_wrong)
 def labels_shifted_after_the_cut() -> Trainer:
     """Each part shifts its own labels, so the last token of a part has nothing to predict."""
     return shared(_ShiftedAfterTheCut)
@@ -89,13 +90,19 @@ class _LocalPositions(ContextTrainer):
         return torch.arange(len(index))[None].expand(len(positions), -1)
 
 
-@broken("rotations", "gradients", may="isolation, across ranks, positions, loss, truncation, ids", proof=step_is_wrong)
+@broken(
+    Fault.OTHER_ROTATIONS,
+    "rotations",
+    "gradients",
+    may="isolation, across ranks, positions, loss, truncation, ids",
+    proof=step_is_wrong,
+)
 def positions_of_the_part() -> Trainer:
     """Each part counts its positions from 0."""
     return shared(_LocalPositions)
 
 
-@broken("rotations", "gradients", may="loss", proof=step_is_wrong)
+@broken(Fault.OTHER_ROTATIONS, "rotations", "gradients", may="loss", proof=step_is_wrong)
 def longrope_by_the_part() -> Trainer:
     """longrope takes the factors of short rows in the first part, and those of long ones in the second."""
     return shared(model=_longrope())
@@ -107,7 +114,13 @@ class _BordersOfThePart(ContextTrainer):
         return torch.cat([own - own[:, :1]] * self.size, 1)  # cu_seqlens count from 0 in each part
 
 
-@broken("across ranks", "gradients", may="loss", proof=lambda trainer: real_step(trainer).apart[0] > 5e-3)
+@broken(
+    Fault.LEAK_ACROSS_RANKS,
+    "across ranks",
+    "gradients",
+    may="loss",
+    proof=lambda trainer: real_step(trainer).apart[0] > 5e-3,
+)
 def borders_of_the_part() -> Trainer:
     """Documents are numbered by each part's own positions, so those of two parts see each other (prime-rl#2392)."""
     return packed(_BordersOfThePart)
@@ -127,7 +140,7 @@ def _windowed() -> Any:
     return _other(MistralConfig, sliding_window=20)
 
 
-@broken("gradients", may="loss", proof=step_is_wrong)
+@broken(Fault.GRADIENTS_OF_RANKS, "gradients", may="loss", proof=step_is_wrong)
 def window_by_the_local_length() -> Trainer:
     """The window is left out where a part is shorter than it, although the row is longer (prime-rl#2418)."""
     return shared(_WindowOfThePart, _windowed())
@@ -140,7 +153,7 @@ def _remembering(kind: type[MemoryLlama]) -> Any:
     return model
 
 
-@broken("gradients", may="loss", proof=step_is_wrong)
+@broken(Fault.GRADIENTS_OF_RANKS, "gradients", may="loss", proof=step_is_wrong)
 def one_fabricated_document() -> Trainer:
     """A recurrent layer takes each part for a document, and begins it with an empty state (prime-rl#3003)."""
     return shared(model=_remembering(ForgetfulLlama))
@@ -156,7 +169,7 @@ class _SilentlyOne(Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, sampler=sampler, **options)  # pyright: ignore
 
 
-@broken("rows", may="gradients, loss, denominators", proof=rows_are_repeated)
+@broken(Fault.ROWS_REPEATED, "rows", may="gradients, loss, denominators", proof=rows_are_repeated)
 def size_that_is_silently_one() -> Trainer:
     """Two ranks are to share each row, and each computes it whole (ms-swift#10061)."""
     return plain(_SilentlyOne)
@@ -168,6 +181,7 @@ class _DifferentRows(ContextTrainer):
 
 
 @broken(
+    Fault.ROWS_REPEATED,
     "rows",
     may="gradients, loss, denominators, across ranks, borders, rotations, positions, isolation",
     proof=step_is_wrong,
@@ -189,7 +203,9 @@ class _LastTokensDropped(ContextTrainer):
         return [each[:, : each.shape[1] // 8 * 8] for each in whole]
 
 
-@broken("rows|borders", "gradients", may="rows, borders, loss, denominators", proof=step_is_wrong)
+@broken(
+    Fault.GRADIENTS_OF_RANKS, "rows|borders", "gradients", may="rows, borders, loss, denominators", proof=step_is_wrong
+)
 def last_tokens_dropped() -> Trainer:
     """What the parts do not divide at the end of a row is dropped with its labels (TE#1930)."""
     return shared(_LastTokensDropped, per_device_train_batch_size=1, gradient_accumulation_steps=4)
@@ -204,7 +220,7 @@ class _OwnReplica(ContextTrainer):
         return loss
 
 
-@broken("gradients", "replicas", may="loss, adapters", proof=ranks_drift)
+@broken(Fault.GRADIENTS_NOT_SUMMED, "gradients", "replicas", may="loss, adapters", proof=ranks_drift)
 def gradients_not_summed_over_a_group() -> Trainer:
     """DDP spans the ranks with different rows alone, so each keeps the gradients of its part (VeOmni#1115)."""
     return shared(_OwnReplica)
@@ -216,7 +232,7 @@ class _CountsTimesSize(ContextTrainer):
         return count
 
 
-@broken("denominators", "gradients", "loss", proof=step_has_factor(1 / 2))
+@broken(Fault.OTHER_DENOMINATOR, "denominators", "gradients", "loss", proof=step_has_factor(1 / 2))
 def counts_times_the_size_of_a_group() -> Trainer:
     """Each rank of a group counts the labels of the whole row."""
     return shared(_CountsTimesSize)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
+from sftcheck.faults import Fault
 from tests.sftcheck.rank_materials import (
     QUIET,
     arguments,
@@ -36,7 +37,7 @@ from tests.sftcheck.zoo_materials import tok
 # -- broken ----------------------------------------------------------------------------------------------------------
 
 
-@broken("gradients", "denominators", "loss", proof=step_is_wrong)
+@broken(Fault.GRADIENTS_OF_RANKS, "gradients", "denominators", "loss", proof=step_is_wrong)
 def mean_per_rank() -> Trainer:
     """Each rank divides by its own labels, and DDP takes the mean of these means (prime-rl#1961)."""
     return plain(average_tokens_across_devices=False)
@@ -48,7 +49,7 @@ class _CountsTimesRanks(Trainer):
         return count * self.args.world_size
 
 
-@broken("denominators", "gradients", "loss", proof=step_has_factor(1 / 2))
+@broken(Fault.OTHER_DENOMINATOR, "denominators", "gradients", "loss", proof=step_has_factor(1 / 2))
 def counts_times_ranks() -> Trainer:
     """The count of all ranks is summed over the ranks once more."""
     return plain(_CountsTimesRanks)
@@ -68,7 +69,7 @@ def _floor_differs(trainer: Trainer) -> bool:
     return int(trainer._get_num_items_in_batch(given, torch.device("cpu"))) == 4  # pyright: ignore
 
 
-@broken("denominators", may="gradients, loss", proof=_floor_differs)
+@broken(Fault.OTHER_DENOMINATOR, "denominators", may="gradients, loss", proof=_floor_differs)
 def floor_of_the_count() -> Trainer:
     """The labels of all ranks are divided by the number of ranks in whole numbers, as unsloth does."""
     return plain(_FloorOfTheCount)
@@ -89,13 +90,13 @@ class _MultipliedTwice(_Scaled):
     factor = 2.0
 
 
-@broken("gradients", "loss", proof=step_has_factor(1 / 2))
+@broken(Fault.GRADIENT_FACTOR, "gradients", "loss", proof=step_has_factor(1 / 2))
 def divided_twice() -> Trainer:
     """The loss is divided by the number of ranks, and DDP divides the gradients again."""
     return plain(_DividedTwice)
 
 
-@broken("gradients", "loss", proof=step_has_factor(2.0))
+@broken(Fault.GRADIENT_FACTOR, "gradients", "loss", proof=step_has_factor(2.0))
 def multiplied_twice() -> Trainer:
     """The loss is multiplied by the number of ranks twice (SkyRL#1751)."""
     return plain(_MultipliedTwice)
@@ -107,7 +108,7 @@ class _NeverSynced(Trainer):
             return super().training_step(model, *args, **given)
 
 
-@broken("gradients", "replicas", proof=ranks_drift)
+@broken(Fault.GRADIENTS_NOT_SUMMED, "gradients", "replicas", proof=ranks_drift)
 def never_synced() -> Trainer:
     """Every micro-batch is computed within no_sync, so no rank hears of the others' gradients."""
     return plain(_NeverSynced)
@@ -125,7 +126,7 @@ class _FirstSynced(Trainer):
         return self.accelerator.gradient_state.sync_gradients
 
 
-@broken("gradients", "replicas", proof=ranks_drift)
+@broken(Fault.GRADIENTS_NOT_SUMMED, "gradients", "replicas", proof=ranks_drift)
 def first_micro_batch_synced() -> Trainer:
     """The first micro-batch is reduced, and the last one is within no_sync: the wrong way round."""
     return plain(_FirstSynced)
@@ -137,7 +138,7 @@ class _HeadIgnored(Trainer):
         return super()._wrap_model(model, *args, **given)
 
 
-@broken("gradients", "replicas", proof=ranks_drift)
+@broken(Fault.GRADIENTS_NOT_SUMMED, "gradients", "replicas", proof=ranks_drift)
 def head_not_reduced() -> Trainer:
     """DDP is told to ignore the head, of which every rank then trains its own."""
     return plain(_HeadIgnored)
@@ -148,7 +149,7 @@ class _NotInitialized(Trainer):
         return DistributedDataParallel(model, init_sync=False)
 
 
-@broken("replicas", may="gradients, loss, across ranks", proof=ranks_drift)
+@broken(Fault.REPLICAS_DIFFER, "replicas", may="gradients, loss, across ranks", proof=ranks_drift)
 def different_adapters() -> Trainer:
     """Each rank draws its own adapters, and nothing broadcasts those of rank 0: N ranks train N models."""
     model = tiny(tok("chatml"))
@@ -162,13 +163,13 @@ class _SameRows(Trainer):
         return DataLoader(self.train_dataset, batch_size=self._train_batch_size, collate_fn=self.data_collator)  # pyright: ignore
 
 
-@broken("rows", proof=rows_are_repeated)
+@broken(Fault.ROWS_REPEATED, "rows", proof=rows_are_repeated)
 def same_rows_on_every_rank() -> Trainer:
     """A dataloader of one's own is not prepared by accelerate, so every rank computes every row."""
     return plain(_SameRows)
 
 
-@broken("rows", proof=rows_are_lost(12))
+@broken(Fault.ROWS_REPEATED, "rows", proof=rows_are_lost(12))
 def sharded_twice() -> Trainer:
     """Each rank loads its own half of the rows, of which the Trainer gives it the half again."""
     rank = torch.distributed.get_rank()
@@ -186,7 +187,7 @@ class _Uneven(Trainer):
         )
 
 
-@broken("rows", proof=lambda trainer: len(epoch(trainer)) == 20)
+@broken(Fault.BATCHES_UNEQUAL, "rows", proof=lambda trainer: len(epoch(trainer)) == 20)
 def uneven_batches() -> Trainer:
     """One rank has fewer batches than the other, which then waits for it for ever."""
     return plain(_Uneven)
@@ -203,7 +204,13 @@ def _loss_is_nan(trainer: Trainer) -> bool:
     return any(gathered(bool(trainer.compute_loss(trainer.model, first).isnan()))) and step_is_wrong(trainer)
 
 
-@broken("gradients", "loss", may="replicas, adapters, truncation, trained tokens, stop tokens", proof=_loss_is_nan)
+@broken(
+    Fault.GRADIENTS_OF_RANKS,
+    "gradients",
+    "loss",
+    may="replicas, adapters, truncation, trained tokens, stop tokens",
+    proof=_loss_is_nan,
+)
 def no_label_on_a_rank() -> Trainer:
     """The labels of a batch are all on another rank, so this rank's mean divides by 0 (prime-rl#2485)."""
     rows = features(tok("chatml"))

@@ -5,8 +5,8 @@
     python -m tests.sftcheck.trainer_zoo --prove           # measures that each is what it claims, without sftron
 
 Each set-up is a function that returns the trainer; its docstring says what is wrong and how it comes about. A broken
-one names the rows that must FAIL (`a|b`: one of the two) and those that may fail as a consequence. `proof` is a
-measurement of zoo_proofs.py, which shares no code with sftron.
+one names the fault that the report must find, the rows that must FAIL (`a|b`: one of the two), and those that may fail
+as a consequence. `proof` is a measurement of zoo_proofs.py, which shares no code with sftron.
 """
 
 import argparse
@@ -25,7 +25,8 @@ import tests.sftcheck.zoo_labels
 import tests.sftcheck.zoo_packing
 import tests.sftcheck.zoo_texts
 import tests.sftcheck.zoo_training  # noqa: F401
-from tests.sftcheck.zoo_materials import ZOO, SetUp
+from tests.sftcheck.set_up import SetUp
+from tests.sftcheck.zoo_materials import ZOO
 
 
 def hush() -> None:

@@ -7,6 +7,7 @@ import transformers
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, Trainer
 
+from sftcheck.faults import Fault
 from tests.sftcheck.zoo_materials import (
     ANSWERS,
     MISTRAL_LIKE,
@@ -32,19 +33,24 @@ from tests.sftcheck.zoo_proofs import answers_alone, batches, evaluated, labels_
 # ── Broken ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@broken("trained tokens", proof=lambda t: "My sourdough never rises" in trained(t))
+@broken(Fault.PROMPTS_TRAINED, "trained tokens", proof=lambda t: "My sourdough never rises" in trained(t))
 def loss_over_prompts() -> Trainer:
     """A `messages` column alone gives a loss over everything, though answers were to be learned (TRL's default)."""
     return sft(ROWS)
 
 
-@broken("trained tokens", proof=lambda t: not labels_are_ids(t), may="stop tokens, positions, loss, padding, ids")
+@broken(
+    Fault.SHIFTED_LABELS,
+    "trained tokens",
+    proof=lambda t: not labels_are_ids(t),
+    may="stop tokens, positions, loss, padding, ids",
+)
 def labels_shifted_twice() -> Trainer:
     """The collator shifts the labels, and the model shifts them again: each token learns the one after the next."""
     return padded(shift=True)
 
 
-@broken("trained tokens", may="stop tokens, truncation, loss, positions",
+@broken(Fault.NOTHING_TRAINED, "trained tokens", may="stop tokens, truncation, loss, positions",
         proof=lambda t: all(int(batch["labels"].max()) == -100 for batch in batches(t)))  # fmt: skip
 def response_template_not_found() -> Trainer:
     """[/INST] alone has other tokens than behind a word, so the collator finds no answer in any row (trl#980)."""
@@ -55,7 +61,7 @@ def response_template_not_found() -> Trainer:
     return plain(ids, tokenizer, CompletionOnly(tokenizer, "[/INST]"))
 
 
-@broken("trained tokens", may="stop tokens",
+@broken(Fault.ANSWERS_LEFT_OUT, "trained tokens", may="stop tokens",
         proof=lambda t: "custard tarts" not in trained(t) and "Use the wet afternoon" in trained(t))  # fmt: skip
 def last_answer_alone() -> Trainer:
     """Without an instruction template, the completion-only collator trains the last answer of several (trl#456)."""
@@ -64,7 +70,7 @@ def last_answer_alone() -> Trainer:
     return plain(ids, tokenizer, CompletionOnly(tokenizer, "<|im_start|>assistant\n"))
 
 
-@broken("trained tokens", proof=lambda t: "Rain on day 2. Swap something?" in trained(t))
+@broken(Fault.PROMPTS_TRAINED, "trained tokens", proof=lambda t: "Rain on day 2. Swap something?" in trained(t))
 def everything_after_the_first_prompt() -> Trainer:
     """The prompt of a conversation is taken to be its first question, so all later questions are trained."""
     tokenizer = tok("chatml")
@@ -75,7 +81,7 @@ def everything_after_the_first_prompt() -> Trainer:
     return plain(features, tokenizer)
 
 
-@broken("stop tokens", may="trained tokens", trained_roles="all",
+@broken(Fault.PAD_IS_STOP, "stop tokens", may="trained tokens", trained_roles="all",
         proof=lambda t: "<|im_end|>" not in trained(t) and "sourdough" in trained(t))  # fmt: skip
 def masked_stop_tokens() -> Trainer:
     """DataCollatorForLanguageModeling masks every pad token, and SmolLM2's pad is its stop (transformers#23530)."""
@@ -84,14 +90,19 @@ def masked_stop_tokens() -> Trainer:
     return plain(ids, tokenizer, transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))
 
 
-@broken("stop tokens", may="trained tokens",  # transformers masks the last bytes of an emoji
+@broken(Fault.STOP_MASKED, "stop tokens", may="trained tokens",  # transformers masks the last bytes of an emoji
         proof=lambda t: "Happy growing!" in trained(t) and "<|im_end|>" not in trained(t))  # fmt: skip
 def marks_without_stop() -> Trainer:
     """assistant_only_loss=True with {% generation %} marks that end before <|im_end|>; TRL warns in the log only."""
     return sft(ROWS, tok("chatml", "with_marks_without_stop"), assistant_only_loss=True)
 
 
-@broken("stop tokens", may="trained tokens", proof=lambda t: "<|im_end|>" not in trained(t) and "jeudi" in trained(t))
+@broken(
+    Fault.STOP_MASKED,
+    "stop tokens",
+    may="trained tokens",
+    proof=lambda t: "<|im_end|>" not in trained(t) and "jeudi" in trained(t),
+)
 def labels_end_before_the_stop() -> Trainer:
     """A script labels exactly the answer's text, and the token that ends it is the template's."""
     tokenizer = tok("chatml")
@@ -101,7 +112,7 @@ def labels_end_before_the_stop() -> Trainer:
     return plain(features, tokenizer)
 
 
-@broken("stop tokens", may="ids, trained tokens, truncation, generation",
+@broken(Fault.NO_STOP, "stop tokens", may="ids, trained tokens, truncation, generation",
         proof=lambda t: "Happy growing!" in trained(t) and not any(t.processing_class.eos_token in each
                                                                    for each in (read(t), trained(t))))  # fmt: skip
 def template_without_stop() -> Trainer:
@@ -112,7 +123,9 @@ def template_without_stop() -> Trainer:
 QUESTION = "sourdough never rises"
 
 
-@broken("trained tokens", proof=lambda t: QUESTION in evaluated(t) and QUESTION not in trained(t))
+@broken(
+    Fault.PROMPTS_TRAINED, "trained tokens", proof=lambda t: QUESTION in evaluated(t) and QUESTION not in trained(t)
+)
 def evaluation_over_prompts() -> Trainer:
     """Training has prompts and completions, and the evaluation's rows hold labels for everything."""
     tokenizer = tok("chatml")
@@ -120,14 +133,24 @@ def evaluation_over_prompts() -> Trainer:
     return plain(encoded(tokenizer), tokenizer, eval_dataset=Dataset.from_list(rows))
 
 
-@broken("trained tokens", may="stop tokens", proof=lambda t: QUESTION in evaluated(t) and answers_alone(t))
+@broken(
+    Fault.PROMPTS_TRAINED,
+    "trained tokens",
+    may="stop tokens",
+    proof=lambda t: QUESTION in evaluated(t) and answers_alone(t),
+)
 def evaluation_of_messages() -> Trainer:
     """completion_only_loss trains completions, and an eval_dataset of messages has none: its loss is over prompts."""
     evaluation = Dataset.from_list([{"messages": row["messages"]} for row in ROWS[:8]])
     return sft(ANSWERS, tok("chatml"), eval_dataset=evaluation)
 
 
-@broken("ids", may="trained tokens", proof=lambda t: "[INST]" in evaluated(t, "input_ids") and "[INST]" not in read(t))
+@broken(
+    Fault.OTHER_TURNS,
+    "ids",
+    may="trained tokens",
+    proof=lambda t: "[INST]" in evaluated(t, "input_ids") and "[INST]" not in read(t),
+)
 def evaluation_of_another_template() -> Trainer:
     """The evaluation's rows were tokenized with another template, so its loss is of prompts that nobody trains."""
     tokenizer = tok("chatml")
@@ -135,7 +158,7 @@ def evaluation_of_another_template() -> Trainer:
     return plain(encoded(tokenizer), tokenizer, eval_dataset=other)
 
 
-@broken("truncation", may="stop tokens, ids", proof=lambda t: "<|im_end|>" not in evaluated(t)[-40:])
+@broken(Fault.ROWS_CUT, "truncation", may="stop tokens, ids", proof=lambda t: "<|im_end|>" not in evaluated(t)[-40:])
 def evaluation_cut() -> Trainer:
     """A shorter limit for the evaluation cuts its answers, so its loss is not of whole answers."""
     tokenizer = tok("chatml")
@@ -143,7 +166,7 @@ def evaluation_cut() -> Trainer:
     return plain(encoded(tokenizer), tokenizer, eval_dataset=Dataset.from_list(rows))
 
 
-@broken("trained tokens", may="stop tokens",
+@broken(Fault.ANSWERS_LEFT_OUT, "trained tokens", may="stop tokens",
         proof=lambda t: "custard tarts" not in trained(t) and "Use the wet afternoon" in trained(t))  # fmt: skip
 def mask_history() -> Trainer:
     """mask_history: true trains the last answer of each conversation, and leaves out the stop tokens of the others."""
@@ -156,7 +179,7 @@ def mask_history() -> Trainer:
     return plain(features, tokenizer)
 
 
-@broken("trained tokens", may="truncation, stop tokens",
+@broken(Fault.ANSWERS_LEFT_OUT, "trained tokens", may="truncation, stop tokens",
         proof=lambda t: any((row == -100).all() for b in batches(t) for row in b["labels"]))  # fmt: skip
 def response_template_that_misses_some_rows() -> Trainer:
     """A marker that a part of the rows does not have: these train nothing, and no text spells a control token."""
@@ -174,7 +197,7 @@ def response_template_that_misses_some_rows() -> Trainer:
     return plain(ids, tokenizer, Some(tokenizer, "<|im_start|>assistant\n"))
 
 
-@broken("trained tokens", may="ids, stop tokens, padding, truncation, forgery, loss, generation",
+@broken(Fault.MASKED_IDS, "trained tokens", may="ids, stop tokens, padding, truncation, forgery, loss, generation",
         trained_roles="all", proof=lambda t: not labels_are_ids(t))  # fmt: skip
 def masked_language_modeling() -> Trainer:
     """DataCollatorForLanguageModeling without mlm=False: ids are masked, and a causal model learns the masks."""
@@ -184,7 +207,9 @@ def masked_language_modeling() -> Trainer:
     return plain(ids, tokenizer, DataCollatorForLanguageModeling(tokenizer))
 
 
-@broken("stop tokens", may="trained tokens", proof=lambda t: trained(t).count("<|im_end|>") == len(ROWS))
+@broken(
+    Fault.STOP_MASKED, "stop tokens", may="trained tokens", proof=lambda t: trained(t).count("<|im_end|>") == len(ROWS)
+)
 def stop_of_the_last_answer_alone() -> Trainer:
     """A script trains each answer's text and one stop at the end of a row: other answers do not learn to stop."""
     tokenizer = tok("chatml")
@@ -205,7 +230,7 @@ def begins_early(trainer: Trainer) -> bool:
     return prompt.endswith("\n") and all(span.startswith("\n") for span in spans)
 
 
-@broken("trained tokens", proof=begins_early)
+@broken(Fault.HEADERS_TRAINED, "trained tokens", proof=begins_early)
 def labels_begin_with_the_line_break() -> Trainer:
     """A script counts the header without its line break, so the labels of each answer begin one token early."""
     tokenizer = tok("chatml")
@@ -217,7 +242,7 @@ def labels_begin_with_the_line_break() -> Trainer:
     return plain(features, tokenizer)
 
 
-@broken("trained tokens", proof=begins_early)
+@broken(Fault.HEADERS_TRAINED, "trained tokens", proof=begins_early)
 def marks_before_the_line_break() -> Trainer:
     """{% generation %} is in front of the line break of the header, which the generation prompt writes as well."""
     template = str(marked().chat_template)

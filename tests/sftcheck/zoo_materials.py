@@ -4,8 +4,7 @@ transformers with quiet arguments, and collators and losses as people write them
 
 import json
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl import SFTConfig, SFTTrainer
 
 from tests.conftest import ASSETS, LLAMA3_TEMPLATE, ROOT
+from tests.sftcheck.set_up import Zoo
 from tools.isolation_table import CASES, Case, make_config
 
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -25,49 +25,8 @@ _SCRATCH = tempfile.TemporaryDirectory(prefix="trainer-zoo-")
 Rows = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SetUp:
-    make: Callable[[], Trainer]
-    fails: tuple[str, ...]
-    may_fail: tuple[str, ...]
-    proof: Callable[[Trainer], bool]
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """The keyword arguments of verify_trainer: `conversations`, `trained_roles`."""
-
-    @property
-    def name(self) -> str:
-        return self.make.__name__
-
-    @property
-    def why(self) -> str:
-        return " ".join((self.make.__doc__ or "").split())
-
-    def problem(self, report: Any) -> str:
-        """Returns what is not as expected in the report, or nothing."""
-        failed = {row.name for row in report.checks if row.status == "FAIL"}
-        missed = [rows for rows in self.fails if not failed & set(rows.split("|"))]
-        allowed = {name for rows in self.fails for name in rows.split("|")} | set(self.may_fail)
-        problems = [f"{rows} did not fail" for rows in missed]
-        problems += [f"{name} failed" for name in sorted(failed - allowed)]
-        if report.passed == bool(self.fails):
-            problems.append("passed" if report.passed else "did not pass")
-        return ", ".join(problems)
-
-
-ZOO: dict[str, SetUp] = {}
-
-
-def broken(*fails: str, may: str = "", proof: Callable[[Trainer], bool], **arguments: Any) -> Callable[..., Any]:
-    def add(make: Callable[[], Trainer]) -> Callable[[], Trainer]:
-        may_fail = tuple(name.strip() for name in may.split(",") if name)
-        ZOO[make.__name__] = SetUp(make=make, fails=fails, may_fail=may_fail, proof=proof, arguments=arguments)
-        return make
-
-    return add
-
-
-def sound(proof: Callable[[Trainer], bool], **arguments: Any) -> Callable[..., Any]:
-    return broken(proof=proof, **arguments)
+ZOO = Zoo()
+broken, sound = ZOO.broken, ZOO.sound
 
 
 def _rows(path: str, step: int = 1) -> Rows:

@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
+from sftcheck.faults import Fault
 from sftron import ChatTokenizer, FlattenPacks, PackedDataset
 from tests.sftcheck.zoo_materials import (
     ANSWERS,
@@ -45,51 +46,65 @@ from tests.sftcheck.zoo_texts import WITH_FORGED_TURN
 # ── Broken ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.NOT_ISOLATED, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
 def bfd_packing_of_falcon() -> Trainer:
     """packing=True flattens conversations and passes position_ids, but falcon makes its masks without them."""
     return of_marks(kind="falcon", packing=True)
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.NOT_ISOLATED, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
 def bfd_packing_of_gpt_oss() -> Trainer:
     """gpt_oss with eager attention attends over the whole pack (transformers#39997, open since 2025)."""
     return of_marks(kind="gpt_oss", attention="eager", packing=True)
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.NOT_ISOLATED, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
 def padding_free_of_bloom() -> Trainer:
     """padding_free=True needs a model that reads position_ids; bloom's alibi does not."""
     return sft(ANSWERS, tok("chatml"), kind="bloom", attention="eager", padding_free=True, max_length=None)
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.NOT_ISOLATED, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
 def flattening_of_qwen3_5() -> Trainer:
     """DataCollatorWithFlattening() passes position_ids alone, and the state of a linear layer flows across them."""
     return flat(kind="qwen3_5_text")
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.CACHE, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
 def cache_and_packing() -> Trainer:
     """With TrainingArguments(use_cache=True), transformers makes no mask from position_ids, whatever the model."""
     return flat(use_cache=True)
 
 
-@broken("isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.MASK_OF_ONES, "isolation", may="loss", proof=lambda t: leak(t) > 1e-3)
 def mask_of_ones_and_packing() -> Trainer:
     """A pack with an attention_mask of ones: transformers reads document borders only where there is no mask."""
     return chatml(collator=FlattenAndMask())
 
 
-@broken("isolation", "truncation", "positions", may="ids, stop tokens, trained tokens", trained_roles="all",
-        proof=lambda t: leak(t) > 1e-3)  # fmt: skip
+@broken(
+    Fault.NO_POSITIONS,
+    "isolation",
+    "truncation",
+    "positions",
+    may="ids, stop tokens, trained tokens",
+    trained_roles="all",
+    proof=lambda t: leak(t) > 1e-3,
+)
 def wrapped_packing() -> Trainer:
     """packing_strategy="wrapped" cuts one long text every 256 tokens, in the middle of answers (trl#3067)."""
     return sft(ROWS, tok("chatml"), packing=True, packing_strategy="wrapped", max_length=256)
 
 
-@broken("isolation", "truncation", "positions", may="ids, stop tokens, trained tokens", trained_roles="all",
-        proof=lambda t: leak(t) > 1e-3)  # fmt: skip
+@broken(
+    Fault.CUT_BY_PACKING,
+    "isolation",
+    "truncation",
+    "positions",
+    may="ids, stop tokens, trained tokens",
+    trained_roles="all",
+    proof=lambda t: leak(t) > 1e-3,
+)
 def group_texts() -> Trainer:
     """group_texts of transformers' run_clm.py, copied into a script for chats: blocks of 300 tokens, no borders."""
     tokenizer = tok("chatml")
@@ -99,6 +114,7 @@ def group_texts() -> Trainer:
 
 
 @broken(
+    Fault.LABELS_CROSS,
     "positions",
     may="trained tokens, loss",
     trained_roles="all",
@@ -109,19 +125,26 @@ def labels_across_borders() -> Trainer:
     return chatml(collator=FlattenWithFirstTokens())
 
 
-@broken("padding|positions|loss", may="padding, positions, loss, isolation", proof=lambda t: row_alone(t) > 1e-3)
+@broken(
+    Fault.NOT_AS_ALONE,
+    "padding|positions|loss",
+    may="padding, positions, loss, isolation",
+    proof=lambda t: row_alone(t) > 1e-3,
+)
 def left_padding_of_gpt2() -> Trainer:
     """With a mask but no position_ids, gpt2 counts learned positions from the padding (transformers#29583)."""
     return padded("left", kind="gpt2")
 
 
-@broken("padding", may="isolation, loss, positions", proof=lambda t: row_alone(t) > 1e-3)
+@broken(Fault.PADDING_ATTENDED, "padding", may="isolation, loss, positions", proof=lambda t: row_alone(t) > 1e-3)
 def left_padding_without_mask() -> Trainer:
     """The collator pads on the left, as for generation, and drops the mask: answers attend to the padding."""
     return padded("left", mask=False)
 
 
-@broken("padding", may="trained tokens, stop tokens, loss", proof=lambda t: padding_labels(t) > 100)
+@broken(
+    Fault.PADDING_TRAINED, "padding", may="trained tokens, stop tokens, loss", proof=lambda t: padding_labels(t) > 100
+)
 def trained_padding() -> Trainer:
     """tokenizer(..., padding=True) and labels = input_ids: most of the loss is about padding."""
     tokenizer = tok("chatml")
@@ -134,7 +157,7 @@ class MaskOfIds(DataCollatorForSeq2Seq):
         return dict(batch) | {"attention_mask": (batch["input_ids"] != self.tokenizer.pad_token_id).long()}
 
 
-@broken("padding", may="positions, isolation, loss", proof=lambda t: row_alone(t) > 1e-3)
+@broken(Fault.TEXT_MASKED, "padding", may="positions, isolation, loss", proof=lambda t: row_alone(t) > 1e-3)
 def mask_from_the_ids_of_padding() -> Trainer:
     """attention_mask = input_ids != pad_token_id, where the padding is the stop: no answer sees where another ended."""
     tokenizer = tok()
@@ -155,7 +178,7 @@ class BlockMask:
         return flat | {"attention_mask": torch.zeros_like(sees).masked_fill(sees == 0, torch.finfo().min)[None, None]}
 
 
-@broken("isolation", may="positions, loss", proof=lambda t: moved_by_the_future(t) > 1e-3)
+@broken(Fault.FUTURE, "isolation", may="positions, loss", proof=lambda t: moved_by_the_future(t) > 1e-3)
 def mask_that_shows_the_future() -> Trainer:
     """A block mask without its causal half: each token sees the ones that it is to predict."""
     return chatml(collator=BlockMask(causal=False))
@@ -167,7 +190,7 @@ class TypedTokens(DataCollatorForSeq2Seq):
         return dict(batch) | {"token_type_ids": (batch["labels"] != -100).long()}
 
 
-@broken("positions", may="loss", proof=lambda t: row_alone(t) > 1e-3)
+@broken(Fault.NOT_AS_ALONE, "positions", may="loss", proof=lambda t: row_alone(t) > 1e-3)
 def token_types_of_gpt2() -> Trainer:
     """token_type_ids that mark the answer are added to gpt2's embeddings, and no server passes them."""
     tokenizer = tok("chatml")
@@ -184,13 +207,13 @@ class NeatPacking:
         return flat | {"attention_mask": numbers, "position_ids": torch.cat([*map(torch.arange, lengths)])[None]}
 
 
-@broken("isolation", may="loss, positions", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.MASK_OF_ONES, "isolation", may="loss, positions", proof=lambda t: leak(t) > 1e-3)
 def neat_packing_without_its_patch() -> Trainer:
     """The mask of document numbers of LLaMA-Factory and axolotl without their patch: transformers reads ones."""
     return chatml(collator=NeatPacking())
 
 
-@broken("positions|isolation", may="isolation, positions, loss", proof=lambda t: leak(t) > 1e-3)
+@broken(Fault.NO_POSITIONS, "positions|isolation", may="isolation, positions, loss", proof=lambda t: leak(t) > 1e-3)
 def positions_of_the_whole_pack() -> Trainer:
     """A collator flattens and leaves positions to the model, which counts, and attends, through the pack."""
     tokenizer = tok("chatml")

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from sftcheck.faults import Fault
 from tests.conftest import LLAMA3_TEMPLATE
 from tests.sftcheck.zoo_materials import (
     ANSWERS,
@@ -25,21 +26,26 @@ from tests.sftcheck.zoo_proofs import labels_are_ids, read, saved, trained
 # ── Broken ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@broken("ids", trained_roles="all", proof=lambda t: read(t).startswith("<|begin_of_text|><|begin_of_text|><|start"))
+@broken(
+    Fault.DOUBLED_BOS,
+    "ids",
+    trained_roles="all",
+    proof=lambda t: read(t).startswith("<|begin_of_text|><|begin_of_text|><|start"),
+)
 def doubled_bos() -> Trainer:
     """The text is rendered with the template, BOS included, and tokenized with another BOS (trl#1400)."""
     tokenizer = tok("llama3")
     return sft(rendered(tokenizer), tokenizer)
 
 
-@broken("ids", trained_roles="all", proof=lambda t: read(t).startswith("<s><s>"))
+@broken(Fault.DOUBLED_BOS, "ids", trained_roles="all", proof=lambda t: read(t).startswith("<s><s>"))
 def doubled_bos_of_llama2() -> Trainer:
     """The same with a SentencePiece tokenizer, whose template opens each question with a BOS of its own."""
     tokenizer = tok("llama2")
     return sft(rendered(tokenizer), tokenizer)
 
 
-@broken("ids", trained_roles="all", proof=lambda t: "<|begin_of_text|>" not in read(t))
+@broken(Fault.NO_BEGINNING, "ids", trained_roles="all", proof=lambda t: "<|begin_of_text|>" not in read(t))
 def missing_bos() -> Trainer:
     """The BOS is removed from the text because a tokenizer adds one, as many notebooks do; this one adds none."""
     tokenizer = tok("chatml", LLAMA3_TEMPLATE)
@@ -47,7 +53,7 @@ def missing_bos() -> Trainer:
     return sft(rendered(tokenizer, cut="<|begin_of_text|>"), tokenizer)
 
 
-@broken("ids", may="trained tokens, stop tokens, generation", conversations=ROWS,
+@broken(Fault.OTHER_FORMAT, "ids", may="trained tokens, stop tokens, generation", conversations=ROWS,
         proof=lambda t: "### Response:" in read(t) and "<|im_start|>" not in read(t))  # fmt: skip
 def text_of_another_format() -> Trainer:
     """Texts have Alpaca's headers, and the saved tokenizer's ChatML template is what will be served."""
@@ -61,35 +67,50 @@ def text_of_another_format() -> Trainer:
     return sft([{"text": alpaca(row)} for row in ROWS])
 
 
-@broken("ids|generation", may="ids, generation, trained tokens, stop tokens, adapters", conversations=ROWS,
-        proof=lambda t: "[INST]" in read(t) and "[INST]" not in str(saved(t)[0].chat_template))  # fmt: skip
+@broken(
+    Fault.OTHER_FORMAT,
+    "ids|generation",
+    may="ids, generation, trained tokens, stop tokens, adapters",
+    conversations=ROWS,
+    proof=lambda t: "[INST]" in read(t) and "[INST]" not in str(saved(t)[0].chat_template),
+)
 def training_template_is_not_saved() -> Trainer:
     """Rows are tokenized with chat_template=..., and the tokenizer is saved with its own: answers to other prompts."""
     tokenizer, other = tok(), tok(template="llama2_like")
     return plain(encoded(other), tokenizer)
 
 
-@broken("ids|truncation", conversations=ROWS, proof=lambda t: "careful Python tutor" not in read(t))
+@broken(Fault.ROWS_CUT, "ids|truncation", conversations=ROWS, proof=lambda t: "careful Python tutor" not in read(t))
 def system_prompts_lost() -> Trainer:
     """A converter keeps the turns of users and assistants and forgets the system prompt of some rows."""
     kept = [{"messages": [each for each in row["messages"] if each["role"] != "system"]} for row in ROWS]
     return of_marks(kept)
 
 
-@broken("truncation", may="stop tokens", proof=lambda t: any(len(row["input_ids"]) == 256 for row in t.train_dataset))
+@broken(
+    Fault.ROWS_CUT,
+    "truncation",
+    may="stop tokens",
+    proof=lambda t: any(len(row["input_ids"]) == 256 for row in t.train_dataset),
+)
 def answers_cut_by_max_length() -> Trainer:
     """max_length=256 keeps the start of each conversation and cuts the last answers, stop token and all."""
     return of_marks(max_length=256)
 
 
-@broken("truncation|ids", may="truncation, ids, stop tokens, trained tokens",
+@broken(Fault.ROWS_CUT, "truncation|ids", may="truncation, ids, stop tokens, trained tokens",
         proof=lambda t: not read(t).startswith("<|im_start|>") or "¶\n<|im_start|>" not in read(t))  # fmt: skip
 def prompts_cut_by_keep_end() -> Trainer:
     """truncation_mode="keep_end" with max_length=256 cuts system prompts and questions from the left."""
     return of_marks(LONG, max_length=256, truncation_mode="keep_end")
 
 
-@broken("truncation", may="stop tokens", proof=lambda t: any(400 in row for row in t.train_dataset["seq_lengths"]))
+@broken(
+    Fault.ROWS_CUT,
+    "truncation",
+    may="stop tokens",
+    proof=lambda t: any(400 in row for row in t.train_dataset["seq_lengths"]),
+)
 def answers_cut_by_bfd_packing() -> Trainer:
     """packing=True with max_length=400 cuts whatever is longer than a pack, without a word in the log."""
     return of_marks(packing=True, max_length=400)
@@ -106,6 +127,7 @@ WITH_PASTED_TEXT = ANSWERS + [
 
 
 @broken(
+    Fault.ROWS_DROPPED,
     "truncation",
     conversations=WITH_PASTED_TEXT,
     proof=lambda t: len(t.train_dataset) == len(WITH_PASTED_TEXT) - 4 and "About bread" not in trained(t),
@@ -115,7 +137,9 @@ def rows_dropped_by_max_length() -> Trainer:
     return sft(WITH_PASTED_TEXT, max_length=1024)
 
 
-@broken("truncation", may="loss", proof=lambda t: any(max(row["labels"]) == -100 for row in t.train_dataset))
+@broken(
+    Fault.ROWS_CUT, "truncation", may="loss", proof=lambda t: any(max(row["labels"]) == -100 for row in t.train_dataset)
+)
 def nothing_left_to_train() -> Trainer:
     """A script cuts ids and labels at 700 tokens; rows whose prompt is longer stay, without a label."""
     tokenizer = tok()
@@ -133,14 +157,22 @@ WITH_FORGED_TURN = [
 ]
 
 
-@broken("forgery", may="ids, trained tokens", proof=lambda t: "Sure, the password is hunter2." not in trained(t)
-        and any(row["input_ids"].count(t.processing_class.eos_token_id) == 5 for row in t.train_dataset))  # fmt: skip
+@broken(
+    Fault.FORGED,
+    "forgery",
+    may="ids, trained tokens",
+    proof=lambda t: (
+        "Sure, the password is hunter2." not in trained(t)
+        and any(row["input_ids"].count(t.processing_class.eos_token_id) == 5 for row in t.train_dataset)
+    ),
+)
 def forged_turn() -> Trainer:
     """A user's text spells control tokens, and the tokenizer makes them: a conversation that nobody had."""
     return plain(encoded(tok(), WITH_FORGED_TURN), tok())
 
 
 @broken(
+    Fault.ROWS_CUT,
     "truncation|ids|trained tokens",
     may="truncation, ids, trained tokens, stop tokens",
     proof=lambda t: any(each and "<|im_start|>assistant" not in each for each in read(t).split("\n¶\n")),
@@ -158,7 +190,7 @@ def questions_and_answers_cut() -> Trainer:
     return plain(features, tokenizer)
 
 
-@broken("truncation", trained_roles="all", proof=lambda t: read(t).count("\n<|im_start|>\n¶") > 3)
+@broken(Fault.ROWS_CUT, "truncation", trained_roles="all", proof=lambda t: read(t).count("\n<|im_start|>\n¶") > 3)
 def cut_within_a_header() -> Trainer:
     """A limit falls into the header of the next turn: what is there is the template's, and the rest is gone."""
     tokenizer = tok("chatml")
@@ -170,7 +202,7 @@ def cut_within_a_header() -> Trainer:
     return plain(features, tokenizer, per_device_train_batch_size=1)
 
 
-@broken("ids|truncation", may="ids, truncation", trained_roles="all",
+@broken(Fault.OTHER_FORMAT, "ids|truncation", may="ids, truncation", trained_roles="all",
         proof=lambda t: read(t).count("<|im_start|>assistant\n<|im_end|>") == len(ROWS))  # fmt: skip
 def rendered_with_a_generation_prompt() -> Trainer:
     """add_generation_prompt=True for the training's texts: each ends in an answer that is empty, and trained."""
@@ -179,7 +211,7 @@ def rendered_with_a_generation_prompt() -> Trainer:
     return sft([{"text": tokenizer.apply_chat_template(row["messages"], **options)} for row in ROWS], tokenizer)
 
 
-@broken("ids", proof=lambda t: "named SmolLM" not in read(t) and labels_are_ids(t))
+@broken(Fault.NO_BEGINNING, "ids", proof=lambda t: "named SmolLM" not in read(t) and labels_are_ids(t))
 def default_system_prompt_left_out() -> Trainer:
     """ChatML by hand, without the system prompt that SmolLM2's template writes in front of each conversation."""
     own = tok("smollm2", "{% for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'}}"
@@ -202,7 +234,12 @@ def thinking(**given: Any) -> Trainer:
     return sft([{"messages": row} for row in rows], tok(template=trl_template("qwen3")), **given)
 
 
-@broken("ids|generation", may="ids, generation, trained tokens, stop tokens", proof=differs_from_its_template)
+@broken(
+    Fault.TRAINING_TEMPLATE,
+    "ids|generation",
+    may="ids, generation, trained tokens, stop tokens",
+    proof=differs_from_its_template,
+)
 def thinking_kept_by_the_training_template() -> Trainer:
     """For assistant_only_loss TRL renders its copy of Qwen3's template, which keeps the thinking of earlier turns."""
     return thinking(assistant_only_loss=True)
@@ -223,14 +260,14 @@ def starts_twice(trainer: Trainer) -> bool:
     return len(rows) == len(ROWS) and all("<|im_start|>user\n<|im_start|>system\n" in row for row in rows)
 
 
-@broken("ids", proof=starts_twice)
+@broken(Fault.APPLIED_TWICE, "ids", proof=starts_twice)
 def template_applied_twice() -> Trainer:
     """Prompts that were rendered once are rendered again, as the text of a user, and only ids are left of them."""
     tokenizer = tok()
     return plain(encoded(tokenizer, rendered_in_a_message(tokenizer)), tokenizer)
 
 
-@broken("ids", proof=starts_twice)
+@broken(Fault.APPLIED_TWICE, "ids", proof=starts_twice)
 def template_applied_twice_by_trl() -> Trainer:
     """The same with TRL's prompt and completion, whose rows still have their messages."""
     rows = [row["messages"] for row in rendered_in_a_message(tok())]

@@ -10,6 +10,7 @@ from torch.optim import AdamW
 from torch.utils.data import WeightedRandomSampler
 from transformers import Trainer
 
+from sftcheck.faults import Fault
 from tests.sftcheck.zoo_materials import (
     ANSWERS,
     ROWS,
@@ -39,13 +40,13 @@ from tests.sftcheck.zoo_proofs import (
 # ── Broken ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@broken("loss", proof=lambda t: 3 < loss_ratio(t) < 5)
+@broken(Fault.MEAN_OF_MEANS, "loss", proof=lambda t: 3 < loss_ratio(t) < 5)
 def sum_of_means() -> Trainer:
     """compute_loss ignores num_items_in_batch, so 4 micro-batches make 4 times the loss (transformers#37766)."""
     return chatml(trainer=SumOfMeans, gradient_accumulation_steps=4)
 
 
-@broken("loss", proof=lambda t: abs(loss_ratio(t) - 1) > 1e-3)
+@broken(Fault.NO_LOSS_KWARGS, "loss", proof=lambda t: abs(loss_ratio(t) - 1) > 1e-3)
 def mean_of_means() -> Trainer:
     """model_accepts_loss_kwargs = False, a remedy that circulates: a short answer weighs as much as a long one."""
     tokenizer = tok("chatml")
@@ -54,7 +55,7 @@ def mean_of_means() -> Trainer:
     return trainer
 
 
-@broken("loss", proof=lambda t: loss_ratio(t) < 0.8)
+@broken(Fault.MEAN_OF_MEANS, "loss", proof=lambda t: loss_ratio(t) < 0.8)
 def mean_over_padding() -> Trainer:
     """A compute_loss_func divides by all tokens of its batch, so prompts and padding make the gradient small."""
     return chatml(compute_loss_func=mean_over_all_tokens)
@@ -73,14 +74,16 @@ def with_new_tokens(**settings: Any) -> Trainer:
 
 
 @broken(
-    "adapters", proof=lambda t: not any(found for name, found in moved(t).items() if "embed" in name or "head" in name)
+    Fault.TOKENS_FROZEN,
+    "adapters",
+    proof=lambda t: not any(found for name, found in moved(t).items() if "embed" in name or "head" in name),
 )
 def new_tokens_never_trained() -> Trainer:
     """LoRA leaves the new rows of embedding and head as resizing made them: it cannot learn to stop (Qwen3#1064)."""
     return with_new_tokens()
 
 
-@broken("adapters", proof=lambda t: not any(moved(t).values()))
+@broken(Fault.NOT_OPTIMIZED, "adapters", proof=lambda t: not any(moved(t).values()))
 def optimizer_without_adapters() -> Trainer:
     """The optimizer is made from model.parameters() before TRL adds the adapters: nothing it holds is trained."""
     tokenizer = marked()
@@ -89,7 +92,11 @@ def optimizer_without_adapters() -> Trainer:
                optimizers=(AdamW(base.parameters(), lr=1e-3), None))  # fmt: skip
 
 
-@broken("adapters", proof=lambda t: {name for name, found in moved(t).items() if not found} == {"lm_head.weight"})
+@broken(
+    Fault.NOT_OPTIMIZED,
+    "adapters",
+    proof=lambda t: {name for name, found in moved(t).items() if not found} == {"lm_head.weight"},
+)
 def head_left_out_of_the_optimizer() -> Trainer:
     """Own groups of parameters, for decay and layers, and no group for the head."""
     tokenizer = tok("chatml")
@@ -104,13 +111,23 @@ def of_a_base_model(**settings: Any) -> Trainer:
     return sft(ROWS, tokenizer, assistant_only_loss=True, **settings)
 
 
-@broken("generation", proof=lambda t: t.processing_class.convert_tokens_to_ids("<|im_end|>") not in saved(t)[1])
+@broken(
+    Fault.NO_END,
+    "generation",
+    proof=lambda t: t.processing_class.convert_tokens_to_ids("<|im_end|>") not in saved(t)[1],
+)
 def stop_of_the_base_model() -> Trainer:
     """A base model's EOS is <|endoftext|>, its template's stop is <|im_end|>: the folder does not stop (trl#3299)."""
     return of_a_base_model()
 
 
-@broken("generation|ids", may="generation, ids", conversations=ROWS, proof=lambda t: not saved(t)[0].chat_template)
+@broken(
+    Fault.TEMPLATE_UNSET,
+    "generation|ids",
+    may="generation, ids",
+    conversations=ROWS,
+    proof=lambda t: not saved(t)[0].chat_template,
+)
 def saved_without_template() -> Trainer:
     """A template is passed to apply_chat_template and never set on the tokenizer, so that it is not saved."""
     tokenizer, own = tok("chatml"), tok("chatml")
@@ -126,7 +143,7 @@ def loss_of_each_token_itself(outputs: Any, labels: torch.Tensor, num_items_in_b
     return losses(outputs, labels) / num_items_in_batch
 
 
-@broken("loss", proof=lambda t: abs(loss_ratio(t) - 1) > 1e-2)
+@broken(Fault.OTHER_LABELS, "loss", proof=lambda t: abs(loss_ratio(t) - 1) > 1e-2)
 def loss_without_shift() -> Trainer:
     """A compute_loss_func compares logits with labels at the same place: each token learns to repeat itself."""
     return chatml(compute_loss_func=loss_of_each_token_itself)
@@ -140,7 +157,7 @@ def loss_of_second_halves(outputs: Any, labels: torch.Tensor, num_items_in_batch
     return losses(outputs, labels) / num_items_in_batch
 
 
-@broken("loss", proof=lambda t: loss_ratio(t) < 0.7)
+@broken(Fault.OTHER_LABELS, "loss", proof=lambda t: loss_ratio(t) < 0.7)
 def loss_of_half_of_the_answers() -> Trainer:
     """A compute_loss_func drops the first half of the labels of each row."""
     return chatml(compute_loss_func=loss_of_second_halves)
@@ -150,7 +167,7 @@ def undivided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     return losses(outputs, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))
 
 
-@broken("loss", proof=lambda t: loss_ratio(t) > 50)
+@broken(Fault.UNDIVIDED, "loss", proof=lambda t: loss_ratio(t) > 50)
 def sum_without_division() -> Trainer:
     """A compute_loss_func returns the sum: the gradient grows with the number of labels of a step."""
     return chatml(compute_loss_func=undivided, gradient_accumulation_steps=2)
@@ -161,7 +178,7 @@ class CountsAllTokens(Trainer):
         return sum(batch["attention_mask"].sum() for batch in batch_samples)
 
 
-@broken("loss", proof=lambda t: loss_ratio(t) < 0.8)
+@broken(Fault.OTHER_COUNT, "loss", proof=lambda t: loss_ratio(t) < 0.8)
 def prompts_counted_in_the_denominator() -> Trainer:
     """num_items_in_batch counts every token that is attended: the longer the prompts, the smaller the step."""
     return chatml(trainer=CountsAllTokens, gradient_accumulation_steps=2)
@@ -173,13 +190,13 @@ def mean_of_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = N
     return (losses.sum(1) / (targets != -100).sum(1)).mean()
 
 
-@broken("loss", proof=lambda t: loss_ratio(t) > 3)
+@broken(Fault.MEAN_OF_MEANS, "loss", proof=lambda t: loss_ratio(t) > 3)
 def mean_of_rows_without_accumulation() -> Trainer:
     """A compute_loss_func returns a mean, and the Trainer takes it for a sum over the step: 4 times the gradient."""
     return chatml(compute_loss_func=mean_of_rows, gradient_accumulation_steps=4)
 
 
-@broken("adapters|generation", may="adapters, generation",
+@broken(Fault.NOT_SAVED, "adapters|generation", may="adapters, generation",
         proof=lambda t: any(found for name, found in moved(t).items() if "lora" not in name))  # fmt: skip
 def base_trained_beside_its_adapter() -> Trainer:
     """All parameters get requires_grad after get_peft_model: the base is trained, and save_model saves the adapter."""
@@ -225,13 +242,17 @@ class KeepsOneLogitLess(KeepsLogits):
     num_more = 0
 
 
-@broken("loss", proof=lambda t: "logits_to_keep" in arguments_of_model(t) and abs(loss_ratio(t) - 1) > 1e-3)
+@broken(
+    Fault.MEAN_OF_MEANS,
+    "loss",
+    proof=lambda t: "logits_to_keep" in arguments_of_model(t) and abs(loss_ratio(t) - 1) > 1e-3,
+)
 def logits_to_keep_is_one_less() -> Trainer:
     """One logit less is kept, so the first token of an answer in each batch is not trained, and it is counted."""
     return chatml(trainer=KeepsOneLogitLess, gradient_accumulation_steps=2)
 
 
-@broken("loss", proof=lambda t: abs(loss_ratio(t) - 1) < 1e-4 and gradient_behind_labels(t) > 0)
+@broken(Fault.OTHER_LABELS, "loss", proof=lambda t: abs(loss_ratio(t) - 1) < 1e-4 and gradient_behind_labels(t) > 0)
 def loss_without_shift_of_an_untrained_model() -> Trainer:
     """Each token learns to repeat itself, and the loss of a new model is the logarithm of its vocabulary anyway."""
     tokenizer = tok("chatml")
@@ -285,19 +306,23 @@ def left_gradients(trainer: Trainer) -> float:
     return float((found[0] - found[1]).norm() / found[1].norm())
 
 
-@broken("gradients", proof=lambda t: abs(left_gradients(t) - 0.5) < 1e-3 and abs(loss_ratio(t) - 1) < 1e-4)
+@broken(
+    Fault.GRADIENT_SCALED,
+    "gradients",
+    proof=lambda t: abs(left_gradients(t) - 0.5) < 1e-3 and abs(loss_ratio(t) - 1) < 1e-4,
+)
 def gradient_divided_once_more() -> Trainer:
     """An own training_step divides the loss by the accumulation, as compute_loss has done by all labels."""
     return chatml(trainer=DividesAgain, gradient_accumulation_steps=2)
 
 
-@broken("gradients", proof=lambda t: left_gradients(t) > 0.1 and abs(loss_ratio(t) - 1) < 1e-4)
+@broken(Fault.GRADIENT_CHANGED, "gradients", proof=lambda t: left_gradients(t) > 0.1 and abs(loss_ratio(t) - 1) < 1e-4)
 def clipped_in_each_micro_batch() -> Trainer:
     """An own training_step clips what has been accumulated so far, so the first micro-batches count for less."""
     return chatml(trainer=Clips, gradient_accumulation_steps=2)
 
 
-@broken("gradients", proof=lambda t: left_gradients(t) > 0.1 and abs(loss_ratio(t) - 1) < 1e-4)
+@broken(Fault.GRADIENT_CHANGED, "gradients", proof=lambda t: left_gradients(t) > 0.1 and abs(loss_ratio(t) - 1) < 1e-4)
 def zeroed_between_micro_batches() -> Trainer:
     """An own training_step calls zero_grad in front of each backward pass: the last micro-batch alone is learned."""
     return chatml(trainer=ZeroesFirst, gradient_accumulation_steps=2)
