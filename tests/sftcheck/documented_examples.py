@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from sftcheck.faults import Fault
@@ -45,6 +45,8 @@ def hub(name: str, tokenizer: PreTrainedTokenizerBase, kind: str) -> str:
     if not folder.exists():
         model(tokenizer, kind).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        # The class that config.json names may replace parts of the tokenizer: the file holds them, as on the Hub.
+        AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     return str(folder)
 
 

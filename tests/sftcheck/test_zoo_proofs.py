@@ -45,6 +45,8 @@ FAST = {
     "evaluation_of_messages": "prompt tokens trained",
 }
 """The set-ups of make test, one of each fault, with what their row has measured."""
+UNSEEN_IN_BFLOAT16 = {"logits_to_keep_is_one_less"}
+"""One trained token of each batch is missing: 1.3 % of the loss, of which bfloat16 may round 2 %."""
 
 
 @NEEDS_SMOLLM2
@@ -104,7 +106,7 @@ def test_verify_trainer_fails_a_broken_set_up_with_a_model_in_bfloat16(name: str
     hush()
     report = verify_trainer(in_bfloat16(ZOO[name].make()), **ZOO[name].arguments)
     assert not any(row.raised for row in report.checks), [(row.name, row.measured) for row in report.checks]
-    assert not report.passed
+    assert report.passed == (name in UNSEEN_IN_BFLOAT16)
 
 
 @NEEDS_SMOLLM2
