@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import DataCollatorWithFlattening, Trainer
 
-from sftcheck.diff.difference import RESIDUAL, Difference, difference
+from sftcheck.diff.difference import RESIDUAL, Difference, as_text, difference
 from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
 from sftcheck.record.recorder import record_trainer
@@ -26,6 +27,7 @@ from tests.sftcheck.diff_pairs import (
     train_everything,
 )
 from tests.sftcheck.zoo_materials import ANSWERS, ROWS, Pad, in_bfloat16, sft, tok
+from tests.sftcheck.zoo_training import DividesAgain
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -149,6 +151,47 @@ def test_a_fact_of_the_update_is_named(name: str) -> None:
     assert name in [each.name for each in found.updates]
     if name != "types of the weights":
         assert not found.named
+
+
+SGD = {"optim": "sgd", "max_grad_norm": 0.0}
+SIZES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
+    "gradient": (SGD, SGD | {"trainer": DividesAgain}, 0.5),
+    "clipping": (SGD | {"max_grad_norm": 0.4}, SGD | {"max_grad_norm": 0.1}, 0.25),
+    "moments": ({}, {"optim": "sgd"}, None),
+    "rate": ({}, {"learning_rate": 2e-3}, 2.0),
+    "weight decay": (SGD, SGD | {"weight_decay": 0.5}, None),
+}
+"""Two set-ups whose updates differ in this part, and the factor by which they do, if it is known."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_parts_of_an_update_add_up_and_the_factor_that_differs_is_named(name: str) -> None:
+    a, b, factor = SIZES[name]
+    found = compared(few(**a), few(**b)).update
+    assert None not in found.norms
+    whole = np.log(found.norms[1]) - np.log(found.norms[0])
+    assert sum(found.parts.values()) == pytest.approx(whole, abs=1e-12)
+    assert [each for each, value in found.parts.items() if abs(value) > 1e-3] == [name]
+    if factor is not None:
+        assert found.parts[name] == pytest.approx(np.log(factor), abs=1e-5)
+
+
+def test_an_update_that_bfloat16_swallows_is_a_residual() -> None:
+    small = {"learning_rate": 1e-6}
+    found = compared(few(**small), in_bfloat16(few(**small)))
+    assert found.update.parts["residual"] < -0.1
+    assert "  residual " in as_text(found).partition("norm of the first update")[2]
+
+
+def test_a_side_that_lacks_a_fact_is_said_to_lack_it() -> None:
+    found = sound()
+    facts = {name: value for name, value in found.facts.items() if name not in ("optimizer", "update", "seeds")}
+    text = as_text(difference(found, TokenRecord(found.tokens, found.sketches, facts)))
+    assert "B lacks optimizer, update: record it again" in text
+    lines = {line.strip().partition("  ")[0]: line for line in text.splitlines()}
+    assert lines["optimizer"].endswith("   not recorded")
+    assert lines["seeds"].endswith("   not recorded")
+    assert "betas" not in text
 
 
 def test_equal_updates_have_no_fact_that_differs() -> None:

@@ -118,6 +118,22 @@ def test_a_loop_is_recorded_as_the_trainer_is() -> None:
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert np.sort(found.sketches, axis=0).tolist() == np.sort(expected.sketches, axis=0).tolist()
     assert found.weight.sum() == pytest.approx(1.0, rel=1e-6)
+    assert "optimizer" not in found.facts
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def stepping(batches: list[Any]) -> torch.Tensor:
+        loss = step(batches)
+        optimizer.step()
+        return loss
+
+    norm = np.sqrt(sum(each**2 for each in found.facts["gradient_norms"].values()))
+    before = [each.detach().clone() for each in model.parameters()]
+    for one, given in ((stepping, None), (stepping, optimizer), (step, optimizer)):
+        found = record_step(model, features, one, tok("chatml"), num_micro_batches=8, optimizer=given)
+        assert found.facts["update"]["norm"] == pytest.approx(0.5 * norm, rel=1e-4)
+        assert found.facts["optimizer"]["name"] == "SGD"
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ def test_the_weights_times_the_losses_are_the_loss_of_each_step(tmp_path: Path, 
     assert sums == pytest.approx(found.facts["losses"], rel=1e-6)
     assert found.facts["losses"][0] == pytest.approx(metrics(folder)[0]["loss"], rel=1e-6)
     assert np.abs(found.context - found.reference)[found.is_trained].max() < 1e-4
+    rate, update = found.facts["optimizer"]["groups"][0]["lr"], found.facts["update"]
+    assert update["norm"] == pytest.approx(rate * np.sqrt(update["num_weights"]), rel=0.05)
 
 
 def test_a_recorded_run_is_the_run_without_it(tmp_path: Path, model_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -12,12 +13,14 @@ import numpy as np
 from sftcheck.diff.causes import Cause, causes
 from sftcheck.diff.matching import Matching, Pair
 from sftcheck.diff.parts import Factor, decompose
-from sftcheck.diff.updates import Fact, updates
+from sftcheck.diff.updates import Fact, UpdateSize, update_size, updates
 from sftcheck.faults import values_of_mask
 from sftron.report.token_record import TokenRecord
 
 RESIDUAL = 1e-6
 """Relative to the larger loss, the largest residual of an explained difference."""
+_SAME_SIZE = 1e-4
+"""Of the logarithm of a norm; in float32, other shapes take other kernels."""
 _SHOWN_TOKENS = 120
 _WIDTH, _INDENT = 120, 34
 _RED, _MARKED, _END = "\x1b[31m", "\x1b[1;4m", "\x1b[0m"
@@ -44,6 +47,7 @@ class Difference:
     b: TokenRecord
     parts: tuple[Part, ...]
     """In the order of `Factor`."""
+    update: UpdateSize
     updates: tuple[Fact, ...]
     worst: Pair | None
     """The conversation whose part of the losses differs most, if tokens of it differ."""
@@ -71,6 +75,9 @@ class Difference:
                  "fault": each.cause.fault and each.cause.fault.name}
                 for each in self.parts
             ],
+            "update": {
+                "norms": list(self.update.norms), "parts": dict(self.update.parts), "lacks": self.update.lacks,
+            },
             "updates": [
                 {"name": each.name, "a": each.a, "b": each.b, "fault": each.fault and each.fault.name}
                 for each in self.updates
@@ -90,7 +97,7 @@ def difference(a: TokenRecord, b: TokenRecord) -> Difference:
              abs(value) <= RESIDUAL * size and (factor is Factor.RESIDUAL or not found[factor].count))
         for factor, value in values.items()
     )  # fmt: skip
-    return Difference(a, b, parts, tuple(updates(a, b)), _worst(matching))
+    return Difference(a, b, parts, update_size(a, b), tuple(updates(a, b)), _worst(matching))
 
 
 def _worst(matching: Matching) -> Pair | None:
@@ -119,8 +126,9 @@ def as_text(found: Difference, *, color: bool = False) -> str:
         lines += _row(part)
     if not found.is_explained:
         lines.append(f"unexplained: {found.residual.value:+.2e}, above {RESIDUAL:.0e} of the loss")
+    lines += ["", *_of_update(found.update)]
     if found.updates:
-        lines += ["", f"{'the update':36}{'A':>30}   B"]
+        lines += ["", f"{'facts of the update':36}{'A':>30}   B"]
         lines += [f"  {each.name:34}{_short(each.a):>30}   {_short(each.b)}" for each in found.updates]
     remedies = list(_remedies(found))
     lines += ["", *remedies] if remedies else []
@@ -135,6 +143,19 @@ def _row(part: Part) -> Iterator[str]:
     first, *rest = wrap(part.cause.sentence or "none", _WIDTH - _INDENT) or [""]
     yield f"{part.factor.value:16}{value:>11}{share:>5}  {first}"
     yield from (" " * _INDENT + each for each in rest)
+
+
+def _of_update(update: UpdateSize) -> Iterator[str]:
+    """Yields the size of the first updates; its parts, if it differs, as logarithms and as factors."""
+    a, b = ("not recorded" if each is None else f"{each:.6g}" for each in update.norms)
+    total = f"   log(B / A) {math.fsum(update.parts.values()):+.6f}" if update.parts else ""
+    yield f"norm of the first update  A {a}   B {b}{total}"
+    if update.lacks:
+        yield from wrap(f"It is not decomposed: {update.lacks}.", _WIDTH)
+    if any(abs(each) > _SAME_SIZE for each in update.parts.values()):
+        for name, value in update.parts.items():
+            shown = f"{'=':>11}" if abs(value) <= _SAME_SIZE else f"{value:+11.6f}  x {math.exp(value):.6g}"
+            yield f"  {name:14}{shown}"
 
 
 def _short(value: Any) -> str:

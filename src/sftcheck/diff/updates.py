@@ -1,10 +1,11 @@
-"""What the optimizers of two records make of their gradients, as named facts."""
+"""What the optimizers of two records make of their gradients: the size of the first update in parts, and named facts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from sftcheck.faults import Fault
@@ -12,7 +13,10 @@ from sftron.report.token_record import TokenRecord
 
 _SAME = 1e-3
 """Relative, of two norms of a gradient, or of a factor from 1."""
-_RATES = ("lr", "initial_lr")
+_LACKS, _NO_OPTION = "not recorded", "no such option"
+_TENSOR_NAMES = ("names", "param_names")
+_STEP_FACTS = ("gradient_norms", "optimizer", "update")
+"""What the size of an update is made of; a loop has clipped, if it does, before its optimizer is given gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,84 @@ class Fact:
     side: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateSize:
+    """The logarithm of the ratio of the norms of two first updates, B's to A's, as a sum of parts.
+
+    Attributes:
+        norms: Of both updates, at the optimizer's own rate, before the schedule; None if a record lacks it.
+        parts: Their values add up to log(B's norm / A's norm): one factor is exchanged at a time, in this order.
+        lacks: Why there are no parts; "" if there are.
+    """
+
+    norms: tuple[float | None, float | None]
+    parts: Mapping[str, float] = field(default_factory=dict)
+    lacks: str = ""
+
+
+def update_size(a: TokenRecord, b: TokenRecord) -> UpdateSize:
+    """Returns what makes B's first update larger or smaller than A's.
+
+    gradient      its norm; for Adam, whose first update has no size of the gradient, the weights that have one
+    clipping      min(1, max_grad_norm / norm); nothing for Adam
+    moments       one of Adam's kind against one that takes the gradient as it is
+    rate          before the schedule, which the facts have
+    weight decay  as a term of its own
+    residual      what this leaves out: eps, decay in moments, weights too coarse for their update
+    """
+    facts = a.facts, b.facts
+    norms = tuple((each.get("update") or {}).get("norm") for each in facts)
+    missing = [
+        f"{side} lacks {', '.join(names)}"
+        for side, each in zip("AB", facts, strict=True)
+        if (names := [name for name in _STEP_FACTS if not each.get(name)])
+    ]
+    if missing:
+        return UpdateSize((norms[0], norms[1]), {}, f"{'; '.join(missing)}: record it again, with its optimizer")
+    one, other = _Step(a.facts), _Step(b.facts)
+    if not all(each > 0 for step in (one, other) for each in (step.norm, step.without_decay, step.gradient, step.rate)):
+        return UpdateSize((one.norm, other.norm), {}, "an update, a gradient or a rate is 0, which has no logarithm")
+    path = [
+        one.size(), one.size(gradient=other), one.size(gradient=other, clipping=other),
+        one.size(gradient=other, clipping=other, moments=other), other.size(),
+    ]  # fmt: skip
+    names = ("gradient", "clipping", "moments", "rate")
+    parts = {name: math.log(end / begin) for name, (begin, end) in zip(names, pairwise(path), strict=True)}
+    parts["weight decay"] = math.log(other.norm / other.without_decay) - math.log(one.norm / one.without_decay)
+    parts["residual"] = math.log(other.norm / one.norm) - math.fsum(parts.values())
+    return UpdateSize((one.norm, other.norm), parts)
+
+
+class _Step:
+    """The factors of a first update."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        update, optimizer = facts["update"], facts["optimizer"]
+        self.norm, self.without_decay, self.num_weights = (
+            float(update[name]) for name in ("norm", "without_decay", "num_weights")
+        )
+        self.gradient = math.hypot(*map(float, facts["gradient_norms"].values()))
+        self.limit = float(facts.get("max_grad_norm") or math.inf)
+        self.has_moments = "adam" in str(optimizer["name"]).lower()
+        groups = optimizer["groups"]
+        weights = sum(each["num_weights"] for each in groups) or 1
+        self.rate = math.sqrt(sum(each["lr"] ** 2 * each["num_weights"] for each in groups) / weights)
+
+    def size(
+        self, *, gradient: _Step | None = None, clipping: _Step | None = None, moments: _Step | None = None
+    ) -> float:
+        """Returns the norm without decay, with factors of other steps."""
+        of, limit = gradient or self, (clipping or self).limit
+        one = math.sqrt(of.num_weights) if (moments or self).has_moments else min(of.gradient, limit)
+        return self.rate * one
+
+
 def updates(a: TokenRecord, b: TokenRecord) -> list[Fact]:
     """Returns the facts of the updates that differ, in the order in which an update is computed."""
     return [
         *_gradients(a.facts, b.facts),
         *_options(a.facts, b.facts),
+        *_given(a.facts, b.facts, {"max_grad_norm": "clipping (max_grad_norm)"}),
         *_rates(a.facts, b.facts),
         *_others(a.facts, b.facts),
     ]
@@ -63,24 +140,26 @@ def _gradients(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     optimizers = [each.get("optimizer") or {} for each in (a, b)]
-    names = [each.get("name") for each in optimizers]
+    names = [each.get("name", _LACKS) for each in optimizers]
     if names[0] != names[1]:
         yield Fact("optimizer", names[0], names[1])
+    if _LACKS in names:
+        return
     groups = [each.get("groups", []) for each in optimizers]
     options = sorted({name for own in groups for group in own for name in group})
     for name in options:
-        if name in ("initial_lr", "num_weights") or (name == "lr" and all(each.get("rates") for each in (a, b))):
+        if name in ("initial_lr", "num_weights", *_TENSOR_NAMES) or (
+            name == "lr" and all(each.get("rates") for each in (a, b))
+        ):
             continue
         values = [_by_weights(own, name) for own in groups]
         if values[0] != values[1]:
             yield Fact({"lr": "learning rate"}.get(name, name.replace("_", " ")), values[0], values[1])
-    if a.get("max_grad_norm") != b.get("max_grad_norm"):
-        yield Fact("clipping (max_grad_norm)", a.get("max_grad_norm"), b.get("max_grad_norm"))
 
 
 def _by_weights(groups: list[dict[str, Any]], name: str) -> Any:
     """Returns the value of an option; with the number of weights of each, if groups have different ones."""
-    values = [(str(group.get(name)), group.get("num_weights", 0)) for group in groups]
+    values = [(str(group.get(name, _NO_OPTION)), group.get("num_weights", 0)) for group in groups]
     sizes = {value: sum(size for other, size in values if other == value) for value, _ in values}
     if len(sizes) < 2:
         return next(iter(sizes), None)
@@ -91,22 +170,22 @@ def _rates(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     rates = [each.get("rates") or {} for each in (a, b)]
     keys = {"highest": "highest learning rate", "num_steps": "steps of the run"}
     keys |= {"first": "learning rates of the first steps", "last": "learning rates of the last steps"}
-    for key, name in keys.items():
-        values = [each.get(key) for each in rates]
-        if not _are_equal(values[0], values[1]):
-            yield Fact(name, values[0], values[1])
+    yield from _given(rates[0], rates[1], keys)
 
 
 def _others(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
-    for name, key in (("batches", "batching"), ("seeds", "seeds"), ("types of the weights", "dtypes")):
-        values = a.get(key), b.get(key)
-        if values[0] != values[1]:
-            yield Fact(name, *values)
+    yield from _given(a, b, {"batching": "batches", "seeds": "seeds", "dtypes": "types of the weights"})
     versions = [each.get("versions", {}) for each in (a, b)]
     for name in sorted({*versions[0], *versions[1]}):
-        values = versions[0].get(name), versions[1].get(name)
-        if values[0] != values[1]:
-            yield Fact(f"version of {name}", *values)
+        yield from _given(versions[0], versions[1], {name: f"version of {name}"})
+
+
+def _given(a: Mapping[str, Any], b: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[Fact]:
+    """Yields the facts of these keys that differ, by their names; None is a value, such as no clipping."""
+    for key, name in names.items():
+        values = a.get(key, _LACKS), b.get(key, _LACKS)
+        if not _are_equal(*values):
+            yield Fact(name, *values)
 
 
 def _are_equal(a: Any, b: Any) -> bool:

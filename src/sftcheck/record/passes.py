@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from sftcheck.loop.reading import Reading, read
 from sftcheck.tolerances import Tolerance
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
+from sftron.report.first_update import FirstUpdate
 from sftron.report.token_record import groups_of
 
 _ROWS_AT_ONCE = 256
@@ -77,8 +78,10 @@ class OwnStep:
     """The norm of each tensor's gradient, as the optimizer is given it."""
     kept: GradientDifference | None = None
     """How far these gradients are from the sum over all backward passes; None if they were not compared."""
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """The groups of an optimizer whose step was seen, without their tensors."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """The name and the groups, without their tensors, of an optimizer whose step was seen."""
+    update: dict[str, Any] = field(default_factory=dict)
+    """What `FirstUpdate` measures; empty if it was not measured."""
 
     def read(self, number: int, micro_batch: int, reading: Reading) -> ReadCall:
         """Returns what a call trains, by its own logits.
@@ -105,12 +108,21 @@ class Passes:
         batches: The micro-batches of the step.
         micro_batch: Returns the number of the micro-batch that is computed; None numbers the calls.
         scale: The factor of a GradScaler, by which the loss is multiplied for its gradient.
+        optimizer: Returns an optimizer for a step that takes none of its own.
+        max_norm: To which the gradients are clipped for it.
     """
 
     def __init__(
-        self, model: LoopModel, batches: Sequence[Any], micro_batch: Callable[[], int] | None, scale: float = 1.0
+        self,
+        model: LoopModel,
+        batches: Sequence[Any],
+        micro_batch: Callable[[], int] | None,
+        scale: float = 1.0,
+        optimizer: Callable[[], Any] = lambda: None,
+        max_norm: float | None = None,
     ) -> None:
         self.model, self.batches, self.micro_batch, self.scale = model, batches, micro_batch, scale
+        self.optimizer, self.max_norm = optimizer, max_norm
 
     def read(self, own: OwnStep, make: Make = torch.zeros_like) -> list[ReadCall]:
         """Returns what each call of the model trains. Raises ValueError if it cannot be read.
@@ -177,8 +189,13 @@ class Passes:
         found = model.get_decoder() if hasattr(model, "get_decoder") else None
         return found if isinstance(found, nn.Module) and found is not model else None
 
-    def own(self) -> OwnStep:
-        """Takes the step as it is. Leaves no gradient; may change the weights."""
+    def own(self, *, updates: bool = False) -> OwnStep:
+        """Takes the step as it is. Leaves no gradient; may change the weights.
+
+        Args:
+            updates: Whether the update of the weights is measured.
+        """
+        seen: tuple[FirstUpdate, Any] | None = None
         found, heads, number = OwnStep(), list[Tensor](), -1
         parameters = {name: each for name, each in self.model.module.named_parameters() if each.requires_grad}
         summed, calls = dict[str, Tensor](), list[Call]()
@@ -215,8 +232,11 @@ class Passes:
             found.logits[number] = _of_all_tokens(logits.detach(), calls[-1]) if is_part else logits.detach()
 
         def on_optimizer(optimizer: Any) -> None:
-            found.groups = groups_of(optimizer)
+            nonlocal seen
+            found.optimizer = {"name": type(optimizer).__name__, "groups": groups_of(optimizer)}
             keep()
+            if updates and seen is None:
+                seen = FirstUpdate(parameters.values()), optimizer
 
         def keep() -> None:
             found.norms = {
@@ -245,8 +265,25 @@ class Passes:
                 backward(found.result)
             if not found.norms:
                 keep()
+        if updates:
+            # An optimizer may need more than gradients, such as a closure; then its update is not known.
+            with suppress(Exception):
+                before, optimizer = seen or self._step(parameters.values())
+                found.update = {} if optimizer is None else before.measured(optimizer)
         self.model.module.zero_grad(set_to_none=True)
         return found
+
+    def _step(self, parameters: Collection[nn.Parameter]) -> tuple[FirstUpdate, Any]:
+        """Takes the optimizer's step with clipped gradients. Returns what was before, and the optimizer."""
+        before, optimizer = FirstUpdate(parameters), self.optimizer()
+        if optimizer is not None:
+            for each in parameters:
+                if each.grad is not None:
+                    each.grad.div_(self.scale)
+            if self.max_norm:
+                nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            optimizer.step()
+        return before, optimizer
 
 
 def log_probabilities(logits: Tensor, targets: np.ndarray) -> np.ndarray:

@@ -76,7 +76,10 @@ def record_trainer(
             step.begin(each)
             features = [batch.features for batch in each.batches]
             inputs = [dict(batch.inputs) for batch in each.batches]
-            passes = Passes(recorder.model, inputs, lambda: step.number, step.scale)
+            passes = Passes(
+                recorder.model, inputs, lambda: step.number, step.scale, lambda: new_optimizer(trainer),
+                trainer.args.max_grad_norm,
+            )  # fmt: skip
             recorder.add(passes, features, finder, step.returned)
         return recorder.finish(_facts_of(trainer, batches, found))
 
@@ -111,10 +114,12 @@ def record_step(
             chosen = list(islice(given, num_micro_batches))
             if not chosen:
                 break
-            recorder.add(Passes(recorder.model, chosen, None), [()] * len(chosen), finder, _number, optimizer)
-        groups = groups_of(optimizer) if optimizer is not None else recorder.groups
-        facts = {"trainer": "a loop", "library": "loop", "num_micro_batches": num_micro_batches}
-        return recorder.finish(facts | {"optimizer": {"name": type(optimizer).__name__, "groups": groups}})
+            passes = Passes(recorder.model, chosen, None, optimizer=lambda: optimizer)
+            recorder.add(passes, [()] * len(chosen), finder, _number, optimizer)
+        facts: dict[str, Any] = {"trainer": "a loop", "library": "loop", "num_micro_batches": num_micro_batches}
+        if optimizer is not None:
+            facts["optimizer"] = {"name": type(optimizer).__name__, "groups": groups_of(optimizer)}
+        return recorder.finish(facts)
 
 
 class _TrainerStep:
@@ -161,7 +166,6 @@ class _Recorder:
 
     def __init__(self, model: LoopModel, tokenizer: Any, *, with_text: bool) -> None:
         self.model, self.tokenizer, self.encoder = model, tokenizer, Encoder(tokenizer)
-        self.groups = list[dict[str, Any]]()
         self._reference: Reference | None = None
         self._tokens, self._sketches, self._with_text = TokenArrays(), list[np.ndarray](), with_text
         self._losses, self._facts, self._factors = list[float](), dict[str, Any](), list[float]()
@@ -181,7 +185,7 @@ class _Recorder:
             returned: Returns the loss of the step from what it returns; None if it returns none.
         """
         with restore_loop_after(self.model.module, self.model.step, optimizer):
-            own = passes.own()
+            own = passes.own(updates=not self._facts)
         loss = returned(own.result)
         read = passes.read(own)
         total = _loss_of(read)
@@ -194,9 +198,10 @@ class _Recorder:
         is_trained = any((each.reading.weights != 0).any() for each in read)  # else a loss may be 0 / 0
         self._factors.append(1.0 if loss is None or not total else loss / total)
         self._losses.append(total if loss is None or not is_trained else loss)
-        self.groups = self.groups or own.groups
         if not self._facts:
             self._facts = {"gradient_norms": own.norms, "gradient": facts_of_gradients(own)}
+            self._facts |= {"update": own.update} if own.update else {}
+            self._facts |= {"optimizer": own.optimizer} if own.optimizer else {}
         self._add_tokens(passes, read, features, finder)
 
     def _add_tokens(self, passes: Passes, read: Sequence[ReadCall], features: Any, finder: Finder) -> None:

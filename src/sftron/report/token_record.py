@@ -184,8 +184,9 @@ def _digest(facts: str, header: Mapping[str, Any], payload: bytes | memoryview) 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Returns the options of a torch optimizer's groups, with the number of their weights."""
     kinds = (bool, int, float, str, tuple, list)
+    names = ("params", "param_names", "names")  # of each tensor, in thousands
     return [
-        {name: value for name, value in group.items() if name != "params" and isinstance(value, kinds)}
+        {name: value for name, value in group.items() if name not in names and isinstance(value, kinds)}
         | {"num_weights": sum(each.numel() for each in group["params"])}
         for group in optimizer.param_groups
     ]

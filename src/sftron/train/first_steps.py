@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -15,6 +16,7 @@ from sftron.data.loader import PackLoader, collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation
 from sftron.models.llama import LlamaForSFT
+from sftron.report.first_update import FirstUpdate
 from sftron.report.token_record import (
     NO_TARGET,
     TokenArrays,
@@ -45,7 +47,7 @@ def record_run(trainer: Trainer, num_steps: int) -> TokenRecord:
     accumulation = setup.config.tokens.batch_accumulation_per_replica
     loader = PackLoader(setup.data.dataset, num_workers=0, keep_tail=False)
     loader.load_state_dict(trainer.loader.state_dict())
-    recorder = FirstSteps(setup, model)
+    recorder = FirstSteps(setup, model, trainer.optimizer)
     with torch.random.fork_rng():
         batches = iter(loader)
         for _ in range(num_steps):
@@ -55,28 +57,48 @@ def record_run(trainer: Trainer, num_steps: int) -> TokenRecord:
 
 
 class _Norms:
-    """Stands for an optimizer: keeps the norms of the gradients, and changes no weight."""
+    """Stands for an optimizer: keeps the norms of the gradients, and changes no weight.
 
-    def __init__(self, model: LlamaForSFT) -> None:
-        self._model = model
-        self.norms = dict[str, float]()
+    Args:
+        optimizer: Whose first update of clipped gradients is measured, and taken back. Only AdamW keeps all of its
+            state in the optimizer; the update of another one is not measured.
+    """
+
+    def __init__(self, model: LlamaForSFT, optimizer: Any, max_norm: float | None) -> None:
+        self._model, self._optimizer, self._max_norm = model, optimizer, max_norm
+        self.norms, self.update = dict[str, float](), dict[str, Any]()
 
     def step(self) -> None:
         named = self._model.named_parameters()
         self.norms = {name: float(each.grad.double().norm()) for name, each in named if each.grad is not None}
+        if not isinstance(self._optimizer, torch.optim.AdamW):
+            return
+        new = object.__new__(type(self._optimizer))  # with no state, as it is before a run's first step
+        new.__dict__.update(self._optimizer.__dict__, state=defaultdict(dict))
+        parameters = list(self._model.parameters())
+        before = FirstUpdate(parameters)
+        try:
+            if self._max_norm:
+                torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
+            new.step()
+            self.update = before.measured(new)
+        finally:
+            before.restore()
 
 
 class FirstSteps:
     """Collects the tokens of steps."""
 
-    def __init__(self, setup: Setup, model: LlamaForSFT) -> None:
-        self._setup, self._model = setup, model
+    def __init__(self, setup: Setup, model: LlamaForSFT, optimizer: Any = None) -> None:
+        self._setup, self._model, self._optimizer, self._update = setup, model, optimizer, dict[str, Any]()
         self._tokens, self._sketches = TokenArrays(), list[np.ndarray]()
         self._losses, self._items, self._norms = list[float](), list[float](), dict[str, float]()
 
     def add(self, batches: list[Batch]) -> None:
         """Adds the micro-batches of one step."""
-        objective, norms = objective_of(self._setup), _Norms(self._model)
+        objective, is_first = objective_of(self._setup), not self._losses
+        max_norm = self._setup.config.optimizer.max_grad_norm
+        norms = _Norms(self._model, self._optimizer if is_first else None, max_norm)
         denominator = math.fsum(map(objective.denominator, batches))
         stand_in: Any = norms
         num_datasets = len(self._setup.data.preparation.datasets)
@@ -84,7 +106,7 @@ class FirstSteps:
             self._model, stand_in, batches, objective, max_grad_norm=None, denominator=denominator,
             num_datasets=num_datasets,
         )  # fmt: skip
-        self._norms = self._norms or norms.norms
+        self._norms, self._update = self._norms or norms.norms, self._update or norms.update
         self._losses.append(result.loss or 0.0)
         self._items.append(denominator)
         for number, batch in enumerate(batches):
@@ -151,6 +173,7 @@ class FirstSteps:
             "seeds": {"seed": config.general.seed},
             "versions": installed_versions(),
         }
+        facts |= {"update": self._update} if self._update else {}
         return TokenRecord(self._tokens.joined(), np.stack(self._sketches), facts)
 
 
