@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from sftcheck.record.recorder import record_step, record_trainer
 from sftron.commands.diff import main
-from sftron.report.token_record import RecordError, prefix_digests, read_record, sketch_of
+from sftron.report.token_record import RecordError, TokenRecord, prefix_digests, read_record, sketch_of
 from tests.conftest import ROOT
 from tests.sftcheck.diff_pairs import FEW, few
 from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, model, sft, tok
@@ -173,8 +173,47 @@ def test_a_changed_byte_is_refused_wherever_it_is(written: Path, tmp_path: Path)
         if blank <= place < 8 + size:
             continue  # the padding of the header
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(RecordError, match=r"changed\.safetensors: "):
+        with pytest.raises(RecordError, match=r"changed\.safetensors: .*; record it again"):
             read_record(path)
+
+
+DAMAGES: dict[str, tuple[Callable[[TokenRecord], dict[str, Any]], str]] = {
+    "no losses": (lambda _: {"losses": None}, "losses are None"),
+    "empty losses": (lambda _: {"losses": []}, r"losses are \[\]"),
+    "losses of text": (lambda _: {"losses": "ab"}, "losses are 'ab'"),
+    "a loss that is no number": (lambda _: {"losses": [float("nan")]}, r"losses are \[nan\]"),
+    "norms as a list": (lambda _: {"gradient_norms": [1.0]}, "gradient_norms"),
+    "a norm of text": (lambda _: {"weight_norms": {"head": "x"}}, "weight_norms of head"),
+    "half an update": (lambda _: {"update": {"norm": 1.0}}, "without_decay"),
+    "an optimizer of text": (lambda _: {"optimizer": "AdamW"}, "optimizer is 'AdamW'"),
+    "groups of numbers": (lambda _: {"optimizer": {"groups": [3]}}, "groups"),
+    "versions that are none": (lambda _: {"versions": None}, "versions"),
+    "a factor that is none": (lambda _: {"gradient_of_loss": None}, "gradient_of_loss"),
+    "a weight that is no number": (lambda found: {"weight": found.weight * np.nan}, "weight .* not finite"),
+    "an infinite context": (lambda found: {"context": found.context + np.inf}, "context .* not finite"),
+    "a column": (lambda found: {"id": found.id[:, None]}, r"\(.*,.*\)"),
+    "a shorter array": (lambda found: {"own": found.own[1:]}, "array own has the shape"),
+    "no tokens": (lambda found: {name: each[:0] for name, each in found.tokens.items()}, "0 tokens"),
+    "a step too many": (lambda found: {"step": found.step + 1}, "step has 1 to 1; wanted 0 to 0"),
+    "a step before the first": (lambda found: {"step": found.step - 1}, "step has -1"),
+    "a document too many": (lambda found: {"document": found.document + 1}, "document"),
+    "a document before the first": (lambda found: {"document": found.document - 9}, "document has -9"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_record_of_another_form_is_refused_with_the_remedy(
+    name: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, words = DAMAGES[name]
+    found, path = read_record(written), tmp_path / "crafted.safetensors"
+    changed = change(found)
+    tokens = {key: changed.pop(key, array) for key, array in found.tokens.items()}
+    TokenRecord(tokens, found.sketches, {**found.facts, **changed}).write(path)
+    with pytest.raises(RecordError, match=rf"crafted\.safetensors: .*{words}.*; record it again"):
+        read_record(path)
+    assert main([str(written), str(path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_foreign_file_is_refused_by_name(tmp_path: Path) -> None:

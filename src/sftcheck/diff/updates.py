@@ -1,4 +1,4 @@
-"""What the optimizers of two records make of their gradients: the size of the first update in parts, and named facts."""
+"""What two optimizers make of their gradients: the size of the first update, in parts, and the facts that differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sftron.report.token_record import TokenRecord
 _SAME = 1e-3
 """Relative, of two norms of a gradient, or of a factor from 1."""
 _LACKS, _NO_OPTION = "not recorded", "no such option"
-_TENSOR_NAMES = ("names", "param_names")
+_NO_OPTIONS = ("initial_lr", "num_weights", "names", "param_names")
 _STEP_FACTS = ("gradient_norms", "optimizer", "update")
 """What the size of an update is made of; a loop has clipped, if it does, before its optimizer is given gradients."""
 
@@ -148,9 +148,7 @@ def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     groups = [each.get("groups", []) for each in optimizers]
     options = sorted({name for own in groups for group in own for name in group})
     for name in options:
-        if name in ("initial_lr", "num_weights", *_TENSOR_NAMES) or (
-            name == "lr" and all(each.get("rates") for each in (a, b))
-        ):
+        if name in _NO_OPTIONS or (name == "lr" and all(each.get("rates") for each in (a, b))):
             continue
         values = [_by_weights(own, name) for own in groups]
         if values[0] != values[1]:

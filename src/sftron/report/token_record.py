@@ -38,6 +38,7 @@ ROLE_NAMES = (
 ROLE_NAMES += ("texts",)
 """The names of the roles 0, 1, ... of tokens, as `sftron.data.types.Role` numbers them."""
 SKETCH_SIZE = 32
+_REMEDY = "record it again, with this release"
 _LARGEST_HEADER = 100_000_000
 _WINDOW = 12
 """The number of characters of one hash; shorter ones are shared by unlike texts, longer ones lost at each cut."""
@@ -143,9 +144,9 @@ def read_record(path: Path) -> TokenRecord:
     try:
         return _parsed(data)
     except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
+        raise RecordError(f"{path}: {error}; {_REMEDY}") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RecordError(f"{path}: not a record of sftron diff record ({type(error).__name__})") from error
+        raise RecordError(f"{path}: not a record of sftron diff record ({type(error).__name__}); {_REMEDY}") from error
 
 
 def _parsed(data: bytes) -> TokenRecord:
@@ -166,9 +167,57 @@ def _parsed(data: bytes) -> TokenRecord:
         array = np.frombuffer(payload[begin:end], dtype=_TYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
         arrays[name] = array.astype(_TYPES[kind])
     sketches = arrays.pop("sketch")
-    if {len(each) for each in arrays.values()} != {len(arrays["id"])} or arrays["document"].max() >= len(sketches):
-        raise RecordError("its arrays do not fit each other")
-    return TokenRecord(arrays, sketches, json.loads(metadata["facts"]))
+    found = TokenRecord(arrays, sketches, json.loads(metadata["facts"]))
+    _require_facts(found.facts)
+    _require_arrays(found)
+    return found
+
+
+def _require_facts(facts: Any) -> None:
+    """Raises RecordError if a fact that is computed with is missing or has another form."""
+    if not isinstance(facts, dict):
+        raise RecordError(f"its facts are {type(facts).__name__}; wanted an object")
+    losses = facts.get("losses")
+    if not isinstance(losses, list) or not losses or not all(map(_is_finite, losses)):
+        raise RecordError(f"its losses are {losses!r:.60}; wanted a finite number for each step")
+    for name in ("gradient_norms", "weight_norms", "gradient", "optimizer", "update", "rates", "versions", "texts"):
+        if not isinstance(facts.get(name, {}), dict):
+            raise RecordError(f"its {name} is {facts[name]!r:.60}; wanted an object")
+    groups = facts.get("optimizer", {}).get("groups", [])
+    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        raise RecordError(f"its optimizer has groups {groups!r:.60}; wanted a list of objects")
+    numbers = {"gradient_of_loss": facts.get("gradient_of_loss", 1.0)}
+    numbers |= {f"gradient.{name}": facts.get("gradient", {}).get(name, 0.0) for name in ("factor", "apart")}
+    numbers |= {f"{name} of {key}": value for name in ("gradient_norms", "weight_norms")
+                for key, value in facts.get(name, {}).items()}  # fmt: skip
+    if update := facts.get("update"):
+        numbers |= {f"update.{name}": update.get(name) for name in ("norm", "without_decay", "num_weights")}
+        numbers |= {f"optimizer.{name}": each.get(name) for each in groups for name in ("lr", "num_weights")}
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)):
+            raise RecordError(f"its {name} is {value!r:.60}; wanted a number")
+
+
+def _require_arrays(record: TokenRecord) -> None:
+    """Raises RecordError if the arrays do not fit each other, or hold what no recorder writes."""
+    size, sketches = record.id.size, record.sketches
+    for name, array in record.tokens.items():
+        if array.shape != (size,):
+            raise RecordError(f"its array {name} has the shape {array.shape}; wanted ({size},)")
+    if not size or sketches.ndim != 2:
+        raise RecordError(f"it has {size} tokens, and sketches of the shape {sketches.shape}")
+    for name, least, most in (("document", -1, len(sketches)), ("step", 0, record.num_steps)):
+        array = record.tokens[name]
+        if array.min() < least or array.max() >= most:
+            raise RecordError(f"its array {name} has {array.min()} to {array.max()}; wanted {least} to {most - 1}")
+    for name in ("weight", "own", "context", "reference"):  # nothing is before a first token, so it has no reference
+        array = record.tokens[name]
+        if number := int((np.isinf(array) | (np.isnan(array) & (name != "reference"))).sum()):
+            raise RecordError(f"its array {name} has {number:,} values that are not finite")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _digest(facts: str, header: Mapping[str, Any], payload: bytes | memoryview) -> str:
