@@ -25,6 +25,7 @@ from tests.sftcheck.diff_pairs import (
     few,
     put_together,
     train_everything,
+    with_weights_of,
 )
 from tests.sftcheck.zoo_materials import ANSWERS, ROWS, Pad, in_bfloat16, sft, tok
 from tests.sftcheck.zoo_training import DividesAgain
@@ -232,6 +233,36 @@ def test_a_record_is_equal_to_itself_whatever_its_type_and_its_faults(kind: str)
     same = difference(found, found)
     assert not same.named
     assert any(each.cause.sentence.startswith("the same: ") for each in same.parts)
+
+
+def test_repeated_rows_are_no_conversations_that_are_lacking() -> None:
+    rows = features()
+    found = compared(few(rows[:4]), few([*rows[:4], *rows[:3], rows[5]]))
+    sentence = found.parts[0].cause.sentence
+    assert "A lacks 1 of B's 5" in sentence
+    assert "B repeats 3 of those that are in both, in 3 rows more than A" in sentence
+    assert "4 conversations are in both" in sentence
+
+
+def test_a_renamed_tensor_has_no_other_norm() -> None:
+    other = record_trainer(with_weights_of(1))
+    norms = dict(other.facts["weight_norms"])
+    norms["elsewhere"] = norms.pop("model.norm.weight")
+    renamed = TokenRecord(other.tokens, other.sketches, {**other.facts, "weight_norms": norms})
+    whole = {**other.facts["weight_norms"]}
+    mine = TokenRecord(sound().tokens, sound().sketches, {**sound().facts, "weight_norms": whole})
+    sentence = next(each for each in difference(mine, renamed).parts if each.factor is Factor.MODEL).cause.sentence
+    assert f"0 of {len(whole) - 1} tensors have other norms" in sentence
+    assert "1 are renamed: model.norm.weight is elsewhere in B" in sentence
+
+
+def test_autocast_dropout_and_attention_are_named_where_the_model_differs() -> None:
+    other = few(bf16=True, attention="eager")
+    other.model.model.layers[0].self_attn.attention_dropout = 0.25
+    sentence = next(each for each in compared(sound(), other).parts if each.factor is Factor.MODEL).cause.sentence
+    assert "autocast none in A, bfloat16 in B" in sentence
+    assert "dropout 0.0 in A, 0.25 in B" in sentence
+    assert "attention sdpa in A, eager in B" in sentence
 
 
 def test_a_loss_that_is_no_sum_of_cross_entropies_has_no_fault_of_weights() -> None:

@@ -307,6 +307,21 @@ def test_the_command_records_and_explains(tmp_path: Path, capsys: pytest.Capture
     assert (ended.returncode, ended.stdout) == (0, shown), ended.stderr
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, marker = tmp_path / "marking_script.py", tmp_path / "called"
+    script.write_text(f"import pathlib\n\ndef make():\n    pathlib.Path({str(marker)!r}).touch()\n")
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "folder", script / "a.safetensors", Path("/proc/none/a.safetensors")):
+        assert main(["record", f"{script}:make", "--out", str(place)]) == 2
+        assert f"{place} cannot be written" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main(["record", f"{script}:make", "--out", str(tmp_path / "a.safetensors")]) == 2
+    assert "cannot be written: Permission denied; choose another place with --out" in capsys.readouterr().err
+    assert not marker.exists()
+
+
 def test_a_residual_is_a_line_and_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     record_trainer(few()).write(a)

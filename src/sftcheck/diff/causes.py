@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -64,10 +65,9 @@ class _Causes:
 
     def rows(self) -> Cause:
         matching = self.matching
-        lacks = [f"B lacks {len(matching.only_a):,} of A's {len(self.a.sketches):,}"] * bool(matching.only_a)
-        lacks += [f"A lacks {len(matching.only_b):,} of B's {len(self.b.sketches):,}"] * bool(matching.only_b)
-        same = len({each.a.number for each in matching.pairs if each.cut != "A"})
-        same += len({each.b.number for each in matching.pairs if each.cut == "A"})
+        lacks = [*self._lacks("B", self.a, matching.only_a, "A"), *self._lacks("A", self.b, matching.only_b, "B")]
+        same = len({_key(self.a, each.a.number) for each in matching.pairs if each.cut != "A"})
+        same += len({_key(self.b, each.b.number) for each in matching.pairs if each.cut == "A"})
         moved = sum(self._step_of(self.a, each.a) != self._step_of(self.b, each.b) for each in matching.pairs)
         count = len(matching.only_a) + len(matching.only_b) + moved
         words = f"{same:,} conversations are in both" if lacks else f"the same {same:,} conversations"
@@ -75,6 +75,18 @@ class _Causes:
         if not same and count:
             words = "no conversation is in both: record more steps, or the same rows"
         return Cause(count, "; ".join([*lacks, words]))
+
+    def _lacks(self, name: str, other: TokenRecord, only: list[int], other_name: str) -> Iterator[str]:
+        """Yields which conversations of the other record this one lacks, and which it has less often."""
+        pairs = self.matching.pairs
+        paired = {_key(other, (each.a if other is self.a else each.b).number) for each in pairs}
+        keys = [_key(other, number) for number in only]
+        if missing := {*keys} - paired:
+            whole = len({_key(other, number) for number in range(len(other.sketches))})
+            yield f"{name} lacks {len(missing):,} of {other_name}'s {whole:,}"
+        if repeated := [each for each in keys if each in paired]:
+            of = len({*repeated})
+            yield f"{other_name} repeats {of:,} of those that are in both, in {len(repeated):,} rows more than {name}"
 
     @staticmethod
     def _step_of(record: TokenRecord, document: Any) -> int:
@@ -243,9 +255,9 @@ class _Causes:
         of_weights = np.abs(a.reference[self.at_a][is_same] - b.reference[self.at_b][is_same])
         count = int(np.nansum(of_weights > _SAME_LOG_PROBABILITY))
         if count:
-            norms = [each.facts.get("weight_norms", {}) for each in (a, b)]
-            unlike = [n for n, norm in norms[0].items() if abs(norm - norms[1].get(n, 0)) > 1e-6 * max(norm, 1e-12)]
-            words.append(f"the models are not the same: {len(unlike):,} of {len(norms[0]):,} tensors have other norms")
+            words.append(
+                f"the models are not the same: {_of_norms(*(each.facts.get('weight_norms', {}) for each in (a, b)))}"
+            )
         for name, record in (("A", a), ("B", b)):
             apart = np.abs(record.own - record.context)[record.is_trained]
             number = int((apart > _SAME_LOG_PROBABILITY).sum())
@@ -254,8 +266,13 @@ class _Causes:
                 words.append(f"{name} computes {number:,} tokens otherwise than in float32 without dropout ({kinds})")
                 count += number
         if words and self._is_equal("own", "context", "reference"):
-            return Cause(0, f"the same: {'; '.join(words)}")
-        return Cause(count, "; ".join(words) or "the same function in the same type")
+            count, words = 0, [f"the same: {'; '.join(words)}"]
+        words = words or ["the same function in the same type"]
+        for name in ("attention", "autocast", "dropout"):
+            values = [record.facts.get(name, "not recorded") for record in (a, b)]
+            if values[0] != values[1]:
+                words.append(f"{name} {values[0]} in A, {values[1]} in B")
+        return Cause(count, "; ".join(words))
 
     def _is_equal(self, *names: str) -> bool:
         """Returns whether both records have the same tokens with the same log-probabilities of these kinds."""
@@ -333,6 +350,29 @@ def _is_its_sum(record: TokenRecord) -> bool:
     """Returns whether the loss is that of its tokens' cross-entropies by their weights."""
     own = float(-(record.weight * record.own).sum()) / record.num_steps
     return abs(record.loss - own) <= 1e-5 * abs(record.loss)
+
+
+def _key(record: TokenRecord, number: int) -> bytes:
+    """Returns what identifies the text of a conversation within a record."""
+    return record.sketches[number].tobytes()
+
+
+def _of_norms(a: Mapping[str, float], b: Mapping[str, float]) -> str:
+    """Returns how the norms of two models' tensors differ; one of another name and the same norm is renamed."""
+    if not (a and b):
+        return f"{'B' if a else 'A'} lacks the norms of tensors"
+    both, only_a, only_b = [n for n in a if n in b], [n for n in a if n not in b], [n for n in b if n not in a]
+    unlike = sum(not math.isclose(a[n], b[n], rel_tol=1e-6) for n in both)
+    words, renamed = [f"{unlike:,} of {len(both):,} tensors have other norms"], list[str]()
+    for own in list(only_a):
+        if same := next((other for other in only_b if math.isclose(a[own], b[other], rel_tol=1e-6)), None):
+            renamed.append(f"{own} is {same} in B")
+            only_a.remove(own)
+            only_b.remove(same)
+    words += [f"{len(renamed):,} are renamed: {renamed[0]}" + ", ..." * (len(renamed) > 1)] if renamed else []
+    words += [f"{name} alone has {len(own):,}: {own[0]}" + ", ..." * (len(own) > 1)
+              for name, own in (("A", only_a), ("B", only_b)) if own]  # fmt: skip
+    return ", ".join(words)
 
 
 def _of_roles(roles: Counter[int]) -> str:

@@ -83,6 +83,11 @@ class OwnStep:
     update: dict[str, Any] = field(default_factory=dict)
     """What `FirstUpdate` measures; empty if it was not measured."""
 
+    autocast: str = "none"
+    """The type to which autocast converts within the model."""
+    dropout: float = 0.0
+    """The largest probability of dropout that was at work."""
+
     def read(self, number: int, micro_batch: int, reading: Reading) -> ReadCall:
         """Returns what a call trains, by its own logits.
 
@@ -206,7 +211,17 @@ class Passes:
             calls.append(call)
             heads.clear()
 
+        def see_autocast() -> None:
+            device = next(self.model.module.parameters()).device.type
+            if torch.is_autocast_enabled(device):
+                found.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+        def on_head(logits: Tensor) -> None:
+            see_autocast()
+            heads.append(logits.detach())
+
         def on_decoder(_module: nn.Module, output: Any) -> None:
+            see_autocast()
             found.decoded.append(
                 pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, output)
             )
@@ -258,9 +273,8 @@ class Passes:
             stack.enter_context(intercepted([self.model.module], on_output=on_output))
             decoders = [] if self._decoder is None else [self._decoder]
             stack.enter_context(intercepted(decoders, on_output=on_decoder))
-            found.result = self.model.run(
-                self.batches, on_call, lambda logits: heads.append(logits.detach()), on_optimizer
-            )
+            found.result = self.model.run(self.batches, on_call, on_head, on_optimizer)
+            found.dropout = _dropout_of(self.model.module)
             if not summed:
                 backward(found.result)
             if not found.norms:
@@ -335,6 +349,18 @@ def _factor_of(logits: Tensor, head: Tensor) -> float:
     is_rounded = logits.dtype != torch.float32
     limit = _LINEAR.in_others if is_rounded else _LINEAR.in_float32
     return factor if apart <= limit and abs(factor - 1) > limit else 1.0  # a tanh that bounds them is nearly 1
+
+
+def _dropout_of(model: nn.Module) -> float:
+    """Returns the largest probability of dropout among modules in training; attention has its own as a number."""
+    names = ("p", "attention_dropout", "attn_dropout", "dropout_p")
+    values = [
+        getattr(each, name, 0.0)
+        for each in model.modules()
+        if each.training
+        for name in (names if isinstance(each, nn.modules.dropout._DropoutNd) else names[1:])
+    ]
+    return max((float(each) for each in values if isinstance(each, (int, float))), default=0.0)
 
 
 def _norm(gradient: Tensor) -> float:

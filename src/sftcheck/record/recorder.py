@@ -200,6 +200,7 @@ class _Recorder:
         self._losses.append(total if loss is None or not is_trained else loss)
         if not self._facts:
             self._facts = {"gradient_norms": own.norms, "gradient": facts_of_gradients(own)}
+            self._facts |= {"autocast": own.autocast, "dropout": own.dropout}
             self._facts |= {"update": own.update} if own.update else {}
             self._facts |= {"optimizer": own.optimizer} if own.optimizer else {}
         self._add_tokens(passes, read, features, finder)

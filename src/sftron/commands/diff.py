@@ -9,6 +9,7 @@ add up to the difference, 1 a residual is left that no part explains, 2 a file o
 no traceback).
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ def record(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from sftron.commands.verify_trainer import load_function, read_conversations
 
+    require_writable(options.out)
     given = None if options.conversations is None else read_conversations(options.conversations)
     try:
         trainer = load_function(options.target)()
@@ -71,10 +73,18 @@ def record(arguments: list[str]) -> int:
     return 0
 
 
+def require_writable(path: Path) -> None:
+    """Makes the folder of a file. Raises ValueError if the file cannot be written."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reason = errno.EISDIR if path.is_dir() else errno.EACCES
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise OSError(reason, os.strerror(reason), str(path))
+
+
 def write(found: TokenRecord, path: Path) -> None:
     """Writes a record, and says what it holds. Raises ValueError if it cannot be written."""
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         found.write(path)
     trained = int(found.is_trained.sum())
     show(f"{len(found.id):,} tokens, {trained:,} trained, in {found.num_steps:,} steps; loss {found.loss:.6g}")

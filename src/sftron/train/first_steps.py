@@ -166,6 +166,8 @@ class FirstSteps:
             "model_type": self._setup.model.architecture.model_type,
             "attention": model.attention,
             "dtypes": [str(model.compute_dtype).removeprefix("torch.")],
+            "autocast": "none" if model.compute_dtype == named[0][1].dtype else str(model.compute_dtype)[6:],
+            "dropout": 0.0,
             "trainable": sum(each.numel() for _, each in named if each.requires_grad),
             "optimizer": {"name": type(optimizer).__name__, "groups": groups_of(optimizer)},
             "max_grad_norm": config.optimizer.max_grad_norm,
