@@ -16,6 +16,7 @@ from sftron.report.token_record import TokenRecord
 from tests.sftcheck.diff_pairs import (
     CASES,
     EQUAL,
+    FEW,
     UPDATES,
     FlattenWithoutPositions,
     Parts,
@@ -263,6 +264,26 @@ def test_autocast_dropout_and_attention_are_named_where_the_model_differs() -> N
     assert "autocast none in A, bfloat16 in B" in sentence
     assert "dropout 0.0 in A, 0.25 in B" in sentence
     assert "attention sdpa in A, eager in B" in sentence
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_packs_that_cut_conversations_are_the_side_at_fault(is_given: bool) -> None:
+    """Without a system prompt, ids do not show where a conversation begins; with the rows, it is found again."""
+    rows = [{"messages": [each for each in row["messages"] if each["role"] != "system"]} for row in FEW]
+    given = rows if is_given else None
+    packs = {"packing": True, "packing_strategy": "wrapped", "max_length": 71}
+    a, b = (
+        record_trainer(sft(rows, tok("chatml"), per_device_train_batch_size=8, **own), given, "all")
+        for own in ({}, packs)
+    )
+    for found, side in ((difference(a, b), "B"), (difference(b, a), "A")):
+        require_sum(found)
+        faults = {each.factor: each.cause for each in found.named if each.cause.fault is not None}
+        assert faults[Factor.CONTEXT if is_given else Factor.IDS].fault is Fault.CUT_BY_PACKING
+        assert {each.fault for each in faults.values()} <= {Fault.CUT_BY_PACKING, Fault.LABELS_CROSS}
+        assert {each.side for each in faults.values()} == {side}
+        assert (Factor.IDS in faults) is not is_given
+        assert is_given or "--conversations" in faults[Factor.IDS].sentence
 
 
 def test_a_loss_that_is_no_sum_of_cross_entropies_has_no_fault_of_weights() -> None:

@@ -123,6 +123,13 @@ class _Causes:
                 roles.update(record.role[document.at[own]].tolist())
         return roles if roles.keys() <= {*_FROM_PROMPTS, *_MODEL_WRITES} else Counter()
 
+    @cached_property
+    def _unsplit(self) -> str:
+        """The record, "A" or "B", whose packs cut conversations that were not found again; "" if none or both are."""
+        wrapped = [name for name, each in (("A", self.a), ("B", self.b)) if each.facts.get("is_wrapped")]
+        is_unlike = any(not (each.cut or each.is_same) for each in self.matching.pairs)
+        return wrapped[0] if len(wrapped) == 1 and is_unlike else ""
+
     def _fault_of_ids(self, unlike: list[Pair]) -> tuple[Fault, str, str]:
         for side, longer in (("B", _more_in_b), ("A", _more_in_a)):
             if all(_is_doubled_beginning(*longer(each)) for each in unlike):
@@ -134,6 +141,9 @@ class _Causes:
             if all(ends):
                 where = " and ".join(sorted({str(each) for each in ends}))
                 return Fault.ROWS_CUT, side, f"; {side} cuts them at the {where}"
+        if self._unsplit:
+            how = f"; {self._unsplit}'s packs cut conversations, and ids do not show where; record --conversations"
+            return Fault.CUT_BY_PACKING, self._unsplit, how
         return Fault.OTHER_FORMAT, "B", "; another template or tokenizer"
 
     # -- what is trained ---------------------------------------------------------------------------------------------
@@ -158,6 +168,7 @@ class _Causes:
             if odd[name] != min(odd.values()):
                 words.append(f"{name} trains other tokens than those of the row, {odd[name]:,} times")
                 faults.insert(0, (_fault_of_targets(record), name))
+        faults = [] if self._unsplit else faults  # they are borders at other places
         count = len(only_a) + len(only_b) + sum(padding.values()) - 2 * min(padding.values())
         count += abs(odd["A"] - odd["B"])
         fault, side = next(iter(faults), (None, ""))

@@ -79,6 +79,15 @@ class GivenConversations:
         difference = nearest.difference(document.ids, self._encoder.decode)
         return f"it is none of the given conversations; of the nearest, {difference}"
 
+    def _end_at(self, ids: np.ndarray) -> tuple[Truth | None, int]:
+        """Returns the given conversation whose last few tokens begin the ids, if another one begins behind them."""
+        for length in range(min(_BEGINNING, len(ids)) - 1, 0, -1):
+            for truth in self.truths:
+                is_end = length < len(truth.ids) and np.array_equal(truth.ids[-length:], ids[:length])
+                if is_end and self._at(ids[length:], is_first=False)[0] is not None:
+                    return truth, length
+        return None, 0
+
     def _at(self, ids: np.ndarray, *, is_first: bool) -> tuple[Truth | None, int]:
         """Returns the given conversation with which the ids begin, and how many tokens are of it."""
         found = list[tuple[bool, int, Truth]]()
@@ -90,7 +99,7 @@ class GivenConversations:
             if can_begin and np.array_equal(truth.ids[at : at + length], ids[:length]):
                 found.append((at == 0, length, truth))
         if not found:
-            return None, 0
+            return self._end_at(ids) if is_first else (None, 0)
         is_whole, length, truth = max(found, key=lambda each: each[:2])
         if length >= _LEAST_SHOWN:  # it may be of any of these
             self._used.update(id(each.content) for *pair, each in found if pair == [is_whole, length])

@@ -360,6 +360,7 @@ def _facts_of(trainer: Any, batches: TrainerBatches, steps: Sequence[Step]) -> d
         "library": declared.library,
         "columns": list(getattr(data, "column_names", None) or ()),
         "is_assistant_only": declared.is_assistant_only,
+        "is_wrapped": declared.is_wrapped,
         "is_completion_only": declared.is_completion_only,
         "arguments": sorted(steps[0].batches[0].seen) if steps else [],
         "num_items": [None if each.num_items is None else int(each.num_items) for each in steps],
