@@ -186,11 +186,11 @@ class _Causes:
     ) -> Iterator[tuple[Fault, str]]:
         """Yields the faults of training more tokens than the other record, or of the other one that trains fewer."""
         total = sum(roles.values())
-        own, places = ("a", self.at_a) if side == "A" else ("b", self.at_b)
-        begins = [getattr(each, own).at[0] for each in self.matching.pairs]
-        first = set(self.at_b[np.isin(places, begins)].tolist())
+        first, first_of_other = self._first_tokens(side), self._first_tokens(other)
         record = self.a if side == "A" else self.b
         is_trained = record.is_trained
+        if set(only.tolist()) <= first_of_other:
+            return  # nothing is before them there, as where a pack cuts a conversation
         if set(only.tolist()) <= first:
             yield Fault.LABELS_CROSS, side
         elif sum(roles[each] for each in _FROM_PROMPTS):
@@ -204,6 +204,12 @@ class _Causes:
             yield Fault.NOTHING_TRAINED, other
         elif sum(roles[each] for each in _MODEL_WRITES):
             yield Fault.ANSWERS_LEFT_OUT, other
+
+    def _first_tokens(self, side: str) -> set[int]:
+        """Returns the places in B of the first tokens of a record's documents."""
+        own, places = ("a", self.at_a) if side == "A" else ("b", self.at_b)
+        begins = [getattr(each, own).at[0] for each in self.matching.pairs]
+        return set(self.at_b[np.isin(places, begins)].tolist())
 
     def _precede_answers(self, only: np.ndarray) -> bool:
         """Returns whether a trained token of the model's follows at once on any of B's tokens `only`."""
