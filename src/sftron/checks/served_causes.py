@@ -34,7 +34,10 @@ class Cause(Enum):
         "Earlier thoughts are in one of them only. Send reasoning_content back with the history where training had it, "
         "or train without it (data.reasoning: last)."
     )
-    TOOL_SCHEMA = "The tools are written otherwise. Serve the folder's own template, and pass tools in OpenAI's form."
+    TOOL_SCHEMA = (
+        "The tools are written otherwise. Serve the folder's own template, pass tools in OpenAI's form, and give each "
+        "a description, as llama.cpp adds an empty one."
+    )
     ARGUMENTS = "A call's arguments are text in one of them and an object in the other. Store them as objects."
     JSON_SPACING = "JSON is written with other spaces. Serve with a template engine whose tojson is transformers'."
     KEY_ORDER = "JSON is written with its keys in another order. Serve with an engine that keeps the order of keys."

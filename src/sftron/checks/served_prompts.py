@@ -150,6 +150,13 @@ class LlamaServerPrompts(_PromptServer):
         return self._tokens({"content": text, "add_special": True, "parse_special": True})
 
     def log_probabilities(self, ids: Ids, start: int) -> list[float]:
+        with self._as_expected("/props"):
+            context = int(self._request("/props")["default_generation_settings"]["n_ctx"])
+        if len(ids) > context:
+            raise ValueError(
+                f"--weights: a turn ends at token {len(ids)}, and the context of {self._url} holds {context}; start it "
+                f"with --ctx-size {len(ids)}, or compare shorter rows"
+            )
         return [self._log_probability(ids[:at], ids[at]) for at in range(start, len(ids))]
 
     def _log_probability(self, before: Ids, token_id: int) -> float:

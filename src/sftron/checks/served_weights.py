@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class ServedTurn(NamedTuple):
 def check_weights(folder: Path, turns: Sequence[ServedTurn], served: LogProbabilities) -> Check:
     """Compares the log-probabilities of the turns' tokens. Computes the model in `folder` in fp32 on the CPU.
 
-    Raises ValueError if the folder cannot be used, or the server gives none.
+    Raises ValueError if the folder cannot be used, or log-probabilities are lacking or NaN.
     """
     model = load_model(folder, compute_dtype=torch.float32)
     differences = list[float]()
@@ -42,7 +43,11 @@ def check_weights(folder: Path, turns: Sequence[ServedTurn], served: LogProbabil
             logits_TV = native_logits(model, [ids])[0].double()
         targets = torch.tensor(ids[start:])[:, None]
         trained = logits_TV[start - 1 : -1].log_softmax(dim=-1).gather(1, targets)[:, 0]
+        if not trained.isfinite().all():
+            raise ValueError(f"--weights: the weights in {folder} give log-probabilities that are NaN; export others")
         theirs = served.log_probabilities(ids, start)
+        if not all(map(math.isfinite, theirs)):
+            raise ValueError("--weights: the server gives log-probabilities that are NaN; convert the folder again")
         differences += [there - own for there, own in zip(theirs, trained.tolist(), strict=True)]
     mean, largest = sum(differences) / len(differences), max(differences, key=abs)
     passed = abs(mean) <= _MEAN_BOUND and abs(largest) <= _LARGEST_BOUND
