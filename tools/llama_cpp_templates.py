@@ -32,6 +32,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import resolve_format
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source
+from sftron.errors import show
 from tests.checks.llama_cpp import llama_server, write_gguf
 from tests.checks.test_served_turns import MORE
 from tests.conftest import ASSETS
@@ -178,14 +179,14 @@ def main() -> None:
                             first[cause] = name, source, row
         except Exception as error:  # a server that ends, and templates that raise anything
             counts["templates that end the server or the comparison"] += 1
-            print(f"{name}: {type(error).__name__}: {str(error)[-150:]!r}", flush=True)
+            show(f"{name}: {type(error).__name__}: {str(error)[-150:]!r}")
         counts["templates with a row"] += counts["rows"] > num_compared
 
-    print(f"{len(found) - counts['templates']} of {len(found)} templates left out")
+    show(f"{len(found) - counts['templates']} of {len(found)} templates left out")
     for what, number in counts.items():
-        print(f"{number:6} {what}")
+        show(f"{number:6} {what}")
     for cause, (name, source, row) in first.items():
-        print(f"{cause}: {', '.join(sorted(by_cause[cause]))}", flush=True)
+        show(f"{cause}: {', '.join(sorted(by_cause[cause]))}")
         if cause in OF_TRAINING:
             continue
         if not options.no_shrink:
