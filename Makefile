@@ -37,7 +37,7 @@ VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests
     $(addprefix tests/train/test_,model_card.py loggers.py wandb.py wandb_runs.py optimizer_8bit.py) \
     $(addprefix tests/data/test_,formats.py sources.py hub_data.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
-.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions versions-torch llama-cpp mutants bench-gpu clean
+.PHONY: install quickstart test lint docs nightly long-tests chaos simulate fuzz versions versions-old versions-torch llama-cpp mutants bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -98,22 +98,36 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "build/site/your-data.html"
 
-versions: versions-lowest-direct versions-highest versions-beside
+versions: versions-lowest-direct versions-highest versions-beside versions-old
 
-# The releases of other trainers beside which sftron is installed without a change to any of their packages.
-BESIDE := trl==1.9.0 trl==1.16.0 axolotl==0.19.0 axolotl==0.21.0 llamafactory==0.9.5 ms-swift==4.6.0 verl==0.9.1 \
+# The releases of other trainers beside which sftron is installed without a change to any of their packages. Those of last
+# year need the arrays of NumPy 1, which later releases of pyarrow refuse.
+OLD := trl==0.29.0,transformers==4.57.6,numpy==1.26.4,datasets==4.4.2,pyarrow==21.0.0
+BESIDE := $(OLD) trl==1.9.0 trl==1.16.0 axolotl==0.19.0 axolotl==0.21.0 llamafactory==0.9.5 ms-swift==4.6.0 verl==0.9.1 \
     unsloth==2026.10.1
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-annotate --python-version 3.12
 
 versions-beside: install
 	mkdir -p build/beside
 	set -e; for release in $(BESIDE); do \
-	    echo $$release > build/beside/release.in; \
+	    echo $$release | tr , '\n' > build/beside/release.in; \
 	    $(COMPILE) build/beside/release.in > build/beside/release.txt; \
 	    $(COMPILE) --constraint build/beside/release.txt pyproject.toml > build/beside/sftron.txt; \
-	    if grep -vxFf build/beside/release.txt build/beside/sftron.txt; then exit 1; fi; \
-	    echo "$$release: no package changes"; \
+	    added=$$(grep -vxFf build/beside/release.txt build/beside/sftron.txt | tr '\n' ' ' || true); \
+	    echo "$$release: no package changes$${added:+, and $$added}$${added:+is added}"; \
 	done
+
+versions-old: install
+	rm -rf build/old && mkdir -p build/old
+	grep '^torch==' constraints.txt > build/old/torch.txt
+	echo $(OLD) | tr , '\n' > build/old/release.in
+	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python --constraint build/old/torch.txt \
+	    build/old/release.in > build/old/all.txt
+	grep -vE '^(torch==|triton|nvidia-|cuda-)' build/old/all.txt > build/old/versions.txt
+	$(BIN)/uv venv --quiet --python $(BIN)/python build/old/env
+	$(BIN)/uv pip install --quiet --no-deps --python build/old/env/bin/python -r build/old/versions.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/old/env/lib/python3*/site-packages)/tools.pth
+	PYTHONPATH=src build/old/env/bin/python -m pytest -p no:cacheprovider tests/sftcheck/test_old_trainers.py
 
 versions-%: install
 	rm -rf build/$* && mkdir -p build/$*

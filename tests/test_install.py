@@ -18,6 +18,7 @@ BASE = [Requirement(line) for line in PROJECT["dependencies"]]
 TRAIN = [Requirement(line) for line in PROJECT["optional-dependencies"]["train"]]
 
 PUBLISHED = {
+    "trl 0.29.0": "torch 2.13.0, transformers 4.57.6, numpy 1.26.4, jinja2 3.1.6, pyyaml 6.0.4, rich 15.0.0",
     "trl 1.9.0": "torch 2.15.0, transformers 5.24.0, numpy 2.4.6, jinja2 3.1.6, pyyaml 6.0.4, rich 15.0.0",
     "trl 1.16.0": "torch 2.15.0, transformers 5.24.0, numpy 2.4.6, jinja2 3.1.6, pyyaml 6.0.4, rich 15.0.0",
     "axolotl 0.19.0": "torch 2.13.0, transformers 5.16.1, numpy 2.3.5, jinja2 3.1.6, pyyaml 6.0.3, rich 15.0.0",
