@@ -347,6 +347,11 @@ class PerToken(TokenLoss):
         return self.token_loss(model, batch, measures).reshape(1)
 
 
+class Detached(TokenLoss):
+    def loss_sum(self, model: Any, batch: Any, measures: Any) -> Tensor:
+        return self.token_loss(model, batch, measures).detach()
+
+
 class Nothing(TokenLoss):
     def denominator(self, batch: Any) -> float:
         return 0.0
@@ -358,6 +363,7 @@ class Nothing(TokenLoss):
         (Unnamed(), r"'k1' is not among the names of the objective, \['kl'\]"),
         (Vector(), r"'kl' has shape \(3,\)"),
         (PerToken(), r"PerToken\.loss_sum returned shape \(1,\); return the sum, a scalar tensor"),
+        (Detached(), r"Detached\.loss_sum returned a sum without a gradient; compute it from the model's outputs"),
         (Nothing(), r"Nothing\.denominator gives 0 for a step with [\d,]+ trained tokens"),
     ],
 )

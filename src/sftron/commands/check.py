@@ -8,6 +8,8 @@
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
 
+import argparse
+
 from sftron.commands.arguments import as_path, device, make_parser, positive, refusing, write_json
 from sftron.errors import show
 from sftron.regular_file import expand_home
@@ -61,19 +63,8 @@ def main(arguments: list[str]) -> int:
     add("--device", type=device, help="cpu (default) or cuda")
     add("--json", type=as_path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(arguments)
-    kind = (options.against or [""])[0]
-    if options.data and not kind:
-        parser.error("give --data only with --against KIND WHERE")
-    if (options.served_model or options.timeout) and kind not in ("vllm", *(_OTHER_SERVERS if options.data else ())):
-        parser.error("give --served-model and --timeout only with --against vllm URL")
-    if kind in _OTHER_SERVERS and not options.data:
-        parser.error(f"give --against {kind} only with --data: answers are compared with vllm and gguf")
-    if options.weights and not options.data:
-        parser.error("give --weights only with --data, whose answers are compared")
-    of_answers = ("prompts", "max_new_tokens", "dtype", "device")
-    if options.data and (given := [name for name in of_answers if getattr(options, name) is not None]):
-        named = ", ".join("--" + name.replace("_", "-") for name in given)
-        parser.error(f"remove {named}: with --data, no answer is computed")
+    if problem := _problem(options):
+        parser.error(problem)
     if options.data:
         from sftron.checks.served_turns import check_served_turns
 
@@ -123,3 +114,21 @@ def main(arguments: list[str]) -> int:
     show(report.as_text())
     write_json(options.json, report.as_dict())
     return 0 if report.passed else 1
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """Returns why the options cannot be used together; empty if they can."""
+    kind = (options.against or [""])[0]
+    if options.data and not kind:
+        return "give --data only with --against KIND WHERE"
+    if (options.served_model or options.timeout) and kind not in ("vllm", *(_OTHER_SERVERS if options.data else ())):
+        return "give --served-model and --timeout only with --against vllm URL"
+    if kind in _OTHER_SERVERS and not options.data:
+        return f"give --against {kind} only with --data: answers are compared with vllm and gguf"
+    if options.weights and not options.data:
+        return "give --weights only with --data, whose answers are compared"
+    of_answers = ("prompts", "max_new_tokens", "dtype", "device")
+    if options.data and (given := [name for name in of_answers if getattr(options, name) is not None]):
+        named = ", ".join("--" + name.replace("_", "-") for name in given)
+        return f"remove {named}: with --data, no answer is computed"
+    return ""

@@ -163,6 +163,17 @@ class StepResult:
     """The time for which this rank waited for weights; None if all are in memory."""
 
 
+def _problem_of_sum(loss_sum: object) -> str:
+    """Returns why a step cannot train this value of an objective's `loss_sum`; empty if it can."""
+    if not isinstance(loss_sum, Tensor):
+        return f"{type(loss_sum).__name__}; return the sum, a scalar tensor"
+    if loss_sum.ndim:
+        return f"shape {tuple(loss_sum.shape)}; return the sum, a scalar tensor"
+    if not loss_sum.requires_grad:
+        return "a sum without a gradient; compute it from the model's outputs, without no_grad, detach or item"
+    return ""
+
+
 def train_step(
     model: LlamaForSFT,
     optimizer: torch.optim.Optimizer | None,
@@ -214,11 +225,8 @@ def train_step(
             sum_over_copies(model, wanted=number == len(batches))
             with routing.forward_pass(batch.num_real, counts=number == 1 or not is_counted_ahead):
                 loss_sum = objective.loss_sum(model, batch, measures)
-                if not isinstance(loss_sum, Tensor) or loss_sum.ndim:
-                    kind = f"shape {tuple(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
-                    raise TypeError(
-                        f"{type(objective).__name__}.loss_sum returned {kind}; return the sum, a scalar tensor"
-                    )
+                if problem := _problem_of_sum(loss_sum):
+                    raise TypeError(f"{type(objective).__name__}.loss_sum returned {problem}")
                 share = loss_sum / denominator
             if number == 1:
                 routing.before_backward(sum_over_ranks)
