@@ -100,6 +100,13 @@ def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
     names += ["peft, flattened", "sftron, LoRA", "sftron, LoRA, streamed"]
     assert list(results) == names
     assert all(each["tokens/s"] > 0 and each["computed / real"] >= 1 for each in results.values())
+    waited = {
+        name: each["s a step waited for weights"]
+        for name, each in results.items()
+        if len(each) > len(results[names[0]])
+    }
+    assert waited.keys() == {"sftron, LoRA, streamed"}
+    assert waited[names[-1]] > 0
 
 
 @OF_PEFT

@@ -60,6 +60,7 @@ from sftron.models.adapters import (
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT, attention_of_layers
+from sftron.models.weight_stream import WeightStream
 from sftron.train.flops import TrainedMatrices, find_peak, model_flops
 from sftron.train.measured_memory import memory_status
 from sftron.train.optimizer import make_by_name
@@ -142,6 +143,7 @@ class Way:
     step: Callable[[StepBatch], object]
     token_losses: Callable[[list[LabeledConversation]], Tensor]
     trained: TrainedMatrices
+    stream: WeightStream | None = None
 
 
 def make_reference_model(options: argparse.Namespace, attention: str = "sdpa") -> Any:
@@ -344,7 +346,7 @@ def native_way(
         logits = model.head.logits(hidden[batch.label_positions.to(device)]).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 
-    return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))
+    return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora), model.stream)
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Callable[[], Way]]:
@@ -404,6 +406,7 @@ def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, di
     for way in ways:
         for _ in range(2 if options.gpu else 1):  # creates the optimizer state and compiles
             way.step(next(streams[way.name]))
+    waited = {way.name: way.stream.waited for way in ways if way.stream}
     if options.gpu:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(options.rounds):
@@ -415,6 +418,10 @@ def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, di
             synchronize(options.device)
             steps[way.name].append((time.perf_counter() - started, batch))
     found = {way.name: summary(way, steps[way.name], options) for way in ways}
+    for way in ways:
+        if way.stream:
+            seconds = (way.stream.waited - waited[way.name]) / options.rounds
+            found[way.name]["s a step waited for weights"] = seconds
     if options.gpu:  # there, one way at a time
         peak = torch.cuda.max_memory_allocated() / 1e9
         found = {name: {**each, "peak GB": peak} for name, each in found.items()}
@@ -505,9 +512,9 @@ def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
     machine = torch.cuda.get_device_name() if options.gpu else f"{platform.machine()} CPU"
     packages = ("torch", "transformers", "peft", "triton", "liger_kernel")
-    columns = list(next(iter(results.values())))
+    columns = list({key: None for each in results.values() for key in each})
     rows = [
-        [name, *("-" if each[key] is None else f"{each[key]:,.4g}" for key in columns)]
+        [name, *("-" if each.get(key) is None else f"{each[key]:,.4g}" for key in columns)]
         for name, each in results.items()
     ]
     kind = options.model.name if options.model else options.shape
