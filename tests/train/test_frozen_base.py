@@ -67,7 +67,7 @@ WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128}
 """NF4 rounds blocks of 64 weights."""
 WHOLE_IF_THERE = dict.fromkeys(("head_dim", "global_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16)
 WHOLE_IF_THERE |= {"v_head_dim": 16, "hidden_size_per_layer_input": 64, "block_multiple_of": 64}
-WHOLE_IF_THERE |= {"q_lora_rank": 64, "kv_lora_rank": 64}
+WHOLE_IF_THERE |= {"q_lora_rank": 64, "kv_lora_rank": 64, "shared_intermediate_size": 64}
 NOT_IN_NF4 = {"Cohere": "nf4 rounds blocks of 64 weights, but a row of .*q_norm.weight has 16"}
 BY_DAY = [(*KINDS[kind], way) for kind in KINDS for way in WAYS if (kind, way) != ("mixture", "NF4")]
 EVERY = dict.fromkeys([*BY_DAY, *product(FAMILIES, ("none", "full"), WAYS)])
