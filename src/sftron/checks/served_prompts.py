@@ -122,10 +122,13 @@ def _text(value: Any) -> str:
 
 
 class VllmPrompts(_PromptServer):
+    """vLLM, or SGLang, whose /tokenize takes the same request."""
+
     source = "/tokenize"
 
     def _rendered(self, conversation: Conversation) -> Ids:
-        return self._tokens(self._body(conversation) | {"add_generation_prompt": True})
+        # Without add_generation_prompt, which is true by default in vLLM; SGLang then renders as for a chat completion.
+        return self._tokens(self._body(conversation))
 
     def log_probabilities(self, ids: Ids, start: int) -> list[float]:
         path = "/v1/completions"
