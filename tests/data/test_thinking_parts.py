@@ -107,6 +107,18 @@ def test_thoughts_of_fields_are_parts_where_only_those_are_written_and_the_other
     assert not ChatTemplate(IN_FIELD, {"eos_token": "</s>"}).takes_thoughts_as_parts
 
 
+def test_marked_text_of_any_length_is_no_part_that_a_template_writes() -> None:
+    """SmolLM3's marks enclose 33 characters of its own, as many as the thought of a probe, and leave lists out."""
+    for length in range(1, 60):
+        template = ChatTemplate(
+            "{% for m in messages %}{% set text = m.content if m.content is string else '' %}"
+            f"{{% generation %}}{{{{ '{'x' * length}' + text }}}}{{% endgeneration %}}{{% endfor %}}",
+            {},
+        )
+        assert not template.takes_thoughts_as_parts, length
+        assert not template.reads_parts, length
+
+
 def test_the_policy_of_reasoning_holds_for_parts(tokenizer: Any) -> None:
     source = DataSet("rows", Rows([{"messages": CONVERSATIONS["two"]}]), RowFormat("messages"))
     for policy, left in ("keep", ["Hm.", "So."]), ("last", ["So."]), ("strip", []):

@@ -306,7 +306,7 @@ class ChatTemplate:
             text = self.render([{"role": "user", "content": parts}])
         except TemplateError:
             return False
-        return any(origin is not None and length == len(probe) for length, origin in text.spans)
+        return any(origin and origin.message == 0 and length == len(probe) for length, origin in text.spans)
 
     @cached_property
     def reads_thinking_parts(self) -> bool:
@@ -323,7 +323,10 @@ class ChatTemplate:
         answer = {"role": "assistant", **track(answer, Origin(1, "", Role.REASONING))}
         with suppress(TemplateError):
             text = self.render(_alias_reasoning([{"role": "user", "content": "Hi"}, answer]))
-            return any(origin is not None and length == len(_PROBED_THOUGHT) for length, origin in text.spans)
+            # The template's own text between {% generation %} marks may be as long.
+            return any(
+                origin and origin.message == 1 and length == len(_PROBED_THOUGHT) for length, origin in text.spans
+            )
         return False
 
     @cached_property
