@@ -1,0 +1,39 @@
+"""tools/llama_cpp_templates.py on two templates, one of which llama.cpp renders otherwise."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.rows import write_jsonl
+from tools import llama_cpp_templates
+
+EQUAL = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ '<|assistant|>' }}"
+UNLIKE = (
+    "{# noise #}{% set name = 'a' %}{% for m in messages %}"
+    "{{ '<|%s|>' | format(m.role) }}{{ m.content }}{% endfor %}{{ name }}"
+)
+
+
+def test_the_table_and_the_smallest_program_of_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, place = tmp_path / "out", tmp_path / "templates"
+    place.mkdir()
+    (place / "equal.jinja").write_text(EQUAL)
+    write_jsonl(place / "unlike.json", {"chat_template": UNLIKE, "prompt": "messages {% if x %}", "again": [EQUAL]})
+    (place / "code.py").write_text(f"TEMPLATE = {UNLIKE!r}\nOTHER = '{{% for m in messages %}}'\n")
+    monkeypatch.setattr(sys, "argv", ["llama_cpp_templates.py", str(out), str(place)])
+    llama_cpp_templates.main()
+
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == ["0 of 2 templates left out", "2 templates", "1 templates equal"]
+    table = {what: int(number) for number, _, what in (line.partition(" ") for line in lines[1:-1])}
+    assert table["rows"] == 2 * table["rows equal"] == 2 * table["rows template"] >= 40
+    assert lines[-1].startswith("template: 1 template; the shortest is ")
+    assert lines[-1].endswith("/templates/code.py")
+    assert (out / "template.jinja").read_text() == "{% for m in messages %}{{ '<|%s|>' | format(m.role) }}{% endfor %}"
+    assert json.loads((out / "template.json").read_text())["messages"] == [{"role": "user"}, {"role": "assistant"}]
+    first = json.loads((out / "differences.jsonl").read_text().splitlines()[0])
+    assert (first["transformers"], first["llama_cpp"]) == ("<|user|>Who?a", "<|%s|>Who?a")
