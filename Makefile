@@ -184,7 +184,7 @@ llama-cpp: $(LLAMA_CPP_ENV)/installed
 	SFTRON_LLAMA_CPP=$(CURDIR)/$(LLAMA_CPP_SOURCE) $(LLAMA_CPP_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly \
 	    tests/checks/test_llama_cpp_converter.py
 	PYTHONPATH=. $(LLAMA_CPP_ENV)/env/bin/python tools/llama_cpp_templates.py build/llama-cpp-templates \
-	    tests/assets $(LLAMA_CPP_SOURCE)/models/templates $(LLAMA_CPP_ENV)/templates
+	    tests/assets/templates $(LLAMA_CPP_SOURCE)/models/templates $(LLAMA_CPP_ENV)/templates
 
 bench-gpu:
 	$(PYTHON) tools/gpu.py --budget 540

@@ -5,9 +5,9 @@
 A PLACE is a file or a folder. Templates are *.jinja, and the texts in *.json and *.py that transformers can render a
 question with. Each is served by llama.cpp's server. For each prompt of the tests' conversations, tools and thoughts
 that transformers renders, the server's ids are compared with those of transformers' text. Prints a table by cause
-(docs/served.md), and writes OUT/differences.jsonl, and for each cause the shortest template and row that shows it to
-OUT/CAUSE.jinja and OUT/CAUSE.json. Nothing more could be left out of them, as far as --trials starts of the server
-show.
+(docs/served.md), to which templates with which the server does not start belong, and writes OUT/differences.jsonl. For
+each cause it writes the shortest template and row that shows it to OUT/CAUSE.jinja and OUT/CAUSE.json. Nothing more
+could be left out of them, as far as --trials starts of the server show.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 
 from sftron.checks.served_causes import Ids, Render, cause_of, render_prompt
 from sftron.checks.served_prompts import LlamaServerPrompts
+from sftron.checks.servers import RefusedError
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, Role
@@ -48,6 +49,8 @@ TAG = re.compile(r"(\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\})", re.DOTALL)
 CASES = (*CONVERSATIONS, *MORE)
 GIVEN = {"enable_thinking": True, "date_string": "26 Jul 2024", "datetime": "Jul 26 2024"}
 """Variables that llama.cpp gives to every template, with values that both sides get where they may be the cause."""
+NOT_STARTED = "not_started"
+"""The cause of a template with which the server ends at once."""
 QUESTION = {"role": "user", "content": "Who?"}
 
 
@@ -116,14 +119,22 @@ def served(source: str) -> Iterator[Callable[[Given], list[Difference] | None]]:
         with llama_server(write_gguf(folder, Path(home) / "model.gguf")) as url:
             prompts = LlamaServerPrompts(url, chat, None, 120.0)
 
+            def ask(prompt: Conversation) -> Ids | None:
+                try:
+                    return prompts.prompt_ids(prompt)
+                except ValueError as error:
+                    if isinstance(error.__cause__, RefusedError):  # a template that raises is a failure of the server
+                        return None
+                    raise
+
             def differences(row: Given) -> list[Difference] | None:
                 whole, found, num_rendered = conversation(row), list[Difference](), 0
                 for number, message in enumerate(whole.messages):
                     prompt = replace(whole, messages=whole.messages[:number])
                     if number and message.role is Role.ASSISTANT and (own := render_prompt(chat, prompt)) is not None:
                         num_rendered += 1
-                        if (theirs := prompts.prompt_ids(prompt)) != own:
-                            found.append(difference_of(chat, prompt, own, theirs, prompts.prompt_ids))
+                        if (theirs := ask(prompt)) != own:
+                            found.append(difference_of(chat, prompt, own, theirs, ask))
                 return found if num_rendered else None
 
             yield differences
@@ -178,26 +189,31 @@ def has_cause_as_served(source: str, row: Given, cause: str) -> bool:
     try:
         with served(source) as differences:
             return has_cause(differences, row, cause)
+    except AssertionError:
+        return cause == NOT_STARTED and is_template(source)
     except Exception:  # so may a part of the template: no engine reads it then
         return False
 
 
 def smallest(source: str, row: Given, cause: str, trials: int) -> tuple[str, Given]:
+    row = smallest_row(source, row, cause) if cause != NOT_STARTED else row
+    parts = [part for part in TAG.split(source) if part]
+    return "".join(shrink(parts, lambda fewer: has_cause_as_served("".join(fewer), row, cause), trials)), row
+
+
+def smallest_row(source: str, row: Given, cause: str) -> Given:
     with served(source) as differences:
         fewer = shrink([*row.messages], lambda fewer: has_cause(differences, replace(row, messages=(*fewer,)), cause))
         row = replace(row, messages=(*fewer,))
         for at, message in enumerate(row.messages):
             for key in sorted(set(message) - {"role"}):
-                message = row.messages[at]
-                for less in ({k: v for k, v in message.items() if k != key}, {**message, key: ""}):
-                    fewer = replace(row, messages=(*row.messages[:at], less, *row.messages[at + 1 :]))
-                    if message[key] and has_cause(differences, fewer, cause):
-                        row = fewer
-                        break
+                less = {**row.messages[at], key: ""}
+                fewer = replace(row, messages=(*row.messages[:at], less, *row.messages[at + 1 :]))
+                if message[key] and has_cause(differences, fewer, cause):
+                    row = fewer
         if row.tools and has_cause(differences, without := replace(row, tools=()), cause):
             row = without
-    parts = [part for part in TAG.split(source) if part]
-    return "".join(shrink(parts, lambda fewer: has_cause_as_served("".join(fewer), row, cause), trials)), row
+    return row
 
 
 def main() -> None:
@@ -213,14 +229,20 @@ def main() -> None:
 
     found = templates(options.places)
     counts, by_cause, first = Counter[str](), dict[str, set[str]](), dict[str, tuple[str, str, Given]]()
+
+    def note(cause: str, name: str, source: str, row: Given) -> None:
+        by_cause.setdefault(cause, set()).add(name)
+        if cause not in first or len(source) < len(first[cause][1]):
+            first[cause] = name, source, row
+
     for name, source in list(found.items())[:: options.every]:
         counts["templates"] += 1
         try:
             with served(source) as differences:
                 compared = [(row, each) for row in CASES if (each := differences(row)) is not None]
         except AssertionError:
-            counts["templates with which the server does not start"] += 1
-            show(f"the server does not start with {name}")
+            counts[f"templates {NOT_STARTED}"] += 1
+            note(NOT_STARTED, name, source, CASES[0])
             continue
         except Exception as error:  # templates raise anything
             counts["templates that end the comparison"] += 1
@@ -235,9 +257,7 @@ def main() -> None:
         for row, differing in compared:
             for cause in {each.cause for each in differing}:
                 counts[f"rows {cause}"] += 1
-                by_cause.setdefault(cause, set()).add(name)
-                if cause not in first or len(source) < len(first[cause][1]):
-                    first[cause] = name, source, row
+                note(cause, name, source, row)
 
     show(f"{len(found) - counts['templates']} of {len(found)} templates left out")
     for what, number in counts.items():

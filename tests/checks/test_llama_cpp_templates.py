@@ -34,6 +34,9 @@ def test_the_table_and_the_smallest_program_of_a_difference(
     assert lines[-1].startswith("template: 1 template; the shortest is ")
     assert lines[-1].endswith("/templates/code.py")
     assert (out / "template.jinja").read_text() == "{% for m in messages %}{{ '<|%s|>' | format(m.role) }}{% endfor %}"
-    assert json.loads((out / "template.json").read_text())["messages"] == [{"role": "user"}, {"role": "assistant"}]
+    assert json.loads((out / "template.json").read_text())["messages"] == [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+    ]
     first = json.loads((out / "differences.jsonl").read_text().splitlines()[0])
     assert (first["transformers"], first["llama_cpp"]) == ("<|user|>Who?a", "<|%s|>Who?a")
