@@ -235,6 +235,11 @@ def main() -> None:
         if cause not in first or len(source) < len(first[cause][1]):
             first[cause] = name, source, row
 
+    def write(name: str, row: Given, difference: Difference) -> None:
+        with (options.out / "differences.jsonl").open("a", encoding="utf-8") as file:
+            line = {"template": name, "row": row.name, **difference._asdict()}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
     for name, source in list(found.items())[:: options.every]:
         counts["templates"] += 1
         try:
@@ -243,6 +248,7 @@ def main() -> None:
         except AssertionError:
             counts[f"templates {NOT_STARTED}"] += 1
             note(NOT_STARTED, name, source, CASES[0])
+            write(name, CASES[0], Difference(NOT_STARTED, "", ""))
             continue
         except Exception as error:  # templates raise anything
             counts["templates that end the comparison"] += 1
@@ -251,10 +257,9 @@ def main() -> None:
         counts["templates equal"] += not any(each for _, each in compared)
         counts["rows"] += len(compared)
         counts["rows equal"] += sum(not each for _, each in compared)
-        with (options.out / "differences.jsonl").open("a", encoding="utf-8") as file:
-            for row, each in ((row, each) for row, differing in compared for each in differing):
-                file.write(json.dumps({"template": name, "row": row.name, **each._asdict()}, ensure_ascii=False) + "\n")
         for row, differing in compared:
+            for each in differing:
+                write(name, row, each)
             for cause in {each.cause for each in differing}:
                 counts[f"rows {cause}"] += 1
                 note(cause, name, source, row)

@@ -30,7 +30,7 @@ from tests.train.runs import make_model_folder
 
 CASES = [*CONVERSATIONS, *MORE]
 DIFFERS = {
-    # llama.cpp has no `%` for texts, and writes %s.
+    # llama.cpp's filter format writes %s as it stands.
     "zephyr_like": {"template"},
     # The prompt opens a thought, and most answers have none. A row's own "<think>" is text in training.
     "qwen3_thinking_like": {"generation_prompt", "control_text"},
