@@ -4,15 +4,19 @@
 
 Serve DIR, and give the server the template of DIR. Asks what `sftron check --against vllm` asks: /v1/models, and
 /tokenize with the messages and tools before each trained turn; by default those of the tests' conversations. Also
-records the server's version and sampling defaults, from the paths that it has. tests/checks/test_recorded_servers.py
-replays each fixture in tests/assets/served, and must find the same causes; it has SmolLM2's tokenizer, so record with
-models/SmolLM2-135M-Instruct, and as many templates as you like (`vllm serve DIR --chat-template FILE`, and a copy of
-DIR with that template).
+records the server's version and its sampling defaults, which vLLM tells only with VLLM_SERVER_DEV_MODE=1.
+
+tests/checks/test_recorded_servers.py replays each fixture in tests/assets/served, and must find the same causes. It has
+SmolLM2's tokenizer, so record with models/SmolLM2-135M-Instruct, and as many templates as you like: `vllm serve DIR
+--chat-template FILE`, and a copy of DIR with that template.
 """
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,12 @@ from tests.data.family_conversations import CONVERSATIONS
 
 ABOUT = {
     "/version": ("version",),  # vLLM
-    "/server_info?config_format=json": ("version", "sampling_defaults", "preferred_sampling_params"),  # SGLang
+    "/server_info?config_format=json": (
+        *("version", "sampling_defaults", "preferred_sampling_params"),  # SGLang
+        *("vllm_config.model_config.generation_config", "vllm_config.model_config.override_generation_config"),
+    ),
 }
-"""The paths that tell what serves, and the keys that are kept: others hold paths of the machine, and keys."""
+"""The paths that tell what serves, and the keys that are kept: others hold paths of the machine, and secrets."""
 
 
 class Recorder(VllmPrompts):
@@ -56,7 +63,9 @@ class Recorder(VllmPrompts):
                 reply = super()._request(path)
             except ValueError:  # it has no such path
                 continue
-            found[path] = {key: reply[key] for key in keys if key in reply}
+            for key in keys:
+                with suppress(KeyError, TypeError):
+                    found[key] = reduce(getitem, key.split("."), reply)
         return found
 
 
@@ -96,6 +105,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="rows of messages (JSON lines)")
     parser.add_argument("--served-model", help="its name there, if the server has several")
     options = parser.parse_args()
+    options.fixture.parent.mkdir(parents=True, exist_ok=True)
     data = options.data or write_conversations(options.fixture.with_suffix(".jsonl"))
     fixture = record(options.url, options.model, data, options.served_model)
     options.fixture.write_text(json.dumps(fixture, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from examples.quickstart.prepare_model import gguf_file, load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from sftron.commands import check
+from sftron.data.chat.tokenizer import ChatTokenizer
 from tests.checks.chat_server import Rendering, serve_prompts, serving
 from tests.conftest import ASSETS
 from tests.data.family_conversations import CONVERSATIONS
@@ -68,7 +69,10 @@ def replayed(fixture: dict[str, Any]) -> type[BaseHTTPRequestHandler]:
 
 
 def recorded(home: Path, planted: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
-    folder, file = folder_with(home / "recorded", TEMPLATE.read_text(encoding="utf-8")), home / "fixture.json"
+    folder, file = (
+        folder_with(home / "recorded", TEMPLATE.read_text(encoding="utf-8")),
+        home / "served" / "fixture.json",
+    )
     with serving(serve_prompts(Rendering(folder, **PLANTED[planted]))) as url:
         monkeypatch.setattr(sys, "argv", ["record_served.py", url, str(file), "--model", str(folder), *more])
         record_served.main()
@@ -115,7 +119,39 @@ def test_a_recording_holds_what_vllm_and_sglang_take(tmp_path: Path, monkeypatch
     calls = [call for each in asked for message in each["body"]["messages"] for call in message.get("tool_calls", ())]
     assert calls
     assert {type(call["function"]["arguments"]) for call in calls} == {str}
-    assert list(tmp_path.glob("*.jsonl")) == []
+    assert [file.name for file in (tmp_path / "served").iterdir()] == ["fixture.json"]
+
+
+VLLM = {"model_config": {"generation_config": "auto", "model": "/home/me/model", "override_generation_config": {}}}
+
+
+@pytest.mark.parametrize(
+    ("replies", "about"),
+    [
+        ({"/version": {"version": "0.33.0"}}, {"version": "0.33.0"}),
+        (
+            {"/version": {"version": "0.33.0"}, "/server_info?config_format=json": {"vllm_config": VLLM}},
+            {
+                "version": "0.33.0",
+                "vllm_config.model_config.generation_config": "auto",
+                "vllm_config.model_config.override_generation_config": {},
+            },
+        ),
+        (
+            {"/server_info?config_format=json": {"version": "0.5.23", "sampling_defaults": "model", "api_key": "k"}},
+            {"version": "0.5.23", "sampling_defaults": "model"},
+        ),
+    ],
+    ids=["vllm", "vllm in development", "sglang"],
+)
+def test_a_recording_tells_the_version_and_the_sampling_defaults(
+    tmp_path: Path, replies: dict[str, Any], about: dict[str, Any]
+) -> None:
+    replies = {"/v1/models": {"data": [{"id": "tiny"}]}, **replies}
+    exchanges = [{"path": path, "body": None, "status": 200, "reply": reply} for path, reply in replies.items()]
+    chat = ChatTokenizer.from_pretrained(folder_with(tmp_path / "model", TEMPLATE.read_text(encoding="utf-8")))
+    with serving(replayed({"exchanges": exchanges})) as url:
+        assert record_served.Recorder(url, chat, None, 10.0).about() == about
 
 
 def test_a_template_with_todays_date_is_not_recorded(tmp_path: Path) -> None:
