@@ -73,7 +73,10 @@ class Cause(Enum):
         "Divide the row into one row for each answer, or train the last answer only (data.train_on_turns: last)."
     )
     REFUSED = "The server refuses the conversation. Serve a template that takes it, or leave the row out."
-    TEMPLATE = "No single change explains it: it is another template. Serve the folder's own."
+    TEMPLATE = (
+        "No single change explains it: it is another template, or an engine that renders it otherwise, as llama.cpp's "
+        "does with some. Serve the folder's own."
+    )
     STOP_LIST = (
         "Generation ends elsewhere than in training. List every stop token, and no other, in eos_token_id of "
         "generation_config.json, and serve or convert the folder again."
