@@ -154,6 +154,14 @@ def with_default_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages if has_system else [{"role": "system", "content": "You are helpful."}, *messages]
 
 
+def system_in_next(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As llama.cpp writes it for a template that leaves system messages out."""
+    first, *rest = messages
+    if first["role"] != "system" or not rest:
+        return messages
+    return [{**rest[0], "content": f"{first['content']}\n{rest[0]['content']}"}, *rest[1:]]
+
+
 def go_struct(tools: list[Any]) -> list[Any]:
     """As Ollama has written tools: names without quotes in braces."""
     return [{"function": {"name": "{f " + t["function"]["name"] + "}", "parameters": "{object map[]}"}} for t in tools]
@@ -174,6 +182,7 @@ FAULTS: dict[str, tuple[Cause, dict[str, Any]]] = {
     "arguments as text": (Cause.ARGUMENTS, {"parses_arguments": False}),
     "no generation prompt": (Cause.GENERATION_PROMPT, {"variables": {"add_generation_prompt": False}}),
     "default system": (Cause.SYSTEM_PROMPT, {"change_messages": with_default_system}),
+    "system in the next": (Cause.SYSTEM_PROMPT, {"change_messages": system_in_next}),
     "control as text": (Cause.SPECIAL_TOKENS, {"parses_special": False}),
     "another template": (Cause.TEMPLATE, {"template": "{% for m in messages %}{{ m.content }} ; {% endfor %}:"}),
 }

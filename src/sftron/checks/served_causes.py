@@ -203,7 +203,7 @@ def _changes(chat: ChatTokenizer) -> Iterator[tuple[Cause, _Change]]:
         yield Cause.GENERATION_PROMPT, _Change(variables={name: value})
     # llama.cpp gives every template this variable, for which Llama 3.1's has a default.
     yield Cause.DATE, _Change(variables={"date_string": datetime.datetime.now().strftime("%d %b %Y")})
-    for edit in (_without_system, _with_empty_system, _joined_systems("\n"), _joined_systems("\n\n")):
+    for edit in (_without_system, _with_empty_system, _joined_systems("\n"), _joined_systems("\n\n"), _in_next):
         yield Cause.SYSTEM_PROMPT, _Change(edit)
     yield Cause.SPECIAL_TOKENS, _Change(is_text=True)
 
@@ -283,6 +283,15 @@ def _with_system(text: str, conversation: Conversation) -> Conversation:
 
 
 _with_empty_system = partial(_with_system, "")
+
+
+def _in_next(conversation: Conversation) -> Conversation:
+    """Puts a first system message before the next one, as llama.cpp does if it thinks that the template has none."""
+    first, *rest = conversation.messages
+    if first.role is not Role.SYSTEM or not rest:
+        return conversation
+    joined = replace(rest[0], content=f"{first.content or ''}\n{rest[0].content or ''}", parts=())
+    return replace(conversation, messages=(joined, *rest[1:]))
 
 
 def _joined_systems(separator: str) -> Callable[[Conversation], Conversation]:
