@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from sftron.compare.recorded_run import flat_config
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
-from sftron.config.data_schema import Dataset
+from sftron.config.data_schema import Dataset, Rows
 from sftron.config.help import _all_keys, keys_of, locate, section_in, suggest_key
 from sftron.config.replacements import OTHER_TRAINERS, REMOVED, VALUES_OF_OTHERS
 from sftron.config.schema import General, Lora
@@ -663,3 +663,11 @@ def test_the_help_names_every_key_with_a_description():
         for name, field in keys_of(section).items():
             assert re.search(rf"^ *{name}( \(|:)", text, re.MULTILINE), f"{section.__name__}.{name}"
             assert field.description or section_in(field.annotation), f"{section.__name__}.{name} has no description"
+
+
+def test_the_help_describes_the_keys_of_a_data_set_once_and_those_of_one_section_in_full():
+    assert describe_config().count("max_samples (default null)") == 1
+    (named, again) = re.findall(r"^ +([\w, ]+): as in data\.datasets$", describe_config(), re.MULTILINE)
+    assert named == again
+    assert set(named.split(", ")) == set(keys_of(Rows)) - {"name"}
+    assert "max_samples (default null)" in describe_config("evaluation")

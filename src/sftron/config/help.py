@@ -15,7 +15,7 @@ from sftron.config.replacements import OTHER_TRAINERS, REMOVED
 from sftron.config.schema import Config
 from sftron.config.values import Section, Wanted
 
-_WIDTH = 100
+_WIDTH = 118
 
 KeyPath = tuple[str | int, ...]
 """`("data", "datasets", 0, "path")` is data.datasets.0.path."""
@@ -30,7 +30,7 @@ def describe_config(section: str | None = None) -> str:
         near = get_close_matches(section, keys_of(Config), 1)
         meant = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(keys_of(Config))}"
         raise ValueError(f"--help: unknown section {section!r}{meant}")
-    return "\n".join(_describe_section(Config, "", section)).strip() + "\n"
+    return "\n".join(_describe_section(Config, "", {}, section)).strip() + "\n"
 
 
 def dotted_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
@@ -43,7 +43,11 @@ def dotted_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[s
             yield prefix + name
 
 
-def _describe_section(section: type[Section], indent: str, only: str | None = None) -> Iterator[str]:
+def _describe_section(
+    section: type[Section], place: str, lists: dict[str, tuple[str, list[str]]], only: str | None = None
+) -> Iterator[str]:
+    """Yields the lines of the section at `place`. `lists` has the keys of the items of each list so far."""
+    indent = "  " * place.count(".")
     for name, field in keys_of(section).items():
         if only not in (None, name):
             continue
@@ -52,15 +56,37 @@ def _describe_section(section: type[Section], indent: str, only: str | None = No
             text = " ".join(f"{name}: {field.description or inner.__doc__}".split())
             yield ""
             yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
-            yield from _describe_section(inner, indent + "  ")
+            yield from _describe_section(inner, f"{place}{name}.", lists)
             continue
-        default = "required" if field.is_required() else f"default {_plain(field.default)}"
-        margin = indent + "      "
-        heading = f"{name} ({default}): {words_of(field.rebuild_annotation())}"
-        yield from textwrap.wrap(heading, 110, initial_indent=indent, subsequent_indent=margin)
-        yield from textwrap.wrap(field.description or "", _WIDTH, initial_indent=margin, subsequent_indent=margin)
+        yield from _describe_key(name, field, indent)
         if inner is not None:
-            yield from _describe_section(inner, indent + "    ")
+            yield from _describe_items(inner, f"{place}{name}", indent + "    ", lists)
+
+
+def _describe_key(name: str, field: FieldInfo, indent: str) -> Iterator[str]:
+    default = "required" if field.is_required() else f"default {_plain(field.default)}"
+    margin = indent + "      "
+    heading = f"{name} ({default}): {words_of(field.rebuild_annotation())}"
+    yield from textwrap.wrap(heading, _WIDTH, initial_indent=indent, subsequent_indent=margin)
+    yield from textwrap.wrap(field.description or "", _WIDTH, initial_indent=margin, subsequent_indent=margin)
+
+
+def _describe_items(
+    section: type[Section], place: str, indent: str, lists: dict[str, tuple[str, list[str]]]
+) -> Iterator[str]:
+    """Yields the keys of a list's items; keys that an earlier list has in the same words are named in one line."""
+    repeated = dict[str, list[str]]()
+    for name, field in keys_of(section).items():
+        lines = list(_describe_key(name, field, indent))
+        earlier, known = lists.get(name, ("", []))
+        if known == lines:
+            repeated.setdefault(earlier, []).append(name)
+        else:
+            lists[name] = (place, lines)
+            yield from lines
+    for earlier, names in repeated.items():
+        text = f"{', '.join(names)}: as in {earlier}"
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "      ")
 
 
 # --- The schema by key ---
