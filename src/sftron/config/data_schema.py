@@ -48,13 +48,15 @@ class Tokenizer(Section):
     chat_template: PathText | None = None
     """A .jinja file, or chatml, hermes, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own."""
     add_tokens: Texts = ()
-    """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
+    """Control tokens to add if the tokenizer lacks them; their embeddings start as the mean of all embeddings."""
     date: Day | None = None
     """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
     template_kwargs: TemplateKwargs = Field(default={})
-    """Values of variables that the template reads, as {enable_thinking: false}; those of a row go before."""
+    """Values for the variables of the template, such as {enable_thinking: false}; a row's own values take
+    precedence."""
     document_end: ControlToken | None = None
-    """A control token that ends each document of format text, as <|endoftext|>; null: what the tokenizer adds."""
+    """The control token that ends each document of format text, such as <|endoftext|>; null: what the tokenizer
+    adds."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         lora = before.get("lora")
@@ -81,8 +83,8 @@ class Rows(Section):
     revision: Revision | None = None
     """The branch, tag or commit of a Hub data set, as model.revision; null: the branch main."""
     format: RowFormatName = "auto"
-    """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt. text: documents
-    of plain text, trained whole, as in pretraining."""
+    """How rows hold conversations. auto detects it from the first rows, and refuses ambiguous ones. text trains whole
+    documents of plain text, as in pretraining."""
     documents: Literal["file", "line"] | None = None
     """For format text and .txt files: whether each file is a document, or each line; null: each file."""
     prompt_template: Text | None = None
@@ -102,9 +104,11 @@ class Dataset(Rows):
     """One data set."""
 
     weight: PositiveNumber | None = None
-    """Share of the tokens, relative to the others' weights; all data sets have one, or none: each row once an epoch."""
+    """Share of the tokens, relative to the other weights. Give every data set a weight, or none; without weights, the
+    run trains each row once an epoch."""
     streaming: bool = False
-    """Read rows forward, shuffled in windows of 10,000, for sets larger than the disk; a resume passes them again."""
+    """Read rows forward, shuffled in windows of 10,000, for sets larger than the disk; a resume reads past the earlier
+    rows."""
 
 
 class EvaluationDataset(Rows):
@@ -122,12 +126,12 @@ class KeptDataset(EvaluationDataset):
     """An evaluation set whose loss may rise only so far. It has one of the two limits."""
 
     max_rise: NonNegativeNumber | None = None
-    """How far its loss may rise above its loss before the first step, in nats for each token, as 0.02."""
+    """How far the loss may rise above its value before the first step, in nats per token, such as 0.02."""
     max_rise_percent: NonNegativeNumber | None = None
     """The same in percent of the loss before the first step."""
     on_exceeded: Literal["warn", "stop"] = "warn"
-    """warn says so at each such evaluation; stop ends the run there, with status 4, and exports the best checkpoint
-    before, by checkpoints.keep_best or, without it, the last one."""
+    """warn prints a warning at each evaluation above the limit. stop ends the run with status 4 and exports the best
+    earlier checkpoint within the limits, by checkpoints.keep_best or else the last one."""
 
     def allowed_rise(self, before: float) -> float:
         """Returns the largest allowed rise above the loss before the first step, in nats."""
@@ -162,13 +166,14 @@ class Data(Section):
     train_on_turns: Literal["all", "last"] = "all"
     """last trains only the last turn of a trained role in each conversation."""
     reasoning: Literal["keep", "last", "strip"] = "keep"
-    """Which of the assistant's reasoning the template gets: all of it, the last turn's, or none."""
+    """Which reasoning of the assistant reaches the template: all, only the last turn's, or none."""
     allow_control_tokens: TextsByRole = Field({})
-    """Control tokens that the text of a role may write, as {assistant: ["<think>", "</think>"]}; others are text."""
+    """Control tokens that a role's text may contain, such as {assistant: ["<think>", "</think>"]}; all others stay
+    text."""
     overlong: Literal["drop", "truncate_turns", "error"] = "drop"
     """What to do with a conversation longer than tokens.sequence_length."""
     max_dropped_share: Share = 0.05
-    """The run stops when more than this share of the rows, once 200 are read, was dropped."""
+    """The run stops if it drops more than this share of the rows, once it has read 200."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
     max_row_bytes: Positive = 4 * 2**20
@@ -176,7 +181,7 @@ class Data(Section):
     num_workers: Workers = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
-    """Streams in which rows are packed; ranks x workers must divide it. auto: one, which suits any; 48 for large
+    """Streams that pack rows; ranks x workers must divide their number. auto: one, which suits any layout; 48 for large
     sets."""
     packing: Packing = Packing()
 

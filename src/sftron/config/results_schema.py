@@ -28,14 +28,14 @@ class Checkpoints(Section):
     """Saving and resuming."""
 
     interval: Literal["auto"] | Positive | None = "auto"
-    """Steps between checkpoints; auto: 15 minutes of training, or longer where saves would take over a twentieth of
-    the time, so that a kill costs no more than that; null: only at the end."""
+    """Steps between checkpoints. auto: 15 minutes of training, or longer if saves would take more than a twentieth of
+    the time. null: only at the end."""
     keep_last: TwoOrMore = 2
     """Older checkpoints are removed once a newer one is complete."""
     resume: Checkpoint = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
     load: Literal["all", "weights"] = "all"
-    """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
+    """weights starts a new run at step 0 from the weights of the checkpoint that resume names."""
     asynchronous: Annotated[bool, Field(alias="async")] = False
     """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it during the next steps."""
     allow_data_change: bool = False
@@ -46,7 +46,7 @@ class Checkpoints(Section):
     export_interval: Positive | None = None
     """Steps between exports, all of which stay; null: only at the end."""
     keep_best: Text | None = None
-    """Also keep the checkpoint whose evaluation is best by this metric, as eval/held_out/loss; it is exported too."""
+    """Also keep and export the checkpoint with the best value of this metric, such as eval/held_out/loss."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         if self.export_interval is not None and not self.export_hf:
@@ -90,12 +90,11 @@ class Evaluation(Section):
     """Losses on rows that are not trained on, and answers to prompts: before, during and after training."""
 
     share: Annotated[float, Field(ge=0, lt=1), Wanted("a number from 0, below 1")] = 0.0
-    """Share of every data set's rows that is kept out of training, always the same rows: the set held_out."""
+    """Share of every data set that is held out of training, always the same rows: the evaluation set held_out."""
     datasets: Annotated[tuple[EvaluationDataset, ...], Field(strict=False), Wanted("a list of evaluation sets")] = ()
     """Evaluation sets of their own: a list of mappings with the keys below."""
     keep: Annotated[tuple[KeptDataset, ...], Field(strict=False), Wanted("a list of evaluation sets with limits")] = ()
-    """Evaluation sets that the model must not forget, each with a limit for the rise of its loss (docs/keep.md); they
-    are evaluated as datasets, too."""
+    """Evaluation sets that the model must not forget, each with a limit for the rise of its loss (docs/keep.md)."""
     interval: Positive | None = None
     """Steps between evaluations; null: only at the start and at the end."""
     at_start: bool = True
@@ -188,7 +187,7 @@ class Logging(Section):
     interval: Positive = 1
     """Steps between printed lines."""
     peak_tflops: PositiveNumber | None = None
-    """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
+    """Dense bf16 TFLOP/s of one GPU, the reference of mfu; null: the value for the GPU's name, if known."""
     untrained_roles_interval: Positive | None = 20
     """Steps between measurements of the losses of roles that are not trained, from step 1 on; null: never."""
     wandb: Wandb = Wandb()

@@ -62,13 +62,15 @@ class Model(Section):
     """The branch, tag or commit of a Hub id; null: the branch main. A run asks the Hub once which commit this is, and
     writes it to its config.yaml for later resumes."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
-    """The attention backend; auto takes for each layer the first that supports it and works on this device, and the run
-    prints it. flash_attn: the newest of the flash-attention packages (2, 3, 4) that works; auto takes no 4."""
+    """The attention backend. auto chooses, for each layer, the first one that supports the layer and works on this
+    device, and the run prints the choice. flash_attn takes the newest flash-attention package (2, 3 or 4) that works;
+    auto never takes version 4."""
     loss: Literal["auto", "native", "liger"] = "auto"
     """The implementation of cross entropy; auto is native, which needs no package and never waits for the device."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """selective recomputes norms and SwiGLU in the backward pass, and no matrix product: a third less of activations.
-    full recomputes every block: a seventeenth of them, and a third more compute. The gradients are the same."""
+    """selective recomputes norms and SwiGLU in the backward pass, but no matrix product, and saves a third of the
+    activations. full recomputes every block: it keeps a seventeenth of the activations and takes a third more compute.
+    The gradients are the same."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for every block, around its attention; auto is off, until it has been measured on a GPU."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -78,7 +80,7 @@ class Model(Section):
     takes it from config.json: router_aux_loss_coef if output_router_logits is true, else 0. With accumulation, a factor
     above 0 costs one more forward pass of all micro-batches but one."""
     freeze_router: bool = False
-    """For mixtures of experts: do not train the weights of the routers."""
+    """For mixtures of experts: leave the weights of the routers untrained."""
     frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
     """With lora: the type of the matrices that are not trained; auto is compute_dtype. nf4 has 4 bits a weight, rounded
     by blocks (QLoRA, arXiv 2305.14314). Norms and biases stay float32."""
@@ -132,7 +134,7 @@ class Parallelism(Section):
     """Ranks that share each pack, for long conversations: each has a part of its tokens and of the heads (Ulysses,
     arXiv 2309.14509). They share a copy too. At most as many as query heads; packs and losses do not depend on it."""
     timeout_seconds: Positive = 600
-    """How long a rank waits for the others, or for its loader workers, before it considers them dead and all end."""
+    """How long a rank waits for other ranks, or for its loader workers, before it ends the run."""
 
     def contradictions(self, before: Mapping[str, Any]) -> Contradictions:
         tokens = before.get("tokens")
@@ -140,8 +142,8 @@ class Parallelism(Section):
             problem = f"{self.context} ranks cannot share a pack of {budget} tokens: lower context"
             yield "parallelism.context tokens.sequence_length", problem
         if self.context > 1 and (general := before.get("general")) and general.deterministic == "layout":
-            problem = f"is {self.context}: each rank has a part of every gradient of a pack, rounded by itself, so "
-            problem += "general.deterministic: layout cannot give the bits of one rank: set context to 1, or use true"
+            problem = f"is {self.context}, but general.deterministic: layout needs one rank for each pack, because "
+            problem += "each rank rounds its part of a gradient: set context to 1, or deterministic to true"
             yield "parallelism.context general.deterministic", problem
 
 
@@ -185,7 +187,7 @@ class Optimizer(Section):
             yield "optimizer.warmup_steps tokens.train_steps", problem
         if self.name != "adamw" and (general := before.get("general")) and general.deterministic == "layout":
             problem = (
-                f"is {self.name}, whose update depends on the shards, so general.deterministic: layout cannot hold"
+                f"is {self.name}, but general.deterministic: layout needs an update that does not depend on the shards"
             )
             yield "optimizer.name general.deterministic", f"{problem}: use adamw"
 
@@ -200,7 +202,7 @@ class Extend(Section):
     options: OptionsOfSetup = Field(default={})
     """Any keys and values for the function."""
     source: SourceHash | None = None
-    """The hash of the code, which the run writes to its config.yaml; another one is refused. null: any code."""
+    """The hash of the code, which the run writes to its config.yaml; the run refuses other code. null: any code."""
 
     @property
     def was_given_in_python(self) -> bool:
@@ -255,7 +257,7 @@ class Config(Section):
                 problem = "is stream, but without lora no weight is frozen: write lora: {}, or set it to resident"
                 found.append(("model.frozen_base lora", problem))
             if model.compile == "on":
-                problem = "is stream, whose weights move between two buffers, which compiled blocks do not follow: set "
+                problem = "is stream, but compiled blocks cannot follow weights that move between two buffers: set "
                 found.append(("model.frozen_base model.compile", f"{problem}compile to off"))
         if found:
             problems = "; ".join(f"{keys.split()[0]}: {problem}" for keys, problem in found)
