@@ -63,12 +63,12 @@ def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPa
     elif found.isolated:
         return found
     else:
-        what = "tokens moves the logits before them" if found.shows_future else "neighbors moves the logits of others"
+        what = "a token changes earlier logits" if found.shows_future else "a conversation changes others' logits"
         setting = repr(collator) + (f", attn_implementation={attention!r}" if attention else "")
         problem = (
             f"does not keep the conversations of a pack apart: with {setting}, use_cache="
             f"{getattr(config, 'use_cache', False)}, changing {what} "
-            f"by up to {found.difference or found.past_difference:.2g}, where {found.rounding:.2g} is rounding"
+            f"by up to {found.difference or found.past_difference:.2g}; rounding explains {found.rounding:.2g}"
         )
     message = f"{name} {problem}\nWhat keeps them apart: {'; or '.join(_remedies(model, packs, collator))}"
     if isinstance(found, Exception):

@@ -467,7 +467,7 @@ def test_a_template_that_cannot_write_another_content_where_it_left_one_out_is_r
     checked = "{% for m in messages if m.content not in ('Be kind.', 'Hi', 'Yo') %}{{ raise_exception(m.content) }}"
     template = checked + "{% endfor %}" + END
     messages = (Message(Role.SYSTEM, "Be kind."), Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-    with pytest.raises(DataError, match="system content of message 1 in a way that loses its origin"):
+    with pytest.raises(DataError, match="rewrites the system content of message 1, so sftron cannot trace its text"):
         trained(ChatTokenizer(tokenizer, template), *messages)
 
 

@@ -102,11 +102,15 @@ CALLS: list[tuple[Any, str, str]] = [
             *(CALL | {"type": "custom"}, {"name": "f"}, {"name": "f", "arguments": "[1]"}),
         )
     ),
-    ([{"name": "f", "arguments": '"{}"'}], "bad_tool_calls", "call 1: `arguments` is JSON text of the text"),
+    (
+        [{"name": "f", "arguments": '"{}"'}],
+        "bad_tool_calls",
+        "call 1: `arguments` was encoded as JSON twice",
+    ),
     (
         [{"function": {"name": "f", "arguments": '"x"'}}],
         "bad_tool_calls",
-        "call 1: `arguments` is JSON text of the text",
+        "call 1: `arguments` was encoded as JSON twice",
     ),
     ([{"name": "f", "arguments": ""}], "broken_json", "call 1: `arguments`"),
     ([{"name": "f", "arguments": r'{"a": "\ud800"}'}], "lone_surrogate", "call 1: `arguments`"),

@@ -265,10 +265,10 @@ def test_a_window_takes_memory_in_proportion_to_the_length(num_tokens: int, opti
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("varlen", {"sinks_N": torch.zeros(6)}, "varlen has no attention sinks that are trained, the model has"),
-        ("flash_attn_2", {"sinks_N": torch.zeros(6)}, "flash_attn_2 has no attention sinks .* Choose 'flex' or 'sdpa'"),
-        ("varlen", {"softcap": 30.0}, "varlen has no soft cap of scores that is trained, the model's is 30"),
-        ("flash_attn_4", {"softcap": 30.0}, "flash_attn_4 has no soft cap .* Choose 'flex' or 'sdpa'"),
+        ("varlen", {"sinks_N": torch.zeros(6)}, "varlen cannot train attention sinks, which this model has"),
+        ("flash_attn_2", {"sinks_N": torch.zeros(6)}, "flash_attn_2 cannot train .* Choose 'flex' or 'sdpa'"),
+        ("varlen", {"softcap": 30.0}, "varlen cannot train with a soft cap of scores, and this model's is 30"),
+        ("flash_attn_4", {"softcap": 30.0}, "flash_attn_4 cannot train with a soft cap .* Choose 'flex' or 'sdpa'"),
     ],
 )
 def test_a_backend_refuses_what_it_does_not_implement(
@@ -389,7 +389,7 @@ def test_auto_is_sdpa_where_nothing_faster_is_correct_and_a_backend_that_cannot_
     assert resolve_attention("auto", CPU, torch.bfloat16, 64) == "sdpa"
     assert resolve_attention("sdpa", CPU, torch.float32, 64) == "sdpa"
     for name in ("varlen", "flash_attn", "flex"):
-        message = f"'{name}' cannot run here: it needs a CUDA device, this is 'cpu'.*. Choose 'auto', or 'sdpa'"
+        message = f"'{name}' cannot run here: it needs a CUDA device, but .* 'cpu'.*. Choose 'auto', or 'sdpa'"
         with pytest.raises(ValueError, match=message):
             resolve_attention(name, CPU, torch.bfloat16, 64)
     with pytest.raises(ValueError, match="'flash' is not one of auto, sdpa, varlen, flash_attn, flex"):

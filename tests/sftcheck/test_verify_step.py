@@ -136,7 +136,7 @@ def test_without_conversations_rows_say_what_they_could_not_see() -> None:
     measured = {row.name: row.measured for row in report.checks if row.status == "SKIP"}
     assert "give them as conversations=" in measured["isolation"]
     assert "the messages of the rows are gone" in measured["forgery"]
-    assert "let step take it, or give optimizer=" in measured["adapters"]
+    assert "let it make one, or pass optimizer=" in measured["adapters"]
     assert "what it saves has to end generation at <|im_end|>" in measured["generation"]
     assert not [row.name for row in report.checks if row.status == "FAIL"]
 
@@ -145,7 +145,7 @@ def test_micro_batches_with_equal_numbers_of_targets_hide_no_mean_of_means() -> 
     loop = ZOO["mean_of_each_micro_batch"].make()
     report = verify_step(loop.model, loop.batches[:1] * 4, loop.step, TOKENIZER, CONVERSATIONS)
     assert row_of(report, "loss").status == "SKIP"
-    assert "where a mean of means is the ratio" in row_of(report, "loss").measured
+    assert "so a mean of means equals the ratio" in row_of(report, "loss").measured
     one = verify_step(loop.model, loop.batches, loop.step, TOKENIZER, CONVERSATIONS, num_micro_batches=1)
     assert row_of(one, "loss").status == "PASS"
 
@@ -287,7 +287,7 @@ def test_what_cannot_be_checked_is_refused_with_its_remedy() -> None:
         "no gradient reaches the logits": lambda: check(of_all(lambda each: loss(each).detach())),
         "no module of the model gives logits": lambda: (lambda fused: check(of_all(
             lambda each: fused(each["input_ids"], each["labels"])), of=fused))(Hidden()),
-        "the loss raises several tokens at each of": lambda: check(of_all(
+        "the loss has several targets at each of": lambda: check(of_all(
             lambda each: -llama(each["input_ids"]).logits.softmax(-1)[..., :9].sum())),
         "the head gives logits for 4 of": lambda: check(of_all(
             lambda each: llama(each["input_ids"], logits_to_keep=1).logits.logsumexp(-1).sum())),

@@ -94,7 +94,7 @@ def test_an_eval_loss_that_depends_on_the_batch_size_fails_the_loss(make: Any, o
     [
         (CountsLabels, UNLIKE, 1, "; eval: eval_loss is one ratio"),
         (Trainer, UNLIKE, 3, ""),
-        (Trainer, ALIKE, 1, "; eval: not measured, rows with 8 and 8 labels, where a mean of means is the ratio"),
+        (Trainer, ALIKE, 1, "; eval: not measured, the rows have 8 and 8 labels, so a mean of means equals the ratio"),
         (RaisesInEvaluate, UNLIKE, 1, "; eval: not measured: RuntimeError: no metric is configured"),
     ],
 )

@@ -57,7 +57,7 @@ def test_equal_numbers_of_labels_that_cannot_be_changed_are_not_a_pass(own: Any,
     trainer = rows_of_equal_lengths(own, tmp_path, LabelsOfItsOwn, collator=collator, remove_unused_columns=False)
     row = row_of(verify_trainer(trainer), "loss")
     assert row.status == "SKIP", row.measured
-    assert "where a mean of means is the ratio" in row.measured
+    assert "so a mean of means equals the ratio" in row.measured
 
 
 class Bins(Trainer):
@@ -94,7 +94,7 @@ def test_one_micro_batch_says_nothing_about_an_accumulation(own: Any, tmp_path: 
     trainer.train_dataset = trainer.train_dataset.select(range(4))  # pyright: ignore
     row = row_of(verify_trainer(trainer), "loss")
     assert row.status == "SKIP"
-    assert "1 micro-batch, and the trainer accumulates 2" in row.measured
+    assert "1 micro-batch, but the trainer accumulates 2" in row.measured
 
 
 def test_rows_that_workers_collate_are_seen(own: Any, tmp_path: Path) -> None:

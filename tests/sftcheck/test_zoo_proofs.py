@@ -21,7 +21,7 @@ FAST = {
     "mask_of_ones_and_packing": "conversations in one row: others change by",
     "wrapped_packing": "conversations in one row: others change by",
     "labels_across_borders": "labels cross",
-    "left_padding_of_gpt2": "a conversation is computed differently alone",
+    "left_padding_of_gpt2": "the model computes a conversation differently alone",
     "doubled_bos": "0 of 42 documents have the template's ids",
     "missing_bos": "0 of 42 documents have the template's ids",
     "labels_shifted_twice": "labels are other tokens",

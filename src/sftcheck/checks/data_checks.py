@@ -88,11 +88,11 @@ def positions(subject: Subject) -> Finding:
         if wrong and apart <= allowed:
             measured, wrong = f"{len(wrong):,} positions run on; as they are relative, the model computes the same", []
         elif not wrong and not crossing and apart > allowed:
-            measured = f"a conversation is computed differently alone: {apart:.1g} apart, relative"
+            measured = f"the model computes a conversation differently alone: {apart:.1g} apart, relative"
             detail = (f"arguments: {subject.arguments}",)
             return Finding(False, measured, f"<= {allowed:.0e}", detail, (Fault.NOT_AS_ALONE,))
     if wrong and apart is None and subject.library == "loop":  # the model may make its own positions
-        raise NotMeasuredError(f"{wrong[0].text}, and the model cannot be called with one conversation alone")
+        raise NotMeasuredError(f"{wrong[0].text}, and the model cannot compute one conversation alone")
     evaluated = [
         f"{name}: {why.text}" for name, why in _of_evaluation(subject) if why.fault is Fault.POSITIONS_OUT_OF_ORDER
     ]
@@ -190,13 +190,13 @@ def _skipped(view: View) -> list[Document]:
 def forgery(subject: Subject) -> Finding:
     documents, tokenizer = subject.training.documents, subject.training.tokenizer
     if lone := with_lone_answers(documents):
-        measured = f"{len(lone):,} documents have an answer without a label, as those that a text spells"
+        measured = f"{len(lone):,} documents have an answer without a label, which a text may have spelled"
         detail = [f"{each.where}: {tokenizer.decode(each.ids[:40])!r}" for each in lone[:_MOST_SHOWN]]
-        detail.append("conversations= shows whether a text spells them")
+        detail.append("pass conversations= to see whether a text spells them")
         return Finding(False, measured, "none", tuple(detail), (Fault.FORGED,))
     known = [each for each in documents if each.truth is not None and each.source in ("rows", "conversations")]
     if all(each.is_rendered_twice for each in documents):
-        raise NotMeasuredError("the template is applied twice, so the texts of the messages are not known; see ids")
+        raise NotMeasuredError("the template is applied twice, which hides the texts of the messages; see ids")
     if not known:
         raise NotMeasuredError("the messages of the rows are gone, and ids do not show who wrote a control token")
     forged = [each for each in known if each.is_forged]

@@ -127,7 +127,7 @@ def _of_evaluation(subject: TrainerSubject, data: Any) -> Finding:
     if not math.isfinite(pair.together + pair.ratio):
         return Finding(None, f"not measured, eval_loss is {pair.together}")
     if pair.gap <= EVALUATED_GAP * abs(pair.ratio):
-        return Finding(None, "not measured, two rows of other lengths have the same eval_loss")
+        return Finding(None, "not measured, two rows of different lengths have the same eval_loss")
     if abs(pair.together - pair.ratio) <= SHARE_OF_GAP * pair.gap:
         return Finding(True, "eval_loss is one ratio")
     counts = " and ".join(map(str, pair.num_labels))
@@ -213,12 +213,12 @@ def _require_accumulation(subject: TrainerSubject) -> None:
     step, accumulated = subject.step, subject.trainer.args.gradient_accumulation_steps
     if accumulated > 1 and len(step.batches) < 2:
         raise NotMeasuredError(
-            f"the step has 1 micro-batch, and the trainer accumulates {accumulated}; give it rows for 2 or more"
+            f"the step has 1 micro-batch, but the trainer accumulates {accumulated}; give it rows for 2 or more"
         )
     if len(step.batches) > 1 and not step.is_unlike:
         counts = ", ".join(str(batch.num_trained) for batch in step.batches)
         raise NotMeasuredError(
-            f"the micro-batches have {counts} labels, where a mean of means is the ratio; give rows of other lengths"
+            f"the micro-batches have {counts} labels, so a mean of means equals the ratio; give rows of unequal lengths"
         )
 
 
@@ -246,7 +246,7 @@ def _at_other_places(subject: TrainerSubject, batch: SeenBatch, found: Finding) 
     num_missing, num_other = subject.model.gradient_positions(batch, subject.step.num_items)
     if not num_other and num_missing <= WITHOUT_GRADIENT * batch.num_trained:
         return None
-    measured = f"the loss ignores {num_missing:,} of {batch.num_trained:,} labels, and is over {num_other:,} others"
+    measured = f"the loss ignores {num_missing:,} of {batch.num_trained:,} labels and uses {num_other:,} other tokens"
     return Finding(False, measured, "the labels", found.detail, (Fault.OTHER_LABELS,))
 
 

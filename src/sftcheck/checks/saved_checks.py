@@ -59,7 +59,7 @@ def adapters(subject: Subject) -> Finding:
     detail = [f"{name}: {', '.join(each[:_MOST_NAMED])}" for name, each in counts.items() if each]
     detail += [f"{token}: {why}" for token, why in untrained.items()]
     if stuck:
-        detail.append(f"{len(stuck):,} tensors have a gradient and do not move, as the step is below their rounding")
+        detail.append(f"{len(stuck):,} tensors have a gradient but do not move: their type rounds the step away")
     faults = {
         Fault.TOKENS_FROZEN: untrained,
         Fault.NOT_SAVED: not_saved,
@@ -189,12 +189,12 @@ def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str], str]:
             trainer.save_model(name)
         else:
             tokenizer.save_pretrained(name)
-            detail.append("the weights are too large for a check: only the other files were saved")
+            detail.append("the weights are too large for this check, which saved only the other files")
         if (Path(name) / "generation_config.json").exists():
             saved = GenerationConfig.from_pretrained(name)
         else:
             saved = getattr(subject.model.unwrapped, "generation_config", None)
-            detail.append("the folder has no generation_config.json, so the model's own is compared")
+            detail.append("the folder has no generation_config.json; the check compares the model's own")
         if (Path(name) / "tokenizer_config.json").exists():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             difference = difference_from_file(tokenizer, name).replace(name, "the saved folder")

@@ -193,7 +193,7 @@ class LoopModel:
         if len(calls) != len(batches):
             raise ValueError(
                 f"step calls the model {len(calls)} times for {len(batches)} micro-batches; wanted one call for each. "
-                "Give what one call takes as a micro-batch, and num_micro_batches= as many as a step has"
+                "Give the input of one call as a micro-batch, and set num_micro_batches= to their number in a step"
             )
         if not all(leaves):
             raise ValueError(
@@ -216,13 +216,13 @@ class LoopModel:
     def hidden_alone(self, ids: Tensor) -> Tensor:
         def alone(call: Call) -> Arguments:
             if call.given_ids.ndim == 1 and len(ids) > 1:
-                raise NotMeasuredError("the model takes its ids flat, so rows cannot be compared")
+                raise NotMeasuredError("the model takes one flat row of ids, so the check cannot compare rows")
             return call.alone(ids, self.module)
 
         try:
             return self._computed(self._context, alone, ids, is_training=False)
         except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
-            raise NotMeasuredError(f"the model cannot be called with one conversation alone: {error}") from error
+            raise NotMeasuredError(f"the model cannot compute one conversation alone: {error}") from error
 
     def rounding(self, ids: Tensor) -> float:
         try:

@@ -116,7 +116,7 @@ class StepSubject(Subject):
 
     def moves(self, named: Mapping[str, nn.Parameter]) -> MovedTensors:
         if not self.update.optimized:
-            raise NotMeasuredError("no step of an optimizer is seen; let step take it, or give optimizer=")
+            raise NotMeasuredError("step makes no step of an optimizer; let it make one, or pass optimizer=")
         trainable = {name for name, each in named.items() if each.requires_grad}
         found, num_steps = self.update, 1
         with_gradient = {name for name, each in found.used.items() if bool(each.any())}
@@ -170,6 +170,6 @@ def require_checkable(model: Any, batches: Any, tokenizer: Any, trained_roles: s
     is_sharded = any(type(each).__name__ == "DTensor" for each in model.parameters())
     if is_sharded or (is_distributed and torch.distributed.get_world_size() > 1):
         raise ValueError(
-            "the model is sharded, or one of several ranks; check the loop in one process with the whole model, as "
-            "its batches are the same there"
+            "the model is sharded, or several ranks run; check the loop in one process with the whole model: its "
+            "batches are the same there"
         )

@@ -54,8 +54,8 @@ def read(call: Call, logits: Sequence[Tensor]) -> Reading:
     num_logits = sum(each.numel() for each in parts) // width
     if has_gradient and num_logits != call.ids.numel():
         raise ValueError(
-            f"the head gives logits for {num_logits:,} of {call.ids.numel():,} tokens, so it is not known for which; "
-            "compute the logits of all tokens for this check"
+            f"the head gives logits for {num_logits:,} of {call.ids.numel():,} tokens, and the check cannot tell "
+            "which; compute the logits of all tokens for this check"
         )
     if not has_gradient:
         return Reading(call, np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape), False)
@@ -65,8 +65,8 @@ def read(call: Call, logits: Sequence[Tensor]) -> Reading:
     is_trained = lowest < 0
     if num_wrong := int(((gradient < 0).sum(dim=-1) > 1).sum()):
         raise ValueError(
-            f"the loss raises several tokens at each of {num_wrong:,} positions, as soft labels and negative weights "
-            "do; verify_step reads losses with one target for each trained token"
+            f"the loss has several targets at each of {num_wrong:,} positions (soft labels or negative weights); give "
+            "verify_step a loss with one target for each trained token"
         )
     # A head may be wider than the vocabulary that the loss takes.
     values = torch.cat([each.detach().reshape(shape[0], -1, width) for each in parts], dim=1)

@@ -96,7 +96,7 @@ def borders(subject: RankSubject) -> Finding:
         for rank in micro.group_of(first) if micro.is_split(first) else [first]:
             places, found, _ = by_rank[rank]
             if found is None or found.shape != places.shape[:2]:
-                raise NotMeasuredError("the model's decoder is not found, so which tokens are trained is not known")
+                raise NotMeasuredError("the check finds no decoder in the model, so it cannot see the trained tokens")
             RowMap(np.where(found[..., None], places, -1)).write(is_trained, found)
         lost, extra = lost + int((expected & ~is_trained).sum()), extra + int((is_trained & ~expected).sum())
         total += int(expected.sum())
@@ -121,7 +121,7 @@ def across_ranks(subject: RankSubject) -> Finding:
         after = subject.on_ranks.hidden([each.ids for each in changes])
         for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
             if one.shape[1] != micro.computed.shape[1]:
-                raise NotMeasuredError("the model's decoder is not found, and its logits cover only some tokens")
+                raise NotMeasuredError("the check finds no decoder in the model, whose logits cover only some tokens")
             difference = (one - two).abs().amax(dim=-1).cpu().numpy()
             is_kept, is_changed = (micro.computed.read(each, False) for each in (change.is_kept, change.is_changed))
             apart = max(apart, float(difference[is_kept].max(initial=0.0)))
@@ -129,7 +129,7 @@ def across_ranks(subject: RankSubject) -> Finding:
     found = subject.exchange.gather("the changes", (apart, own, size))
     worst, own, size = (max(each[n] for each in found) for n in range(3))
     if not own or sum(sum(each) for each in numbers) < 2:
-        raise NotMeasuredError("there are no two conversations in a step, or the outputs do not depend on the tokens")
+        raise NotMeasuredError("a step holds fewer than two conversations, or its outputs do not depend on the tokens")
     allowed = size * CHANGE_ACROSS_RANKS.of(subject.model)
     detail = (f"a changed conversation itself changes by {own:.2g}",)
     wrong = [rank for rank, each in enumerate(found) if each[0] > allowed]

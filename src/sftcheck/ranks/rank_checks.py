@@ -101,7 +101,7 @@ def loss(subject: RankSubject) -> Finding:
     if apart <= tolerance:
         return Finding(True, f"{apart:.1e} from the ratio of {reference.num_labels:,} labels", allowed, detail)
     if _are_right(subject):
-        measured = f"the gradients are right; what is returned, and logged, is {apart:.2g} from the ratio"
+        measured = f"the gradients are right; the returned and logged loss is {apart:.2g} from the ratio"
         return Finding(True, measured, allowed, detail)
     return Finding(False, f"{apart:.2g} from the ratio", allowed, detail, (Fault.MEAN_OF_RANKS,))
 
@@ -125,7 +125,7 @@ def denominators(subject: RankSubject) -> Finding:
     if set(counts) == {float(expected)}:
         return Finding(True, f"{expected:,} on each of {world_size} ranks", f"{expected:,}", detail)
     if _are_right(subject):
-        measured = f"num_items_in_batch is {shown}; the gradients show that another number divides"
+        measured = f"num_items_in_batch is {shown}; the gradients show that the trainer divides by another number"
         return Finding(True, measured, f"{expected:,}", detail)
     kind = ""
     if set(counts) == {float(expected * world_size)}:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,10 @@ class WrappedModel:
         self.trainer, args = trainer, trainer.args
         prepare = getattr(trainer, "_prepare_for_training", None)
         if prepare is None:
-            raise ValueError("on several ranks, transformers' Trainer of 5.9 or newer is checked")
+            raise ValueError(
+                f"checks on several ranks need transformers 5.9, but {version('transformers')} is installed; install a "
+                "newer one, or check the trainer in one process"
+            )
         trainer.model = trainer.model_wrapped = model
         trainer.optimizer = trainer.lr_scheduler = None
         if getattr(args, "gradient_checkpointing", False):

@@ -24,7 +24,7 @@ def rows(subject: RankSubject) -> Finding:
     lost = sum(subject.exchange.gather("lost tokens", lost))
     num_rows = sum(subject.exchange.gather("the rows", num_rows))
     if lost > num_rows:  # one of each row may be the last, which predicts nothing
-        wrong.append(f"{lost:,} tokens of the rows are computed by no rank")
+        wrong.append(f"no rank computes {lost:,} tokens of the rows")
     counted, notes = _counted_rows(subject)
     wrong += counted
     faults = {Fault.BATCHES_UNEQUAL: unequal, Fault.ROWS_REPEATED: wrong}
@@ -47,9 +47,9 @@ def _unlike_declared(subject: RankSubject) -> list[str]:
     groups = subject.exchange.gather("the groups", (size, is_split))
     found = list[str]()
     if min(size for size, _ in groups) < declared:
-        found.append(f"{declared} ranks are declared to share each row, and are given different ones")
+        found.append(f"the trainer declares that {declared} ranks share each row, but gives them different rows")
     elif not all(is_split for _, is_split in groups):
-        found.append(f"{declared} ranks are declared to share each row, and each computes it whole")
+        found.append(f"the trainer declares that {declared} ranks share each row, but each computes the whole row")
     return found
 
 

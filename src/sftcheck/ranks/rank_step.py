@@ -211,7 +211,7 @@ class StepOnRanks:
             gradients = gradients_of(self._wrapped.named, names)
         is_elsewhere = any(each.grad is not None for each in self._original.parameters())
         if is_elsewhere and all(each is None for each in gradients.values()):
-            raise NotMeasuredError("a function of the model holds the model itself, so no copy of it can be computed")
+            raise NotMeasuredError("a function of the model refers to the model, so the check cannot compute a copy")
         return returned, gradients
 
     def _compared(

@@ -172,7 +172,7 @@ class Passes:
             raise ValueError("the step never calls the model; give the module that it calls")
         found = [own.read(n, each.micro_batch, self._reading(each)) for n, each in enumerate(seen) if each.has_gradient]
         if not found:
-            raise ValueError("no gradient reaches the model's logits, so nothing that it trains can be recorded")
+            raise ValueError("no gradient reaches the model's logits; let the step return its loss, or call backward")
         if len({each.micro_batch for each in found}) < len(found):
             raise ValueError("the step computes a gradient in several calls of the model for one micro-batch")
         return found

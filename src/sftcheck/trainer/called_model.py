@@ -124,7 +124,7 @@ class CalledModel:
         """
         found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
         if found.shape[1] < ids.shape[1]:
-            raise NotMeasuredError("the model's decoder is not found, and its logits cover only some tokens")
+            raise NotMeasuredError("the check finds no decoder in the model, whose logits cover only some tokens")
         return found
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class CalledModel:
         The gradient is taken at the last hidden states: each predicts the next token.
         """
         if self.decoder is None:
-            raise NotMeasuredError("the model's decoder is not found, so which tokens the loss is over is not known")
+            raise NotMeasuredError("the check finds no decoder in the model, so it cannot see the loss's tokens")
         leaves = list[Tensor]()
 
         def cut(_module: nn.Module, output: Any) -> Any:

@@ -100,7 +100,7 @@ class TrainerSubject(TrainerBatches, Subject):
 
     def _evaluated(self, data: Any) -> View | Finding:
         if not hasattr(data, "__len__") or not len(data):
-            return Finding(None, "not measured: a streaming or empty data set")
+            return Finding(None, "not measured: the data set streams or is empty")
         sample = select(data, chosen_rows(len(data), _NUM_EVALUATED))
         try:
             batch = self._first_evaluated(sample)
@@ -135,7 +135,7 @@ class TrainerSubject(TrainerBatches, Subject):
         with evaluated_by_rows(self.trainer):
             one, other = (self._first_evaluated(each).num_trained for each in (first, second))
             if not (one and other and are_unlike((one, other))):
-                raise NotMeasuredError(f"rows with {one} and {other} labels, where a mean of means is the ratio")
+                raise NotMeasuredError(f"the rows have {one} and {other} labels, so a mean of means equals the ratio")
             alone = self._eval_loss(first, 1), self._eval_loss(second, 1)
             return EvaluatedPair((one, other), alone, self._eval_loss(both, 2))
 

@@ -123,7 +123,7 @@ class FrozenFiles:
         if (now := Stamp.of(self._open[place.path])) != (before := self._stamps[place.path]):
             raise FrozenWeightsError(
                 f"{place.path} changed while the run streamed its weights: {before} before, {now} now. Restore the "
-                "file; the same command then goes on"
+                "file, and repeat the command to continue"
             )
 
     def _read_bytes(self, path: Path, offset: int, out: Tensor) -> None:
@@ -133,11 +133,11 @@ class FrozenFiles:
                 count = os.preadv(self._open[path], [rest], position)
             except OSError as error:
                 problem = f"{path}: cannot be read at byte {position:,}: {error.strerror}"
-                raise FrozenWeightsError(f"{problem}. Bring the disk back; the same command then goes on") from error
+                raise FrozenWeightsError(f"{problem}. Repair the disk, and repeat the command to continue") from error
             if count == 0:
                 raise FrozenWeightsError(
-                    f"{path} ends at byte {position:,}, but weights are up to {position + len(rest):,}. Restore the "
-                    "file; the same command then goes on"
+                    f"{path} ends at byte {position:,}, but its weights end at {position + len(rest):,}. Restore the "
+                    "file, and repeat the command to continue"
                 )
             rest, position = rest[count:], position + count
 
@@ -174,7 +174,7 @@ def make_nf4_file(
         size = sum(shape.numel() for shape in shapes.values())
         raise ValueError(
             f"model.frozen_base: stream cannot store the weights in NF4 in {error.filename or path}: "
-            f"{error.strerror or error}. Make place for {size:,} bytes there (in a --dry-run, TMPDIR names the place), "
+            f"{error.strerror or error}. Free {size:,} bytes there (a --dry-run writes to TMPDIR), "
             "and start the run again"
         ) from error
 

@@ -213,7 +213,7 @@ class PackLoader:
     def start_epoch(self, epoch: int, *, next_pack: int) -> None:
         """Restarts the data from its beginning, as epoch number `epoch`; the next pack has the number next_pack."""
         if not all(type(number) is int and 0 <= number < 2**60 for number in (epoch, next_pack)):
-            raise ValueError(f"epoch {epoch!r:.60}, pack {next_pack!r:.60} is not a position in the data")
+            raise ValueError(f"the data has no position epoch {epoch!r:.60}, pack {next_pack!r:.60}")
         self._next_pack, self._first_epoch = next_pack, epoch
         self._lanes: dict[int, str] = {}
 

@@ -139,24 +139,24 @@ def reason_against(
         return None
     if not is_gpu(device):
         why = ", where it has no backward pass" if backend == "flex" else ""
-        return f"it needs a CUDA device, this is {device.type!r}{why}"
+        return f"it needs a CUDA device, but the device is {device.type!r}{why}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, the model in {dtype_name(dtype)}"
+        return f"it computes in bfloat16 or float16, but the model computes in {dtype_name(dtype)}"
     majors, head_dims = _LIMITS[backend]
     major, minor = compute_capability(device)
     if major not in majors:
         upper = "" if majors.stop == _ANY_LATER else f" and below {majors.stop}.0"
-        return f"{backend} needs compute capability {majors.start}.0 or later{upper}, this device has {major}.{minor}"
+        return f"{backend} needs compute capability {majors.start}.0 or later{upper}, but the GPU has {major}.{minor}"
     if head_dim not in head_dims:
         sizes = f"{head_dims.start} to {head_dims[-1]} in steps of {head_dims.step}"
-        return f"{backend} takes a head_dim of {sizes}, the model's is {head_dim}"
+        return f"{backend} takes a head_dim of {sizes}, but the model has {head_dim}"
     if reason := lacking(backend, layer.softcap, has_sinks=layer.sinks):
         return reason
     if not backend.startswith("flash_attn"):
         return None
     version = int(backend[-1])
     if version == 3 and head_dim > 192 and torch.are_deterministic_algorithms_enabled():
-        return f"{backend} is deterministic up to a head_dim of 192, the model's is {head_dim}"
+        return f"{backend} is deterministic up to a head_dim of 192, but the model has {head_dim}"
     try:
         flash_attn_function(version)
     except ImportError as error:
@@ -193,7 +193,7 @@ def trial_failure(backend: str, device: torch.device, dtype: torch.dtype, head_d
     if all(error <= _MOST_TRIAL_ERROR for error in errors):  # false for NaN
         return None
     measured = ", ".join(f"{error:.1g}" for error in errors)
-    return f"on a trial, outputs and gradients of q, k and v were wrong by {measured}; {_MOST_TRIAL_ERROR} is allowed"
+    return f"its trial got outputs and gradients of q, k and v wrong by {measured}, above {_MOST_TRIAL_ERROR}"
 
 
 def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Attend:
@@ -215,7 +215,7 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
     """
     if cu_seqlens.dtype != torch.int32:
         found = dtype_name(cu_seqlens.dtype)
-        raise ValueError(f"cu_seqlens is {found}, attention kernels read it as int32: call cu_seqlens.int().")
+        raise ValueError(f"cu_seqlens is {found}, but attention kernels read int32: call cu_seqlens.int().")
     if backend == "sdpa":
         lengths = tuple(cu_seqlens.diff().tolist())
         if max(lengths) > max_seqlen:

@@ -53,9 +53,9 @@ def lacking(backend: str, softcap: float | None, *, has_sinks: bool) -> str | No
     flash-attention 4 has sinks, but their gradient only since version 4.0.0b37 (pull request 2706), or else none.
     """
     if has_sinks and backend != "flex":
-        return f"{backend} has no attention sinks that are trained, the model has"
+        return f"{backend} cannot train attention sinks, which this model has"
     if softcap is not None and backend in _NO_SOFTCAP:
-        return f"{backend} has no soft cap of scores that is trained, the model's is {softcap:g}"
+        return f"{backend} cannot train with a soft cap of scores, and this model's is {softcap:g}"
     return None
 
 

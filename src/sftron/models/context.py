@@ -140,7 +140,7 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadShares
         ValueError: There are more ranks than heads.
     """
     if num_ranks > num_heads:
-        raise ValueError(f"{num_ranks} ranks cannot share {num_heads} heads; at least one head a rank is needed")
+        raise ValueError(f"{num_ranks} ranks cannot share {num_heads} heads; use at most {num_heads} ranks")
     queries = [num_heads // num_ranks + (rank < num_heads % num_ranks) for rank in range(num_ranks)]
     keys = []
     for end, count in zip(accumulate(queries), queries, strict=True):

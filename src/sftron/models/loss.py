@@ -235,10 +235,10 @@ def resolve_loss(name: str, device: torch.device, *, head_has: str | None = None
 
 def _reason_against_liger(device: torch.device) -> str | None:
     if not is_gpu(device):
-        return f"it needs a CUDA device, this is {device.type!r}"
+        return f"it needs a CUDA device, but the device is {device.type!r}"
     if importlib.util.find_spec("liger_kernel") is None:
         return "the package is not installed (pip install liger-kernel)"
-    return None if _liger_takes_weights() else "this liger_kernel has no weights per token; 0.8.5 has"
+    return None if _liger_takes_weights() else "liger_kernel takes no weights per token before 0.8.5; install it"
 
 
 def _liger_takes_weights() -> bool:

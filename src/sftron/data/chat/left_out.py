@@ -128,4 +128,4 @@ def _require_left_out(conversation: Conversation, message: int, template: ChatTe
         is_lost = True
     if is_lost:
         name = f"{messages[message].role.name.lower()} content of message {message + 1}"
-        raise TemplateError(f"the template writes the {name} in a way that loses its origin; give another template")
+        raise TemplateError(f"the template rewrites the {name}, so sftron cannot trace its text; give another template")

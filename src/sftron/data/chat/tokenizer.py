@@ -82,8 +82,8 @@ class ChatTokenizer:
             for name, source in template_sources(tokenizer.chat_template if template is None else template).items()
         }
         if template_kwargs and len(self._templates) > 1:
-            problem = "tokenizer.template_kwargs: the tokenizer has a template of its own for tools"
-            raise TemplateError(f"{problem}, and an export has defaults in one; set tokenizer.chat_template to one")
+            problem = "tokenizer.template_kwargs: the tokenizer has several templates, one of them for tools"
+            raise TemplateError(f"{problem}, but an export has defaults in one only; set tokenizer.chat_template")
         self._control = ControlTokens(backend, (text for each in self._templates.values() for text in each.own_texts()))
         self._allowed = allowed_by_role(allow_control_tokens or {}, self._control.ids)
         self._require_servable(template_kwargs or {})

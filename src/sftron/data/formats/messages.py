@@ -350,7 +350,7 @@ def _joined(before: Message, call: Message, location: str) -> Message:
     left, right = {"weight": before.weight, **before.fields}, {"weight": call.weight, **call.fields}
     for key in (left.keys() & right.keys()) - {"tool_calls"}:
         if left[key] != right[key]:
-            problem = f"`{key}` is {describe(right[key])} here and {describe(left[key])} before; they are one message"
+            problem = f"`{key}` is {describe(right[key])} here and {describe(left[key])} before, in one message"
             raise refusal(location, "turns_differ", f"{problem}: give both the same")
     calls = [*before.fields.get("tool_calls", ()), *call.fields["tool_calls"]]
     return replace(before, fields={**before.fields, **call.fields, "tool_calls": calls})

@@ -65,7 +65,7 @@ def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[st
         if name not in known or not isinstance(arguments, Mapping):
             continue
         if (argument := _undeclared_null(arguments, known[name])) is not None:
-            found = f"a call of {excerpt(name)} has the argument {excerpt(argument)}, which is null and not its own"
+            found = f"a call of {excerpt(name)} has the null argument {excerpt(argument)}, which it does not declare"
             raise _arrow_null(location, found)
 
 
@@ -97,7 +97,7 @@ def check_tool_calls(calls: Any, location: str) -> None:
             arguments = parse_json(arguments, f"{where}: `arguments`", "a JSON object, {} for none")
             check_json(arguments, "arguments", where)
             if isinstance(arguments, str):
-                problem = f"`arguments` is JSON text of the text {excerpt(arguments)}, so it was encoded twice"
+                problem = f"`arguments` was encoded as JSON twice: its JSON text holds the text {excerpt(arguments)}"
                 raise refusal(where, "bad_tool_calls", f"{problem}; decode it once")
         is_call = isinstance(name, str) and name != "" and isinstance(arguments, Mapping)
         if is_call and function is not call:
@@ -131,5 +131,5 @@ def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _arrow_null(location: str, found: str) -> DataError:
-    remedy = "Parquet fills up what other rows have; write the column, or the arguments, as JSON text"
+    remedy = "Parquet gives each row the keys of all others; write the column, or the arguments, as JSON text"
     return refusal(location, "filled_with_null", f"{found}; {remedy}")
