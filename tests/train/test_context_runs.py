@@ -59,7 +59,7 @@ def test_mistakes_of_others_change_the_loss_and_unequal_packs_are_named(tmp_path
     assert ours == pytest.approx(alone, rel=2e-6)
     error = found.pop("one rank with another pack")
     assert error == other["one rank with another pack"]
-    assert "ranks 0 and 1 share their packs (parallelism.context), but have [[0, " in error
+    assert "ranks 0 and 1 share their packs (parallelism.context), but read [[0, " in error
     assert " and [[1, " in error
     assert len(found) == 3
     for mutant, loss in found.items():

@@ -376,7 +376,7 @@ def test_a_state_of_another_optimizer_is_refused(tmp_path: Path, model_folder: P
     config = make_config(tmp_path, model_folder, **SHORT)
     opened(config).train()
     longer = make_config(tmp_path, model_folder, **SHORT | {"tokens__train_steps": 6})
-    with pytest.raises(ValueError, match=r"tensors differ.*Take the optimizer of the checkpoint's run"):
+    with pytest.raises(ValueError, match=r"tensors differ.*Set optimizer.name to the optimizer of the checkpoint"):
         open_trainer(longer, optimizer=sgd)
 
 
@@ -492,7 +492,7 @@ def test_a_function_of_the_users_measures_the_answers_and_chooses_the_best(
         (lambda answers, rows: {"a/b": 3.0}, "gives the name 'a/b'; write a text without /"),
         (lambda answers, rows: {1: 3.0}, "gives the name 1; write a text without /"),
         (lambda answers, rows: {"score": "0.5"}, "gives '0.5' for score; give a finite number"),
-        (lambda answers, rows: {"other": 3.0}, "gives no eval/measures/score, which the configuration names"),
+        (lambda answers, rows: {"other": 3.0}, "the configuration names eval/measures/score, but compute_metrics gives"),
     ],
 )
 def test_a_function_that_gives_no_numbers_ends_the_run(
@@ -545,13 +545,13 @@ def test_the_best_rate_of_stops_is_of_its_prompts(
     prompts(tmp_path).write_text(json.dumps({"messages": [{"role": "user", "content": "Another?"}]}) + "\n")
     capsys.readouterr()
     opened(config)
-    assert "chosen by eval/stop_rate of other settings" in capsys.readouterr().out
+    assert "its eval/stop_rate was measured under other settings" in capsys.readouterr().out
 
 
 def test_metrics_of_answers_without_prompts_are_refused(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"no answers to compute from; set evaluation\.prompts"):
         open_trainer(make_config(tmp_path, model_folder, **SHORT), compute_metrics=exact)
-    with pytest.raises(ValueError, match="eval/measures/score needs the function compute_metrics"):
+    with pytest.raises(ValueError, match="only a function compute_metrics can give eval/measures/score"):
         open_trainer(answered(tmp_path, model_folder, checkpoints__keep_best="eval/measures/score"))
     with pytest.raises(ValueError, match="compute_metrics: int is not a function"):
         Extension(compute_metrics=3)  # pyright: ignore[reportArgumentType]

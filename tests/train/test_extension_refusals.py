@@ -286,7 +286,7 @@ class Estimates(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (scheduled, "the step of SGD is wrapped, as by a scheduler; the section optimizer has the schedule"),
+        (scheduled, "a scheduler or hook wraps the step of SGD; remove it, and set optimizer.schedule instead"),
         (lambda named: Inner(values_of(named)), "Inner holds other optimizers"),
         (lambda named: Estimates(values_of(named), lr=1.0), "Estimates keeps estimate in its groups"),
         (lambda named: torch.optim.Adafactor(values_of(named)), "give it a method state_shapes"),

@@ -285,5 +285,5 @@ def test_a_second_run_of_two_ranks_is_refused_at_once_by_the_owners_name_and_the
     assert len(own) == 5  # launcher, 2 ranks, 2 workers
     assert not alive(own)
     assert [each.exit_code for each in ended] == [2, 2]
-    assert re.search(r"belongs to a run that is still going on \(process \d+ on ", ended[0].err)
+    assert re.search(r"another run is still using .* \(process \d+ on ", ended[0].err)
     assert ended[1].err == ""

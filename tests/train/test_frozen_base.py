@@ -337,7 +337,7 @@ def test_a_file_that_fails_ends_the_step_with_its_name_and_the_remedy(
     with pytest.raises(FrozenWeightsError, match=message) as raised:
         steps(model, 1)
     assert "model.safetensors" in str(raised.value)
-    assert "the same command then goes on" in str(raised.value)
+    assert "repeat the command to continue" in str(raised.value)
     assert all(value.equal(model.get_parameter(name)) for name, value in before.items())
 
 
@@ -557,7 +557,10 @@ def test_an_nf4_file_that_changes_between_its_digest_and_its_streaming_is_refuse
     ("override", "message"),
     [
         ("--lora=null", "model.frozen_base: is stream, but without lora no weight is frozen"),
-        ("--model.compile=on", "model.frozen_base: is stream, whose weights move between two buffers"),
+        (
+            "--model.compile=on",
+            "model.frozen_base: is stream, but compiled blocks cannot follow weights",
+        ),
     ],
 )
 def test_what_cannot_stream_is_refused_by_name(tmp_path: Path, run_folder: Path, override: str, message: str) -> None:

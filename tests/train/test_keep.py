@@ -432,7 +432,7 @@ def require_not_best_above(
     options["tokens__train_steps"] = NUM_STEPS
     capfd.readouterr()
     resumed = opened(make_config(tmp_path, model_folder, **options))
-    said = f"best       step {step} is not within the limits of evaluation.keep that are in force now"
+    said = f"best       step {step} exceeds the current limits of evaluation.keep"
     assert said in capfd.readouterr().out
     assert resumed.train() == 4
     ended = result(resumed)
@@ -495,7 +495,7 @@ def test_a_kept_loss_that_is_not_finite_is_above_every_limit_and_null_in_json(
     kept = strict_json(folder / "result.json")["kept"]["old"]
     assert kept == {"before": losses[0], "since": 0, "rise": None, "max_rise": 1e9, "exceeded_at": 1}
     assert strict_json(folder / "checkpoints" / "step-1" / "state.json")["evaluation"]["kept"]["old"]["loss"] is None
-    assert f"risen from {losses[0]:.4f} to no finite number" in result(trainer)["error"]
+    assert f"was {losses[0]:.4f} and is no longer finite" in result(trainer)["error"]
     assert "kept.old" not in [figure.key for figure in compare("runs", [read_run(folder)]).figures]
 
     monkeypatch.setattr(evaluation, "measure_set", lambda *args, **options: replace(of_set(*args, **options), loss=nan))

@@ -416,4 +416,4 @@ def test_a_dry_run_without_torchrun_predicts_a_rank_of_those_that_are_configured
         tokens = open_setup(config, plans=True).data.projection.tokens_per_step
         assert tokens == pytest.approx(alone.data.projection.tokens_per_step * number // 4, abs=number)
     assert main(["--config", str(tmp_path / "config.yaml")]) == 2
-    assert "the number of ranks that were started" in capsys.readouterr().err
+    assert "ranks, but 1 were started" in capsys.readouterr().err

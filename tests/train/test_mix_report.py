@@ -143,7 +143,7 @@ def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_ar
     assert twice.data.dataset.preparation.source_names[1::2] == ("short", "short (2)")
 
     (tmp_path / "few.jsonl").write_text(chat_line("nobody answers") + "\n")
-    with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot have its share"):
+    with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot get its share"):
         open_setup(make_config(tmp_path, model_folder, data__datasets=datasets))
 
 

@@ -87,7 +87,7 @@ def test_only_the_main_rank_speaks_and_all_end_alike_where_the_layout_is_refused
     write_rows(tmp_path / "rows.jsonl", 200)
     ended = _train(tmp_path, model_folder, "run", 2, parallelism__dp_replicate=3)
     assert [each.exit_code for each in ended] == [2, 2]
-    assert "dp_replicate: 3 x dp_shard: auto x context: 1, which cannot be 2, the number of ranks" in ended[0].err
+    assert "dp_replicate 3 x dp_shard auto x context 1 needs 3 ranks, but 2 were started" in ended[0].err
     assert "start 3 ranks (torchrun --nproc_per_node=3)" in ended[0].err
     assert ended[1].out == ended[1].err == ""
 

@@ -143,7 +143,7 @@ def test_the_next_start_finds_that_the_one_before_was_killed(
         opened(config_of(finished, tmp_path, tokens__train_steps=7, checkpoints__resume="never"))
 
     name = "process 4711 on node-3, started 2026-01-01T12:00:00+00:00"
-    assert f"killed {name} is gone" in said(capsys)
+    assert f"killed {name} ended without a result" in said(capsys)
     found = json.loads((folder / "result.json").read_text())
     assert found["status"] == "killed"
     assert name in found["error"]
@@ -172,7 +172,7 @@ RunDirectory(Path(sys.argv[1])).acquire()
     assert read_result(owner.folder)["status"] == "running"
     refused = another_process(owner.folder)
     assert refused.stdout == "running\n"
-    assert f"belongs to a run that is still going on (process {os.getpid()} on" in refused.stderr
+    assert f"(process {os.getpid()} on" in refused.stderr
     shutil.copytree(owner.folder, tmp_path / "copy")
     assert another_process(tmp_path / "copy").stdout.startswith("killed\n")
 
@@ -243,7 +243,7 @@ def test_a_file_system_without_locks_is_said_and_ends_no_run(
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     RunDirectory(tmp_path / "run").acquire()
-    assert f"WARNING    {tmp_path / 'run'} cannot be locked (no locks here): " in capsys.readouterr().out
+    assert f"WARNING    the file system cannot lock {tmp_path / 'run'} (no locks here), " in capsys.readouterr().out
     assert (tmp_path / "run/lock").read_text().startswith("process ")
 
 

@@ -238,7 +238,7 @@ def require_metric(
     if has_own and name.startswith(_OWN_MEASURES):
         return
     if name.startswith(_OWN_MEASURES):
-        raise ValueError(f"{key}: {name} needs the function compute_metrics, which gives it (docs/extending.md)")
+        raise ValueError(f"{key}: only a function compute_metrics can give {name}; pass one (docs/extending.md)")
     known = [_STOP_RATE] if has_prompts else []
     for each in sets:
         roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
@@ -415,7 +415,7 @@ class Evaluator:
         names = [_OWN_MEASURES + name for name in measures]
         for metric in (self._best_metric, self._watched_metric):
             if not problem and metric and metric.startswith(_OWN_MEASURES) and metric not in names:
-                problem = f"compute_metrics gives no {metric}, which the configuration names; it gives {names}"
+                problem = f"the configuration names {metric}, but compute_metrics gives {names}; make them agree"
         if problem:
             saved = ". The last finished step is saved" if step else ""
             raise ExtensionError(f"{problem}{saved}", may_save=True) from cause
@@ -464,7 +464,7 @@ class Evaluator:
             if (watched.metric, watched.of) == (self._watched_metric, self._measured_on(watched.metric)):
                 self.watched = watched
             else:
-                line = f"patience   has watched {watched.metric} of other settings, and starts again"
+                line = f"patience   starts again: it watched {watched.metric} under other settings"
                 console.write(line, is_needed=True)
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
@@ -472,8 +472,8 @@ class Evaluator:
             if is_there and is_comparable and is_within(self._data.evaluation_sets, self.kept, best.kept):
                 self.best = best
             elif is_there and is_comparable:
-                what = f"step {best.step} is not within the limits of evaluation.keep that are in force now"
+                what = f"step {best.step} exceeds the current limits of evaluation.keep"
                 console.write(f"best       {what}; the search for the best starts again", is_needed=True)
             else:
-                what = f"step {best.step} was chosen by {best.metric} of other settings, or is no longer there"
+                what = f"step {best.step} is gone, or its {best.metric} was measured under other settings"
                 console.write(f"best       {what}; the search for the best starts again", is_needed=True)

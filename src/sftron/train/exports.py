@@ -280,7 +280,7 @@ class Exporter:
             files = {**self.source.files, VERIFY_CARD: read_regular(card, MAX_CARD_BYTES)}
             self.source = replace(self.source, files=files)
         except (OSError, ValueError) as error:
-            console.warn(f"{card} is not exported: it {error}")
+            console.warn(f"the export leaves out {card}: it {error}")
 
     def plan(self, *, dtype: torch.dtype | None = None, merge: bool = False) -> ExportPlan:
         """Returns the plan of an export; see `plan_export`."""

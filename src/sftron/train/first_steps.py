@@ -152,7 +152,7 @@ class FirstSteps:
 
     def finish(self, trainer: Trainer) -> TokenRecord:
         if not self._sketches:
-            raise ValueError("--record: no step is left that could be recorded")
+            raise ValueError("--record: no step is left to record in this run; choose another general.run_name")
         config, model, named = self._setup.config, self._model, list(self._model.named_parameters())
         optimizer: Any = trainer.optimizer
         facts = {

@@ -76,7 +76,7 @@ def problem_of(found: EvaluationSet, kept: KeptLoss) -> str:
     assert found.limit is not None
     limit, max_rise = found.limit, found.limit.allowed_rise(kept.before)
     if kept.rise is None:
-        return f"evaluation.keep: the loss of {found.name} has risen from {kept.before:.4f} to no finite number"
+        return f"evaluation.keep: the loss of {found.name} was {kept.before:.4f} and is no longer finite"
     if kept.rise <= max_rise:
         return ""
     since = f" after step {kept.since}" if kept.since else ""

@@ -83,7 +83,7 @@ def _require_resumable(optimizer: torch.optim.Optimizer) -> None:
     kind, held = type(optimizer).__name__, vars(optimizer)
     if "step" in held:
         raise ValueError(
-            f"optimizer: the step of {kind} is wrapped, as by a scheduler; the section optimizer has the schedule"
+            f"optimizer: a scheduler or hook wraps the step of {kind}; remove it, and set optimizer.schedule instead"
         )
     inner = [each for value in held.values() for each in (value if isinstance(value, list | tuple) else [value])]
     if any(isinstance(each, torch.optim.Optimizer) for each in inner):

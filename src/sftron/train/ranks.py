@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sftron.data.types import WHOLE_ROW, ContextRank
 from sftron.errors import show
 from sftron.kernels.device import collective_backends, default_device, expand_segments, gpu_functions, is_gpu, num_gpus
+from sftron.visible_text import counted
 
 T = TypeVar("T")
 
@@ -308,8 +309,8 @@ def start_ranks(
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world_size > 1 and missing:
         raise ValueError(
-            f"WORLD_SIZE is {world_size} in the environment, as a scheduler leaves it, but torchrun's "
-            f"{', '.join(missing)} are missing: unset WORLD_SIZE for one process, or start all ranks (torchrun "
+            f"WORLD_SIZE is {world_size} in the environment (a scheduler may have set it), but torchrun "
+            f"did not set {', '.join(missing)}: unset WORLD_SIZE for one process, or start all ranks (torchrun "
             f"--nproc_per_node={world_size} -m sftron train ...)"
         )
     num_shards = dp_shard or max(1, world_size // (dp_replicate * context))
@@ -317,9 +318,9 @@ def start_ranks(
     plans = plans and "WORLD_SIZE" not in os.environ
     if dimensions.size != world_size and not plans:
         raise ValueError(
-            f"parallelism has dp_replicate: {dp_replicate} x dp_shard: {dp_shard or 'auto'} x context: {context}, "
-            f"which cannot be {world_size}, the number of ranks that were started. Give numbers whose product is that, "
-            f"leave dp_shard on auto, or start {dimensions.size} ranks (torchrun --nproc_per_node={dimensions.size})"
+            f"parallelism: dp_replicate {dp_replicate} x dp_shard {dp_shard or 'auto'} x context {context} needs "
+            f"{dimensions.size} ranks, but {world_size} were started; set dp_shard to auto, make the product "
+            f"{world_size}, or start {dimensions.size} ranks (torchrun --nproc_per_node={dimensions.size})"
         )
     if world_size == 1:
         device = _take_device(local_rank)
@@ -371,8 +372,8 @@ def _take_device(local_rank: int) -> torch.device:
     has_own = num_seen == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if num_ranks > num_seen and not has_own:
         raise ValueError(
-            f"ranks that were started on {socket.gethostname()}: {num_ranks}, GPUs that they see there: {num_seen}; "
-            f"start at most {num_seen} (torchrun --nproc_per_node={num_seen}), make more GPUs visible "
+            f"{num_ranks} ranks were started on {socket.gethostname()}, but they see {counted(num_seen, 'GPUs')} "
+            f"there; start at most {num_seen} (torchrun --nproc_per_node={num_seen}), make more GPUs visible "
             '(CUDA_VISIBLE_DEVICES), or train on the CPU (CUDA_VISIBLE_DEVICES="")'
         )
     device = torch.device(device.type, 0 if has_own else local_rank)

@@ -239,7 +239,7 @@ def _read_start(setup: Setup, folder: Path) -> Start:
         ) from error
     may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
     if changed and not may_change:
-        reason = "other data settings, so continuing would repeat or lose conversations"
+        reason = "other data settings, and continuing would repeat or lose conversations"
         if any(map(is_of_the_model, changed)):
             reason = "another model, so its weights and moments do not fit this one"
         raise CheckpointError(

@@ -446,8 +446,8 @@ class RunLength:
         rows = self._rows_of_epochs(progress)
         if rows is not None and (found := num_consumed(lanes, num_lanes, rows)) < rows:
             raise RuntimeError(
-                f"{rows - found} of the {rows} rows of tokens.train_epochs: {self.config.tokens.train_epochs} were not "
-                f"trained, though {progress.rows} rows were counted; `sftron audit` names the missing rows"
+                f"the run trained {found} of {rows} rows in tokens.train_epochs: {self.config.tokens.train_epochs}, "
+                f"but counted {progress.rows} rows; run `sftron audit` to see which are missing"
             )
 
     def is_done(self, progress: Progress) -> bool:

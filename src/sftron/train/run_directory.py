@@ -113,8 +113,8 @@ def _killed(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the result of a run whose process ended without writing one."""
     return {
         "status": "killed",
-        "error": f"{process_name(result)} is gone, and wrote no result: it was killed, or its machine went down. The "
-        "same command goes on from the newest checkpoint",
+        "error": f"{process_name(result)} ended without a result: something killed it, or its machine went down. "
+        "Repeat the command to continue from the newest checkpoint",
     }
 
 
@@ -172,17 +172,16 @@ class RunDirectory:
             owner = os.read(lock, 1000).decode(errors="replace").strip() or "an unknown process"
             os.close(lock)
             raise ValueError(
-                f"{self.folder} belongs to a run that is still going on ({owner}); stop it, or choose another "
-                "general.run_name"
+                f"another run is still using {self.folder} ({owner}); stop it, or choose another general.run_name"
             ) from None
         except OSError as error:  # ENOLCK, EOPNOTSUPP, ENOSYS: NFS without lockd, Lustre without -o flock
             console.warn(
-                f"{self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
-                "second run started here would not be noticed. Start none, or put general.output_dir elsewhere"
+                f"the file system cannot lock {self.folder} ({error.strerror}), so sftron would not notice a "
+                "second run there. Do not start one, or choose a general.output_dir on another file system"
             )
         appended = (self.metrics, self.evaluations, self.console_log)
         if irregular := [path for path in appended if path.exists() and not path.is_file()]:
-            raise ValueError(f"{irregular[0]} is no regular file, and the run appends to it; move it away")
+            raise ValueError(f"the run appends to {irregular[0]}, which is not a regular file; move it away")
         _LOCKED.add(self.folder.absolute())
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -266,7 +265,7 @@ class RunDirectory:
             target = link.readlink()
             link.unlink()
             sync(self.folder)
-            why = "no evaluation found it within the limits in force now"
+            why = "no evaluation found it within the current limits"
             console.write(f"removed    the link {link} to {target}: {why}", is_needed=True)
         except OSError as error:
             console.warn(f"{link} cannot be removed ({error.strerror}); remove it")

@@ -161,7 +161,7 @@ def _problems_of_drops(preparation: Preparation, audit: Audit, max_dropped_share
     if preparation.weights is not None:
         for dataset, count in zip(preparation.datasets, counts, strict=True):
             if not count.num_kept:
-                yield f"None of {count.num_rows} rows of {dataset.name} was kept, so it cannot have its share."
+                yield f"None of {count.num_rows} rows of {dataset.name} was kept, so it cannot get its share."
                 return
         rates = [w * count.num_rows / count.num_tokens for w, count in zip(preparation.weights, counts, strict=True)]
     dropped = sum(rate * count.dropped.total() / count.num_rows for rate, count in zip(rates, counts, strict=True))

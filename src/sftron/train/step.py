@@ -105,8 +105,8 @@ def next_step_batches(
         first = rank - rank % num_sharing
         if facts["packs"] != everyone[first]["packs"]:
             raise DataError(
-                f"ranks {first} and {rank} share their packs (parallelism.context), but have {everyone[first]['packs']}"
-                f" and {facts['packs']} (the number and the digests of each): give every node the same files"
+                f"ranks {first} and {rank} share their packs (parallelism.context), but read {everyone[first]['packs']}"
+                f" and {facts['packs']} (number and digests): give every node the same files"
             )
     counts = StepCounts.sum_of([facts["counts"] for facts in reports])
     own_sum = math.fsum(facts["denominator"] for facts in reports)

@@ -164,7 +164,7 @@ def open_setup(config: Config, *, plans: bool = False, extension: Extension = NO
     if extension is NO_EXTENSION or not extension.parts:
         extension = ranks.all_or_raise(lambda: load_extension(config.extend, config.model.path))
     elif config.extend is not None and not config.extend.was_given_in_python:
-        raise ValueError("extend: open_trainer was given parts as arguments too; give them in one of both ways")
+        raise ValueError("extend: the configuration and the arguments of open_trainer both give parts; use one")
     return build_run(config, _deterministic(config, ranks), extension)
 
 
@@ -202,8 +202,8 @@ def _deterministic(config: Config, ranks: Ranks) -> Ranks:
         return ranks
     if 1 < ranks.world_size == config.parallelism.dp_replicate:
         raise ValueError(
-            f"parallelism.dp_replicate: {config.parallelism.dp_replicate} copies, one on each rank, whose gradients "
-            "FSDP2 adds as floats, so general.deterministic: layout cannot hold: set dp_replicate to 1"
+            f"parallelism.dp_replicate: {config.parallelism.dp_replicate} copies, one on each rank, but FSDP2 "
+            "adds their gradients as floats, which breaks general.deterministic: layout: set dp_replicate to 1"
         )
     if ranks.device.type == "cpu":
         # Products are divided among threads, and torchrun gives each of several ranks one.
