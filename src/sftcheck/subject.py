@@ -121,7 +121,7 @@ class Subject(ABC):
     # -- what is computed --------------------------------------------------------------------------------------------
 
     @cached_property
-    def computed(self) -> list[tuple[SeenBatch, list[Document]]]:
+    def computed_batches(self) -> list[tuple[SeenBatch, list[Document]]]:
         """The batches that are computed, with their documents; those with the most first."""
         found = self.training.documents_of(self.step.batches)
         pairs = [
@@ -139,7 +139,7 @@ class Subject(ABC):
     def isolations(self) -> tuple[list[MeasuredIsolation], str]:
         """The measurements between conversations "in one row" and "in different rows", or why there are none."""
         found, problem, model = list[MeasuredIsolation](), "", self.model
-        for batch, documents in self.computed:
+        for batch, documents in self.computed_batches:
             rows: dict[int, list[Document]] = {}
             for each in documents:
                 rows.setdefault(each.row, []).append(each)

@@ -15,7 +15,7 @@ class Tolerance:
     in_float32: float
     in_others: float
 
-    def of(self, model: object) -> float:
+    def limit_of(self, model: object) -> float:
         """Returns the limit of a model, which says with `is_rounded` whether it computes in another type."""
         return self.in_others if getattr(model, "is_rounded", False) else self.in_float32
 

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint, write_checkpoint
-from sftron.checkpoint.export import check_export, differing, hf_to_checkpoint, opened, plan_export, write_export
+from sftron.checkpoint.export import check_export, differing, hf_to_checkpoint, open_weights, plan_export, write_export
 from sftron.checkpoint.source import ExportSource
 from sftron.commands.convert import main
 from tests.models.reference import make_reference
@@ -21,7 +21,7 @@ from tests.train.runs import make_config, make_model_folder, run
 
 def to_folder(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype, stops: list[int] | None = None) -> None:
     files = ExportSource.read(source)
-    with opened(checkpoint, files, stops) as (state, read, vocab_size):
+    with open_weights(checkpoint, files, stops) as (state, read, vocab_size):
         plan = plan_export(state, files, vocab_size, dtype=dtype, model_dtype=dtype)
         write_export(plan, read(), folder)
         assert check_export(plan, read(), folder)[1] == []

@@ -44,7 +44,7 @@ def features(dataset: PackedDataset, packs: list[Pack]) -> list[dict[str, Any]]:
     return [
         {
             "input_ids": each.input_ids.tolist(),  # pyright: ignore[reportAttributeAccessIssue]
-            "labels": np.where(Targets().of(each), each.input_ids, IGNORE_INDEX).tolist(),  # pyright: ignore
+            "labels": np.where(Targets().mask_of(each), each.input_ids, IGNORE_INDEX).tolist(),  # pyright: ignore
         }
         for each in conversations
     ]
@@ -165,7 +165,7 @@ def test_the_rows_for_other_trainers_have_the_ids_and_labels_of_transformers_own
     for key, row in zip(keys, rows, strict=True):
         tokenized = dataset.preparation.tokenize(key)
         assert row["input_ids"] == tokenized.input_ids.tolist()  # pyright: ignore[reportAttributeAccessIssue]
-        expected = np.where(Targets().of(tokenized), row["input_ids"], IGNORE_INDEX)  # pyright: ignore
+        expected = np.where(Targets().mask_of(tokenized), row["input_ids"], IGNORE_INDEX)  # pyright: ignore
         assert row["labels"] == expected.tolist()
 
 

@@ -39,9 +39,9 @@ def test_labels_are_the_next_token_where_it_is_trained_and_nothing_else_depends_
 
 def test_without_turns_the_last_turn_is_the_last_span_of_targets() -> None:
     last = Targets(last_turn_only=True)
-    assert last.of(tokenized("TAUAAT")).tolist() == [False, False, False, True, True, False]
-    assert last.of(tokenized("AAU")).tolist() == [True, True, False]
-    assert not last.of(tokenized("TUT")).any()
+    assert last.mask_of(tokenized("TAUAAT")).tolist() == [False, False, False, True, True, False]
+    assert last.mask_of(tokenized("AAU")).tolist() == [True, True, False]
+    assert not last.mask_of(tokenized("TUT")).any()
 
 
 def test_whether_a_row_is_kept_does_not_depend_on_the_toggle() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sftcheck.faults import Fault
 from sftcheck.ranks.exchange import Exchange, time_limit_of_trainer
-from sftcheck.ranks.on_ranks import joined
+from sftcheck.ranks.on_ranks import join_findings
 from sftcheck.ranks.plain_values import read_back, written
 from sftron.checks.report import Finding, NotMeasuredError
 from tests.conftest import ROOT
@@ -30,12 +30,13 @@ PASSED = Finding(True, "measured")
 def test_a_finding_of_all_ranks_says_of_each_what_it_found_and_of_none_what_it_did_not() -> None:
     prompts = Finding(False, "4 prompt tokens trained", faults=(Fault.PROMPTS_TRAINED,))
     nothing = Finding(False, "nothing is trained", detail=("a row",), faults=(Fault.NOTHING_TRAINED,))
-    found = joined([prompts, nothing])
+    found = join_findings([prompts, nothing])
     assert found.measured == "rank 0: 4 prompt tokens trained; rank 1: nothing is trained"
     assert (found.faults, found.detail) == ((Fault.PROMPTS_TRAINED, Fault.NOTHING_TRAINED), ("rank 1: a row",))
-    assert joined([Finding(None, "no padding"), Finding(None, "no batch")]).measured == "rank 0: no padding"
-    assert joined([Finding(None, "no padding"), PASSED]).measured == "measured (rank 1; 1 of 2 ranks measured it)"
-    assert joined([PASSED, Finding(True, "other")]).measured == "measured (rank 0; the others pass too)"
+    assert join_findings([Finding(None, "no padding"), Finding(None, "no batch")]).measured == "rank 0: no padding"
+    found = join_findings([Finding(None, "no padding"), PASSED])
+    assert found.measured == "measured (rank 1; 1 of 2 ranks measured it)"
+    assert join_findings([PASSED, Finding(True, "other")]).measured == "measured (rank 0; the others pass too)"
 
 
 def on_two_ranks(folder: Path, work: Callable[[Exchange], Any], time_limit: float = 30) -> list[Any]:

@@ -492,7 +492,10 @@ def test_a_function_of_the_users_measures_the_answers_and_chooses_the_best(
         (lambda answers, rows: {"a/b": 3.0}, "gives the name 'a/b'; write a text without /"),
         (lambda answers, rows: {1: 3.0}, "gives the name 1; write a text without /"),
         (lambda answers, rows: {"score": "0.5"}, "gives '0.5' for score; give a finite number"),
-        (lambda answers, rows: {"other": 3.0}, "the configuration names eval/measures/score, but compute_metrics gives"),
+        (
+            lambda answers, rows: {"other": 3.0},
+            "configuration names eval/measures/score, but compute_metrics gives",
+        ),
     ],
 )
 def test_a_function_that_gives_no_numbers_ends_the_run(

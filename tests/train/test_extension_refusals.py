@@ -141,7 +141,7 @@ def test_the_hash_covers_bases_and_imported_modules_of_the_users(package: tuple[
         for each in [each for each in sys.modules if each.partition(".")[0] == name]:
             del sys.modules[each]
         module = importlib.import_module(f"{name}.loss")
-        described = Extension(objective=module.Own()).described(None)
+        described = Extension(objective=module.Own()).describe(None)
         assert described is not None
         assert described.source is not None
         return described.source
@@ -160,7 +160,7 @@ def test_the_hash_covers_code_without_a_file(monkeypatch: pytest.MonkeyPatch) ->
         module = ModuleType("of_a_notebook")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(text, module.__dict__)
-        described = Extension(compute_metrics=module.__dict__["own"]).described(None)
+        described = Extension(compute_metrics=module.__dict__["own"]).describe(None)
         assert described is not None
         assert described.source is not None
         return described.source

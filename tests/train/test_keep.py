@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sftron.data.types import DataError
 from sftron.report.charts import Chart
 from sftron.train import evaluation
 from sftron.train.evaluation import Evaluation, SetLoss
+from sftron.train.keep import comparable_losses
 from sftron.train.logs.loggers import flat_numbers
 from sftron.train.text import conclusion
 from sftron.train.trainer import CompletedRun, open_setup, open_trainer
@@ -502,3 +504,12 @@ def test_a_kept_loss_that_is_not_finite_is_above_every_limit_and_null_in_json(
     unmeasured = opened(make_config(tmp_path, model_folder, general__run_name="nan", **options_of(old, max_rise=1e9)))
     with pytest.raises(DataError, match="the loss of old after step 0 is not finite, so no rise can be measured"):
         unmeasured.train()
+
+
+def test_the_loss_of_an_earlier_checkpoint_is_read_which_calls_the_fingerprint_of() -> None:
+    saved = {"before": 1.0, "loss": 1.5, "of": "0123", "made_of": {}, "highest": [[0, 1.0], [4, 1.5]]}
+    kept: Any = SimpleNamespace(name="old", limit=object(), fingerprint="0123")
+    found = comparable_losses([kept], {"kept": {"old": saved}})["old"]
+    assert (found.fingerprint, found.rise, found.highest) == ("0123", 0.5, ((0, 1.0), (4, 1.5)))
+    kept.fingerprint = "4567"
+    assert comparable_losses([kept], {"kept": {"old": saved}}) == {}

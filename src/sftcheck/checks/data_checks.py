@@ -83,7 +83,7 @@ def positions(subject: Subject) -> Finding:
                 crossing.append(f"{each.where} is trained from the document before it")
     num_packed = sum(len(documents) > 1 for *_, documents in rows)
     measured = f"{len(rows):,} rows, {num_packed:,} of them packed: positions restart"
-    apart, allowed = subject.apart_from_alone, ALONE.of(subject.model)
+    apart, allowed = subject.apart_from_alone, ALONE.limit_of(subject.model)
     if apart is not None and all(each.measured.isolated for each in subject.isolations[0]):
         if wrong and apart <= allowed:
             measured, wrong = f"{len(wrong):,} positions run on; as they are relative, the model computes the same", []

@@ -69,7 +69,7 @@ def _expected(view: View, document: Document) -> _Expected:
     if document.num_cut_before and size and tokens.role_ids[0] in DEFAULT_TRAINED_ROLES:
         end = int(np.argmax(tokens.role_ids == Role.TEMPLATE))  # of an answer without its beginning
         after[end : _end_of_template_text(view, tokens, end - 1, is_last=end > last)] = end > 0
-    target = Targets().of(tokens)
+    target = Targets().mask_of(tokens)
     headers = np.append(target[1:] & ~target[:-1], False) & (tokens.role_ids == Role.TEMPLATE)
     is_marked_by_trl = view.declared.has_training_template
     for at in np.flatnonzero(headers):

@@ -147,7 +147,7 @@ def _of_training(subject: TrainerSubject) -> Finding:
     pairs = zip(losses.returned, losses.sums, counts, strict=True)
     weights = [returned / (each / num_trained) for returned, each, count in pairs if count]
     apart, worst = abs(total - ratio) / ratio, max(abs(weight - 1) for weight in weights)
-    tolerance = LOSS.of(subject.model)
+    tolerance = LOSS.limit_of(subject.model)
     detail = (
         f"labels of the micro-batches: {', '.join(map(str, counts))}; num_items_in_batch: {num_items}",
         f"the step returns {total:.6g}, the ratio is {ratio:.6g}",
@@ -199,7 +199,7 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
     """
     spread, detail = 0.0, found.detail
     if subject.together_and_alone:
-        spread = _spread([subject.model.evaluated(each)[0] for each in subject.together_and_alone])
+        spread = _spread([subject.model.evaluate_batch(each)[0] for each in subject.together_and_alone])
         detail = (*detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:
         _require_accumulation(subject)
@@ -259,7 +259,7 @@ def gradients(subject: TrainerSubject) -> Finding:
         raise NotMeasuredError("no tensor is trainable; see adapters")
     if not any(batch.num_trained for batch in step.batches):
         raise NotMeasuredError("no token of the computed batches is trained")
-    tolerance = GRADIENT.of(subject.model)
+    tolerance = GRADIENT.limit_of(subject.model)
     found = subject.gradients_apart(of_entropies=False)
     if found.is_right(tolerance) and _is_ratio(subject):
         # A loss of the right size can have a gradient of another one. One of another direction is another loss.
@@ -305,7 +305,7 @@ def padding(subject: Subject) -> Finding:
     hidden = [each for each in view.documents if _hides_text(view.batches[each.batch], each)]
     if not num_padding and not hidden:
         raise NotMeasuredError("no batch has padding")
-    changes = filter(None, (_change_by_padding(subject, *pair) for pair in subject.computed))
+    changes = filter(None, (_change_by_padding(subject, *pair) for pair in subject.computed_batches))
     difference, allowed = next(changes, (0.0, 0.0))
     found = [f"{num_trained:,} of {num_padding:,} padding tokens trained"] if num_trained else []
     if hidden:

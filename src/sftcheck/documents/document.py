@@ -98,7 +98,7 @@ class Document:
         own = slice(begin, end)
         return replace(self, start=self.start + begin, ids=self.ids[own], labels=self.labels[own])
 
-    def fitted(self, truth: Truth, source: str, begin: int, end: int, at: int) -> Document:
+    def with_roles_of(self, truth: Truth, source: str, begin: int, end: int, at: int) -> Document:
         """Returns the document with the roles of a truth.
 
         Its tokens [begin, end) are those of the truth from `at` on; the tokens around them are the template's.
@@ -149,7 +149,8 @@ def locate(document: Document, truth: Truth, source: str, encoder: Encoder) -> D
     if (found := _locate(document.ids, truth.ids, around)) is None:
         return None
     begin, end, at = found
-    fitted, decode, bos = document.fitted(truth, source, begin, end, at), encoder.decode, encoder.tokenizer.bos_token_id
+    fitted = document.with_roles_of(truth, source, begin, end, at)
+    decode, bos = encoder.decode, encoder.tokenizer.bos_token_id
     begins_with_bos = len(truth.ids) > 0 and truth.ids[0] == bos
     is_template = truth.tokens is not None and (truth.tokens.role_ids[:at] == Role.TEMPLATE).all()
     fault = None
@@ -209,7 +210,7 @@ def fragment(document: Document, truth: Truth, parsed: Parsed) -> Document | Non
     end = start + (int(different[0]) if len(different) else length)
     if end < len(ids) - _MOST_REMERGED or (end < len(ids) and not parsed.is_cut_after):
         return None
-    found = document.fitted(truth, "ids", start, end, at)
+    found = document.with_roles_of(truth, "ids", start, end, at)
     assert found.tokens is not None
     found.tokens.role_ids[:start], found.tokens.role_ids[end:] = parsed.first_role, parsed.last_role
     cut_roles = [parsed.first_role] * parsed.is_cut_before + [parsed.last_role] * parsed.is_cut_after

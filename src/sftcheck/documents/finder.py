@@ -139,7 +139,7 @@ class Finder:
             for length, parsed in self.turn_text.parse(whole.ids[start:end]):
                 document = self._parsed(whole.part(start, start + length), parsed)
                 if self.given and not (document.num_cut_before or document.is_cut_after):
-                    document = self.given.compared(document)
+                    document = self.given.match(document)
                 yield document
                 start += length
 

@@ -41,7 +41,7 @@ class GivenConversations:
         expected = [each for each in self.truths if not (each.is_forged or each.lacks_tools)]
         return [each for each in expected if id(each.content) not in self._used]
 
-    def compared(self, document: Document) -> Document:
+    def match(self, document: Document) -> Document:
         """Returns the document as one of the conversations, perhaps without the template's end; else how it differs."""
         for truth in self.truths:
             found = locate(document, truth, "conversations", self._encoder)

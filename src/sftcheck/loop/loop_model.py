@@ -228,7 +228,7 @@ class LoopModel:
         try:
             return rounding_of(self.module, self.hidden_alone, ids)
         except NotMeasuredError:  # such a model has no neighbors to which a copy could be added
-            return UNKNOWN_ROUNDING.of(self)
+            return UNKNOWN_ROUNDING.limit_of(self)
 
     @torch.no_grad()
     def _computed(

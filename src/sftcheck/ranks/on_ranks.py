@@ -79,7 +79,7 @@ def on_first_rank(measure: Callable[[Any], Finding]) -> Callable[[RankSubject], 
     return check
 
 
-def joined(findings: Sequence[Finding]) -> Finding:
+def join_findings(findings: Sequence[Finding]) -> Finding:
     """Joins the findings of all ranks: fails if one of them fails, and says which."""
     if len({(each.passed, each.measured, each.faults) for each in findings}) == 1:
         return findings[0]
@@ -158,7 +158,7 @@ def verify_on_ranks(
                 on_start(title, facts)
             for rule in rules_of_ranks(rules):
                 started = time.perf_counter()
-                found = joined(exchange.row(rule.name, lambda rule=rule: rule.measure(subject)))
+                found = join_findings(exchange.row(rule.name, lambda rule=rule: rule.measure(subject)))
                 checks.append(Check.of(rule, found, time.perf_counter() - started, subject.library))
                 if is_main and on_check is not None:
                     on_check(checks[-1])

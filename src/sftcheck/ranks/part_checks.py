@@ -30,7 +30,7 @@ def _require_parts(subject: RankSubject) -> None:
 def rotations(subject: RankSubject) -> Finding:
     _require_parts(subject)
     chosen = subject.exchange.gather("the lengths of rows", _of_all_lengths(subject))[0]
-    wrong, largest, num_compared, allowed = Counter[str](), 0.0, 0, ROTATION.of(subject.model)
+    wrong, largest, num_compared, allowed = Counter[str](), 0.0, 0, ROTATION.limit_of(subject.model)
     for micro in [subject.seen[number] for number in chosen]:
         own, expected = subject.on_ranks.rotations(micro)
         if not own or not expected:
@@ -130,7 +130,7 @@ def across_ranks(subject: RankSubject) -> Finding:
     worst, own, size = (max(each[n] for each in found) for n in range(3))
     if not own or sum(sum(each) for each in numbers) < 2:
         raise NotMeasuredError("a step holds fewer than two conversations, or its outputs do not depend on the tokens")
-    allowed = size * CHANGE_ACROSS_RANKS.of(subject.model)
+    allowed = size * CHANGE_ACROSS_RANKS.limit_of(subject.model)
     detail = (f"a changed conversation itself changes by {own:.2g}",)
     wrong = [rank for rank, each in enumerate(found) if each[0] > allowed]
     measured = f"conversations on {world_size} ranks: others change by {worst:.2g}"

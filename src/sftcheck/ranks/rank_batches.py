@@ -50,7 +50,7 @@ def digest(value: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def cloned(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def clone_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a batch with tensors of its own, as torch's context parallelism cuts them in place."""
     return {name: each.clone() if isinstance(each, Tensor) else each for name, each in inputs.items()}
 
@@ -90,7 +90,7 @@ def numbered_batch(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Returns a batch with a number in place of each id, and how many there are."""
     ids = inputs["input_ids"]
     numbers = torch.arange(ids.numel(), device=ids.device, dtype=ids.dtype).view_as(ids) + FIRST_NUMBER
-    return {**cloned(inputs), "input_ids": numbers}, ids.numel()
+    return {**clone_inputs(inputs), "input_ids": numbers}, ids.numel()
 
 
 def numbered_rows(features: Sequence[Any]) -> tuple[list[Any], int]:

@@ -27,7 +27,7 @@ _MOST_NAMED = 3
 
 
 def _are_right(subject: RankSubject) -> bool:
-    return all(each.is_right(GRADIENT_OF_RANKS.of(subject.model)) for each in _differences(subject))
+    return all(each.is_right(GRADIENT_OF_RANKS.limit_of(subject.model)) for each in _differences(subject))
 
 
 def _differences(subject: RankSubject) -> tuple[GradientDifference, ...]:
@@ -47,7 +47,7 @@ def _named_factor(factor: float, world_size: int, declared: int) -> str:
 
 
 def gradients(subject: RankSubject) -> Finding:
-    tolerance, world_size = GRADIENT_OF_RANKS.of(subject.model), subject.exchange.world_size
+    tolerance, world_size = GRADIENT_OF_RANKS.limit_of(subject.model), subject.exchange.world_size
     found, names = _differences(subject), subject.on_ranks.measure().gradients
     worst_rank = max(range(world_size), key=lambda rank: found[rank].worst_apart)
     worst = found[worst_rank]
@@ -88,7 +88,7 @@ def loss(subject: RankSubject) -> Finding:
     returned, reference = subject.on_ranks.measure().returned, subject.on_ranks.reference()
     totals = [sum(each) for each in returned]
     total, ratio = sum(totals) / len(totals), reference.loss
-    tolerance = LOSS.of(subject.model)
+    tolerance = LOSS.limit_of(subject.model)
     allowed = f"<= {tolerance:.0e}, relative"
     detail = (
         f"the ranks return {', '.join(f'{each:.6g}' for each in totals)}; the ratio is {ratio:.6g}",

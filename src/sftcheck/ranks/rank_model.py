@@ -133,7 +133,7 @@ def without_auxiliary_loss(model: Any) -> None:
             config.output_router_logits = False
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Returns a copy with weights of its own. Raises ValueError if the device has no room for it."""
     parameters = list(model.parameters())
     needed = sum(each.numel() * each.element_size() for each in parameters)

@@ -20,7 +20,7 @@ from sftcheck.ranks.exchange import Exchange
 from sftcheck.ranks.rank_batches import (
     MicroBatch,
     arguments_of_one_process,
-    cloned,
+    clone_inputs,
 )
 from sftcheck.ranks.rank_model import (
     ModelOfOneProcess,
@@ -109,7 +109,7 @@ class StepOnRanks:
         with self._wrapped.in_place() as module, torch.no_grad(), restored(trainer.accelerator, "backward"):
             trainer.accelerator.backward = lambda *_args, **_options: None
             for micro, ids in zip(self._micro_batches, changed, strict=True):
-                inputs = cloned(micro.inputs)
+                inputs = clone_inputs(micro.inputs)
                 given = inputs["input_ids"]
                 inputs["input_ids"] = torch.from_numpy(micro.given.read(ids, given.cpu().numpy())).to(given)
                 torch.manual_seed(0)
@@ -147,7 +147,7 @@ class StepOnRanks:
         """Returns the cosines and sines [B or 1, T, D] of each rotary embedding that this rank computes of its part,
         and those of the whole rows.
         """
-        inputs, module = cloned(micro.inputs), self._model.module
+        inputs, module = clone_inputs(micro.inputs), self._model.module
         own = self._model.first_rotations(lambda: self._trainer.training_step(module, inputs, self._num_items))
         return own, self._model.first_rotations(lambda: module(**self._arguments(micro)))
 
@@ -205,7 +205,7 @@ class StepOnRanks:
                 trainer.accelerator.gradient_state._set_sync_gradients(is_last)
                 torch.manual_seed(0)
                 with nullcontext() if is_last else trainer.accelerator.no_sync(model=module):
-                    returned.append(float(trainer.training_step(module, cloned(micro.inputs), self._num_items)))
+                    returned.append(float(trainer.training_step(module, clone_inputs(micro.inputs), self._num_items)))
             control = trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
             trainer.control = control
             gradients = gradients_of(self._wrapped.named, names)
@@ -224,7 +224,7 @@ class StepOnRanks:
 
     def _labelled(self, micro: MicroBatch) -> tuple[np.ndarray, dict[str, Any]]:
         """Returns the labels of whole rows in which every token has one, and the inputs of this rank with them."""
-        whole, inputs = micro.whole, cloned(micro.inputs)
+        whole, inputs = micro.whole, clone_inputs(micro.inputs)
         is_text = np.ones(whole.ids.shape, dtype=bool) if whole.attended is None else whole.attended != 0
         labels = np.where(is_text, whole.ids, IGNORE_INDEX)
         if inputs["input_ids"].shape == whole.ids.shape:

@@ -25,7 +25,7 @@ from sftcheck.ranks.rank_batches import (
     MicroBatch,
     Part,
     SeenPart,
-    cloned,
+    clone_inputs,
     numbered_batch,
     numbered_rows,
     part_of,
@@ -34,7 +34,7 @@ from sftcheck.ranks.rank_batches import (
 from sftcheck.ranks.rank_model import (
     ModelOfOneProcess,
     WrappedModel,
-    copied,
+    copy_model,
     without_auxiliary_loss,
     without_dropout,
 )
@@ -62,7 +62,7 @@ class RankSubject(TrainerSubject):
         self, trainer: Any, tokenizer: Any, conversations: Any, trained_roles: str, exchange: Exchange
     ) -> None:
         self.exchange, self.rank, self.trainer = exchange, exchange.rank, trainer
-        model = copied(trainer.model)
+        model = copy_model(trainer.model)
         for each in (model, trainer.model):
             without_dropout(each)
             without_auxiliary_loss(each)
@@ -169,7 +169,7 @@ class RankSubject(TrainerSubject):
 
     def _seen(self, inputs: Any, features: Sequence[Any], num_items: Any) -> SeenPart:
         """Returns what this rank computes: the arguments of the model's call in `training_step`."""
-        module, own = self.model.module, cloned(dict(inputs))
+        module, own = self.model.module, clone_inputs(dict(inputs))
         seen = self.model.arguments(lambda: self.trainer.training_step(module, own, num_items))
         return SeenPart(features, dict(inputs), seen or dict(inputs))
 

@@ -283,7 +283,7 @@ class Passes:
             # An optimizer may need more than gradients, such as a closure; then its update is not known.
             with suppress(Exception):
                 before, optimizer = seen or self._step(parameters.values())
-                found.update = {} if optimizer is None else before.measured(optimizer)
+                found.update = {} if optimizer is None else before.measure(optimizer)
         self.model.module.zero_grad(set_to_none=True)
         return found
 

@@ -153,7 +153,7 @@ class CalledModel:
             raise NotMeasuredError("the model shows neither hidden states nor logits")
         return found[0]
 
-    def evaluated(self, batch: SeenBatch) -> tuple[float, Tensor]:
+    def evaluate_batch(self, batch: SeenBatch) -> tuple[float, Tensor]:
         """Returns the sum of the cross-entropies of a batch and its last hidden states [B, T, H], without dropout."""
         sums = list[float]()
         hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
@@ -161,7 +161,7 @@ class CalledModel:
 
     def hidden_in_batch(self, batch: SeenBatch) -> Tensor:
         """Returns the last hidden states [B, T, H] of the batch, without dropout."""
-        return self.evaluated(batch)[1]
+        return self.evaluate_batch(batch)[1]
 
     def gradient_positions(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
         """Counts the labels whose predicting token has no gradient, and the other tokens that have one.

@@ -217,7 +217,7 @@ class TrainerSubject(TrainerBatches, Subject):
         The auxiliary loss of a mixture of experts is part of both.
         """
         expected = self.model.expected_gradients(self.step, self.losses, of_entropies=of_entropies)
-        return difference_of(self.losses.gradients, expected, least=SMALL_TENSOR.of(self.model))
+        return difference_of(self.losses.gradients, expected, least=SMALL_TENSOR.limit_of(self.model))
 
     def moves(self, named: Mapping[str, nn.Parameter]) -> MovedTensors:
         return self.model.moves(named, self.step, self.losses.gradients)

@@ -285,7 +285,7 @@ def same_bits(native: Tensor, exported: Tensor) -> bool:
 
 
 @contextmanager
-def opened(
+def open_weights(
     checkpoint: Path, source: ExportSource, stop_token_ids: Collection[int] | None = None
 ) -> Iterator[tuple[dict[str, Any], Callable[[], NamedTensors], int]]:
     """Yields a checkpoint's state, a function that reads its weights for `write_export`, and its number of embedding

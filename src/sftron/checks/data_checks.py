@@ -220,7 +220,7 @@ def _difference(control_ids: Iterable[int], before: TokenizedConversation, after
     roles = [[role for role, _ in groupby(each.role_ids.tolist())] for each in (before, after)]
     if roles[0] != roles[1]:
         return "the order of the roles has changed"
-    trained = [each.input_ids[Targets().of(each)].tolist() for each in (before, after)]
+    trained = [each.input_ids[Targets().mask_of(each)].tolist() for each in (before, after)]
     return "the trained tokens have changed" if trained[0] != trained[1] else ""
 
 

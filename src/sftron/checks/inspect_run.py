@@ -12,12 +12,12 @@ from sftron.report.counts import PackingCount
 from sftron.report.page import Inspection, inspect_packs
 from sftron.train import build_data
 from sftron.train.extension import given_rows
-from sftron.train.places import pinned
+from sftron.train.places import pin_revisions
 
 
 def open_data(config: Config) -> Preparation:
     """Opens the data and the tokenizer of a run. Raises ValueError if it cannot use one of them."""
-    config = pinned(config)
+    config = pin_revisions(config)
     return build_data.open_data(
         config, build_data.load_chat_tokenizer(config), given_rows(config.extend, config.model.path)
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from sftron.checks.opened_run import MOST_PACKS, OpenedRun, RecordedStep
 from sftron.checks.report import Check, Report, aligned
-from sftron.data.digest import joined, pack_digest
+from sftron.data.digest import join_digests, pack_digest
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Document, Pack
 from sftron.models.architecture import is_of_the_model
@@ -104,7 +104,7 @@ class Replay:
             yield pack
 
     def _compare(self, step: RecordedStep, packs: Sequence[Pack]) -> None:
-        made = joined([pack_digest(pack) for pack in packs])
+        made = join_digests([pack_digest(pack) for pack in packs])
         where = f"step {step.step} (packs {step.first} to {step.end - 1})"
         if made["keys"] != step.digests["keys"]:
             self.problems.append(f"{where} trained rows that differ from the data's")

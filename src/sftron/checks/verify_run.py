@@ -13,7 +13,7 @@ from sftron.checks.subject import Subject
 from sftron.config import Config
 from sftron.report.html import render
 from sftron.report.page import shown_packs
-from sftron.train.places import pinned
+from sftron.train.places import pin_revisions
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -299,7 +299,7 @@ def checked_run(
     rules = select(only, **wanted, with_lora=config.lora is not None)
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         subject = Subject(
-            pinned(config),
+            pin_revisions(config),
             Path(scratch),
             num_rows=num_rows,
             num_layers=num_layers,

@@ -55,14 +55,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     draft.read_file()
     if draft.problems and not draft.tree:
         raise ConfigError(draft.problems)
-    return draft.validated()
+    return draft.validate()
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Returns the keys and values of a configuration with overrides applied. Raises ConfigError as `load_config`."""
     draft = _Draft(Path("the configuration"), overrides)
     draft.tree = deepcopy(dict(tree))
-    draft.validated()
+    draft.validate()
     return draft.given
 
 
@@ -99,7 +99,7 @@ class _Draft:
             return f"override {self._overrides[override - 1]}"
         return f"{self._path}:{line}" if line else str(self._path)
 
-    def validated(self) -> Config:
+    def validate(self) -> Config:
         """Applies the overrides, keeps the tree as `given`, and validates it. Raises ConfigError."""
         for number in range(1, 1 + len(self._overrides)):
             self.override(number)

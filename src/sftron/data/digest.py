@@ -51,11 +51,11 @@ def step_rows(
         "packs": [ordered[0].index, ordered[-1].index + 1],
         "epochs": [first_epoch, num_epochs],
         "data": digest_of(data),
-        **joined(ordered),
+        **join_digests(ordered),
     }
 
 
-def joined(packs: Sequence[PackDigest]) -> dict[str, str]:
+def join_digests(packs: Sequence[PackDigest]) -> dict[str, str]:
     """Returns the digests of consecutive packs as one: {"keys": ..., "tokens": ...}."""
     return {name: digest_of([getattr(pack, name) for pack in packs]) for name in ("keys", "tokens")}
 

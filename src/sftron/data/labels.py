@@ -47,7 +47,7 @@ class Targets:
         roles = ", ".join(sorted(role.name.lower() for role in self.roles))
         return f"{roles} of the last turn" if self.last_turn_only else roles
 
-    def of(self, conversation: TokenizedConversation) -> np.ndarray:
+    def mask_of(self, conversation: TokenizedConversation) -> np.ndarray:
         """Returns, as bool [n], whether each token is trained. A token of weight 0 is not."""
         is_target = _is_of(self.roles | _ALWAYS_TRAINED)[conversation.role_ids]
         if conversation.token_weights is not None:
@@ -66,7 +66,7 @@ class Targets:
         A conversation without one is dropped, whatever train_on_completions_only is, so that packs do not depend on the
         toggle (law 5).
         """
-        return bool(self.of(conversation)[1:].any())
+        return bool(self.mask_of(conversation)[1:].any())
 
 
 def label_conversations(
@@ -91,7 +91,7 @@ def label_conversations(
     if not train_on_completions_only:
         is_target = np.ones(len(input_ids), dtype=bool)
     elif targets.last_turn_only:
-        is_target = np.concatenate([targets.of(each) for each in conversations])
+        is_target = np.concatenate([targets.mask_of(each) for each in conversations])
     else:
         is_of = _is_of(targets.roles | _ALWAYS_TRAINED)
         is_target = is_of[np.concatenate([each.role_ids for each in conversations])]

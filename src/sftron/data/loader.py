@@ -65,8 +65,8 @@ def collate(
     part = context.part_of(num_tokens)
     cu_seqlens = np.unique(pack.cu_seqlens.clip(max=num_tokens))
     labeled = np.flatnonzero(pack.labels != IGNORE_INDEX)
-    label_positions = part.of(labeled)
-    roles, measured = label_roles(pack), part.of(untrained_rows(pack, measured_roles))
+    label_positions = part.select(labeled)
+    roles, measured = label_roles(pack), part.select(untrained_rows(pack, measured_roles))
     sources = np.array([key.source for key in pack.keys], dtype=np.int32)
     return Batch(
         input_ids=torch.from_numpy(pack.input_ids[part.begin : part.end].astype(np.int64)),

@@ -313,7 +313,7 @@ class ContextPart:
     def end(self) -> int:
         return self.begin + self.counts[self.rank]
 
-    def of(self, positions: np.ndarray) -> np.ndarray:
+    def select(self, positions: np.ndarray) -> np.ndarray:
         """Returns the given positions of the row that lie in the part."""
         return positions[(positions >= self.begin) & (positions < self.end)]
 

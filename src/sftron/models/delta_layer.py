@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         """Returns the channels of the convolution, the output gate, and the numbers of rate and decay of each head."""
         return projected.split(self.sizes.rows, dim=1)
 
-    def mixed(self, x_TH: Tensor, norm: Norm | None) -> Mixed:
+    def mixer_inputs(self, x_TH: Tensor, norm: Norm | None) -> Mixed:
         """Returns what the function that mixes tokens and `output` take, computed from the normalized x."""
         qkv_TW, z, b_TN, a_TN = self.split(self.in_proj(x_TH, norm))
         g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
@@ -104,7 +104,7 @@ class DeltaBlock(ResidualBlock):
         return self.after_attention(x_TH, read_TNE, gate)
 
     def before_attention(self, x_TH: Tensor) -> Mixed:
-        return self.linear_attn.mixed(x_TH, self.input_layernorm)
+        return self.linear_attn.mixer_inputs(x_TH, self.input_layernorm)
 
     def after_attention(self, x_TH: Tensor, read_TNE: Tensor, gate: Tensor) -> Tensor:
         x_TH = self.add(x_TH, self.linear_attn.output(read_TNE, gate))

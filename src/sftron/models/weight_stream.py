@@ -61,7 +61,7 @@ class _Matrix(NamedTuple):
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    def of(self, buffer: Tensor) -> Tensor:
+    def view_of(self, buffer: Tensor) -> Tensor:
         """Returns the matrix in a buffer of its block."""
         return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
@@ -214,7 +214,7 @@ class WeightStream:
         for matrix in self._blocks[current] if current is not None else ():
             matrix.put(self._absent[matrix.name])
         for matrix in self._blocks[block]:
-            matrix.put(_frozen(matrix.of(self.buffers[other])))
+            matrix.put(_frozen(matrix.view_of(self.buffers[other])))
         following = self._after(block, current)
         if following is not None and self._holds[1 - other] != following:
             self._fetch(following, 1 - other)
@@ -257,7 +257,7 @@ class WeightStream:
         if free is not None and self._copied is not None:
             self._copied.synchronize()  # the last copy reads the same memory of the host
         for matrix in self._blocks[block]:
-            self._source.fill(matrix.name, matrix.of(host))
+            self._source.fill(matrix.name, matrix.view_of(host))
         if free is None:
             return None
         functions, size = gpu_functions(self._device), self._sizes[block]

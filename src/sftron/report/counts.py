@@ -54,7 +54,7 @@ class TurnCount:
             trained: Whether each token of the conversation is trained, bool [n].
             targets: The tokens that the run is configured to train.
         """
-        first, is_target = None, targets.of(tokenized)
+        first, is_target = None, targets.mask_of(tokenized)
         for index, turn in enumerate(tokenized.turns):
             is_text_trained = bool(trained[turn.start : turn.end].any())
             if turn.role is not Role.ASSISTANT and not (turn.role is Role.TOOL_CALL and is_text_trained):

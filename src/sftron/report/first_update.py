@@ -23,7 +23,7 @@ class FirstUpdate:
             for each, before in self._before.items():
                 each.copy_(before)
 
-    def measured(self, optimizer: Any) -> dict[str, Any]:
+    def measure(self, optimizer: Any) -> dict[str, Any]:
         """Returns the norm of the update, the same without weight decay, and how many weights have a gradient.
 
         Decay is left in both if it is part of the gradient that moments are made of, as in Adam.

@@ -266,13 +266,13 @@ def sketch_of(text: str) -> np.ndarray:
     window = min(_WINDOW, len(letters))
     hashes = np.zeros(len(letters) - window + 1, dtype=np.uint64)
     for n in range(window):
-        hashes = mixed(hashes + letters[n : n + len(hashes)])
+        hashes = hash_numbers(hashes + letters[n : n + len(hashes)])
     smallest = np.unique(hashes)[:SKETCH_SIZE]
     found[: len(smallest)] = smallest
     return found
 
 
-def mixed(values: np.ndarray) -> np.ndarray:
+def hash_numbers(values: np.ndarray) -> np.ndarray:
     """Returns uint64 hashes of uint64 numbers (splitmix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -289,7 +289,7 @@ def prefix_digests(ids: np.ndarray, starts: np.ndarray, attended: np.ndarray | N
         attended: bool [n], which ids are attended to; all by default.
     """
     is_seen = np.ones(len(ids), dtype=bool) if attended is None else attended
-    values, hashes = np.zeros(len(ids), dtype=np.uint64), mixed(ids.astype(np.uint64))
+    values, hashes = np.zeros(len(ids), dtype=np.uint64), hash_numbers(ids.astype(np.uint64))
     # A sum of hashes times powers of a number, as a sum of hashes would be the same in any order.
     factors = np.full(len(ids), np.uint64(0x100000001B3), dtype=np.uint64)
     powers = np.cumprod(factors, dtype=np.uint64)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.checkpoint import MANIFEST, load_checkpoint, steps_in
-from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, opened, require_base
+from sftron.checkpoint.export import BASE_WEIGHTS, lora_of, open_weights, require_base
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.model_folder import check_files, is_run_directory, read_config, stop_ids_of
 from sftron.checkpoint.source import ExportSource
@@ -81,7 +81,7 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
     config = load_config(run_config)
     places = find_places(config)
     base = ExportSource.read(places.model, architecture=places.architecture)
-    with opened(folder, base) as (state, read, vocab_size):
+    with open_weights(folder, base) as (state, read, vocab_size):
         if (spec := lora_of(state)) is not None:
             require_base(base.folder, str(state["fingerprint"].get(BASE_WEIGHTS)))
             adapters = AdapterStart(spec=spec, tensors=dict(read()))

@@ -23,17 +23,18 @@ from sftron.kernels.device import free_memory, is_gpu
 from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import gathered_blocks, whole_head
-from sftron.train.extension import NO_EXTENSION, Answer, Extension, ExtensionError, computed
+from sftron.train.extension import NO_EXTENSION, Answer, Extension, ExtensionError, call_compute_metrics
 from sftron.train.keep import (
     WITHIN_LIMITS,
     KeptLoss,
-    after,
-    comparable,
+    comparable_losses,
     exceeded_at,
     facts_of,
     is_within,
+    kept_after,
+    named_now,
     problems,
-    unknown,
+    unknown_losses,
 )
 from sftron.train.logs import console
 from sftron.train.metrics import TokenLosses, TokenSums
@@ -184,7 +185,7 @@ class Best:
     metric: str
     value: float
     step: int
-    of: str
+    fingerprint: str
     """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
     num_worse: int = 0
     """The number of evaluations since this one."""
@@ -363,7 +364,7 @@ class Evaluator:
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
         for each in data.evaluation_sets:
             if each.limit is not None:
-                self.kept[each.name] = after(self.kept.get(each.name), each, sets[each.name].loss, step)
+                self.kept[each.name] = kept_after(self.kept.get(each.name), each, sets[each.name].loss, step)
                 sets[each.name] = replace(sets[each.name], kept=facts_of(each, self.kept[each.name]))
         evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate, measures)
         self.evaluated_step = step
@@ -407,7 +408,8 @@ class Evaluator:
         problem, measures, cause = "", dict[str, float](), None
         if self._ranks.is_main:
             try:
-                measures = computed(compute, answers, [deepcopy(dict(each.row)) for each in self._data.questions])
+                rows = [deepcopy(dict(each.row)) for each in self._data.questions]
+                measures = call_compute_metrics(compute, answers, rows)
             except ExtensionError as error:
                 problem, cause = str(error), error.__cause__
         facts = self._ranks.gather({"problem": problem, "measures": measures})[0]
@@ -431,7 +433,7 @@ class Evaluator:
         """Returns the digest of the prompts, the length of answers, and the user's code with its values."""
         facts: list[Any] = [[dict(each.row) for each in self._data.questions], self._options.max_new_tokens]
         if self._extension.compute_metrics is not None:
-            described = self._extension.described(self._config.extend)
+            described = self._extension.describe(self._config.extend)
             facts += [described and [described.setup, described.source, dict(described.options)]]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()[:12]
 
@@ -456,19 +458,19 @@ class Evaluator:
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
         """Restores the state that a checkpoint of the run has."""
         self.evaluated_step = state["evaluated_step"]
-        self.kept = comparable(self._data.evaluation_sets, state)
-        for line in unknown(self._data.evaluation_sets, state):
+        self.kept = comparable_losses(self._data.evaluation_sets, state)
+        for line in unknown_losses(self._data.evaluation_sets, state):
             console.write(f"keep       {line}", is_needed=True)
-        watched, best = (state[name] and Best(**state[name]) for name in ("watched", "best"))
+        watched, best = (state[name] and Best(**named_now(state[name])) for name in ("watched", "best"))
         if watched and self._watched_metric:
-            if (watched.metric, watched.of) == (self._watched_metric, self._measured_on(watched.metric)):
+            if (watched.metric, watched.fingerprint) == (self._watched_metric, self._measured_on(watched.metric)):
                 self.watched = watched
             else:
                 line = f"patience   starts again: it watched {watched.metric} under other settings"
                 console.write(line, is_needed=True)
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
-            is_comparable = (best.metric, best.of) == (self._best_metric, self._measured_on(best.metric))
+            is_comparable = (best.metric, best.fingerprint) == (self._best_metric, self._measured_on(best.metric))
             if is_there and is_comparable and is_within(self._data.evaluation_sets, self.kept, best.kept):
                 self.best = best
             elif is_there and is_comparable:

@@ -20,7 +20,7 @@ from sftron.checkpoint.export import (
     check_export,
     hf_to_checkpoint,
     lora_of,
-    opened,
+    open_weights,
     plan_export,
     write_export,
 )
@@ -234,7 +234,7 @@ class RunExports:
         assert source is not None
         if directory.is_exported(config, step) and not config.evaluation.keep:
             return
-        with opened(checkpoint, source) as (state, read, vocab_size):
+        with open_weights(checkpoint, source) as (state, read, vocab_size):
             exporter = self._exporter(state, vocab_size)
             if config.lora is None:
                 write_export(exporter.plan(), read(), directory.hf(step))
@@ -425,7 +425,7 @@ def convert(
         base = export_source(config, places, chat_tokenizer)
     else:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
-    with opened(source, base, stop_token_ids) as (state, read, vocab_size):
+    with open_weights(source, base, stop_token_ids) as (state, read, vocab_size):
         if config is not None and chat_tokenizer is not None:
             of_run: dict[str, Any] = {"config": config, "source": base, "chat_tokenizer": chat_tokenizer}
             exporter = Exporter(**of_run, state=state, run_folder=run_config.parent, vocab_size=vocab_size)

@@ -142,7 +142,7 @@ class Extension:
         """The names of the callbacks that get the model before each step."""
         return [_name(each) for each in self.callbacks if type(each).on_before_step is not Callback.on_before_step]
 
-    def described(self, options: Extend | None) -> Extend | None:
+    def describe(self, options: Extend | None) -> Extend | None:
         """Returns the section `extend` with the source's hash, which the run writes to its config.yaml.
 
         Parts that were given as arguments are named in place of a setup function, with the numbers and texts among
@@ -338,7 +338,7 @@ def load_extension(options: Extend | None, model_path: str) -> Extension:
     if not isinstance(extension, Extension):
         found = type(extension).__name__
         raise ValueError(f"extend.setup: {options.setup} returned {found}; return a sftron.Extension")
-    described = extension.described(options)
+    described = extension.describe(options)
     if options.source is not None and described is not None and described.source != options.source:
         raise ValueError(
             f"extend.source: {options.source}, but the source of {module_name} now has {described.source}; restore the "
@@ -430,7 +430,9 @@ class Events:
 # --- Numbers of answers ---
 
 
-def computed(compute: ComputeMetrics, answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def call_compute_metrics(
+    compute: ComputeMetrics, answers: Sequence[Answer], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
     """Returns what a user's function computes from the answers.
 
     Raises ExtensionError if the function raises, or returns anything but finite numbers by name.

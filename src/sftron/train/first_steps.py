@@ -81,7 +81,7 @@ class _Norms:
             if self._max_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
             new.step()
-            self.update = before.measured(new)
+            self.update = before.measure(new)
         finally:
             before.restore()
 

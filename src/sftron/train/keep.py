@@ -25,7 +25,7 @@ class KeptLoss:
     """The loss before the first step."""
     loss: float | None
     """The loss of the last evaluation; None if it was not finite."""
-    of: str
+    fingerprint: str
     """The fingerprint of the set; losses of other tokens are not comparable."""
     made_of: Mapping[str, str]
     """What the set was made of, see `EvaluationSet.made_of`."""
@@ -43,7 +43,12 @@ class KeptLoss:
         return None if self.loss is None else self.loss - self.before
 
 
-def after(kept: KeptLoss | None, found: EvaluationSet, loss: float | None, step: int) -> KeptLoss:
+def named_now(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved fields by their names of today: earlier checkpoints have the fingerprint as `of`."""
+    return {"fingerprint" if key == "of" else key: value for key, value in saved.items()}
+
+
+def kept_after(kept: KeptLoss | None, found: EvaluationSet, loss: float | None, step: int) -> KeptLoss:
     """Returns the loss of a kept set after an evaluation of it; the first one is the loss before training.
 
     Raises DataError if that is not finite.
@@ -101,19 +106,19 @@ def is_within(sets: Sequence[EvaluationSet], kept: Mapping[str, KeptLoss], losse
     )
 
 
-def comparable(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> dict[str, KeptLoss]:
+def comparable_losses(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> dict[str, KeptLoss]:
     """Returns the losses in the state of a checkpoint, by set, without those of other tokens."""
     saved = {
-        name: KeptLoss(**each | {"highest": tuple(map(tuple, each["highest"]))})
+        name: KeptLoss(**named_now({**each, "highest": tuple(map(tuple, each["highest"]))}))
         for name, each in state.get("kept", {}).items()
     }
     now = {each.name: each.fingerprint for each in sets if each.limit is not None}
-    return {name: each for name, each in saved.items() if now.get(name) == each.of}
+    return {name: each for name, each in saved.items() if now.get(name) == each.fingerprint}
 
 
-def unknown(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> Iterator[str]:
+def unknown_losses(sets: Sequence[EvaluationSet], state: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines that say why the checkpoint does not tell the loss of sets before the first step."""
-    known, saved = comparable(sets, state), state.get("kept", {})
+    known, saved = comparable_losses(sets, state), state.get("kept", {})
     for each in sets:
         if each.limit is None or each.name in known:
             continue

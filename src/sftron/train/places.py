@@ -127,7 +127,7 @@ def export_source(config: Config, places: Places, chat_tokenizer: ChatTokenizer)
     return source
 
 
-def pinned(config: Config) -> Config:
+def pin_revisions(config: Config) -> Config:
     """Returns the configuration with a commit as the revision of everything on the Hub; see `find_commits`."""
     return pin(config, find_commits(config))
 

@@ -15,15 +15,15 @@ from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
 _NUM_ROWS_BEFORE_JUDGING = 200
 
 
-def added(one: Any, other: Any) -> Any:
+def add_trees(one: Any, other: Any) -> Any:
     """Returns the sum of two trees of counts, by element; a field of a dataclass may have its own "add"."""
     if is_dataclass(one) and not isinstance(one, type):
         pairs = {each: (getattr(one, each.name), getattr(other, each.name)) for each in fields(one)}
-        return type(one)(**{each.name: each.metadata.get("add", added)(*pair) for each, pair in pairs.items()})
+        return type(one)(**{each.name: each.metadata.get("add", add_trees)(*pair) for each, pair in pairs.items()})
     if isinstance(one, dict):
         return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
     if isinstance(one, list):
-        return [added(*pair) for pair in zip(one, other, strict=True)]
+        return [add_trees(*pair) for pair in zip(one, other, strict=True)]
     return one + other
 
 
@@ -97,12 +97,12 @@ class StepCounts:
     def sum_of(cls, states: Sequence[Mapping[str, Any]]) -> StepCounts:
         """Returns the sum of the counts of all ranks, each given by asdict()."""
         ranks = [cls(**{**each, "datasets": [DataSetCount(**count) for count in each["datasets"]]}) for each in states]
-        return reduce(added, ranks)
+        return reduce(add_trees, ranks)
 
     @property
     def total(self) -> DataSetCount:
         """The sum over data sets."""
-        return reduce(added, self.datasets)
+        return reduce(add_trees, self.datasets)
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Progress:
     @property
     def total(self) -> DataSetCount:
         """The sum over data sets and earlier data versions."""
-        return reduce(added, self.datasets, self.before)
+        return reduce(add_trees, self.datasets, self.before)
 
     @property
     def rows(self) -> int:
@@ -161,7 +161,7 @@ class Progress:
 
     def add(self, counts: StepCounts) -> None:
         self.truncated += counts.truncated
-        self.datasets = added(self.datasets, counts.datasets)
+        self.datasets = add_trees(self.datasets, counts.datasets)
 
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
         """Raises DataError if more than `max_share` of the consumed rows were dropped.
@@ -171,7 +171,7 @@ class Progress:
         Args:
             num_rows: The number of rows in the whole run, if known.
         """
-        count = reduce(added, self.datasets)
+        count = reduce(add_trees, self.datasets)
         enough = _NUM_ROWS_BEFORE_JUDGING
         if num_rows is not None:
             enough = min(enough, num_rows - self.before.rows)

@@ -27,7 +27,7 @@ from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.regular_file import where_missing
 from sftron.train.evaluation import Best, best_metric, is_patience_over
-from sftron.train.keep import comparable, is_within, problems
+from sftron.train.keep import comparable_losses, is_within, named_now, problems
 from sftron.train.logs import console
 from sftron.train.progress import Progress
 from sftron.train.ranks import Ranks
@@ -116,7 +116,7 @@ class Start:
     def exceeded(self, setup: Setup) -> list[str]:
         """Returns how sets of evaluation.keep exceed the limits in force now that end the run."""
         sets = setup.data.evaluation_sets
-        return problems(sets, comparable(sets, self.state["evaluation"]), "stop") if self.state else []
+        return problems(sets, comparable_losses(sets, self.state["evaluation"]), "stop") if self.state else []
 
     def changed_settings(self, setup: Setup) -> tuple[Change, ...]:
         """Returns every key whose value differs from the one in the checkpoint; none for a new run."""
@@ -185,7 +185,7 @@ def find_finished(setup: Setup, directory: RunDirectory) -> Start | None:
     evaluation, step, sets = start.state["evaluation"], start.progress.step, setup.data.evaluation_sets
     exported = set() if exceeded else {step}
     best = evaluation["best"] if best_metric(setup.config) else None
-    if best and is_within(sets, comparable(sets, evaluation), best["kept"]):
+    if best and is_within(sets, comparable_losses(sets, evaluation), best["kept"]):
         exported.add(best["step"])
 
     def is_all_there() -> bool:
@@ -228,7 +228,7 @@ def _read_start(setup: Setup, folder: Path) -> Start:
     state = read_state(folder)
     try:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state["settings"])
-        watched = (best := state["evaluation"]["watched"]) and Best(**best)
+        watched = (best := state["evaluation"]["watched"]) and Best(**named_now(best))
         changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
         if not changed:
             setup.length.count_rows_beyond(progress, state["data"]["lanes"], setup.data.dataset.num_lanes)

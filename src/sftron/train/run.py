@@ -358,7 +358,7 @@ class Setup:
         """The configuration with what the run took from elsewhere: the date, if its template writes one, so that a
         later day changes nothing; the factor of the auxiliary loss, if the model has experts; and the hash of a user's
         own code."""
-        resolved: dict[str, Any] = {"extend": self.extension.described(self.config.extend)}
+        resolved: dict[str, Any] = {"extend": self.extension.describe(self.config.extend)}
         if (date := self.data.chat_tokenizer.template.date) is not None:
             resolved["tokenizer"] = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
         if self.model.architecture.mixture is not None:

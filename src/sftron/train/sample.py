@@ -185,7 +185,7 @@ def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
         prompt = chat_tokenizer.encode_prompt(messages[:1])
     except ValueError:
         return None  # some templates refuse so plain a conversation
-    header = trained.input_ids[: int(np.flatnonzero(Targets().of(trained))[0])].tolist()
+    header = trained.input_ids[: int(np.flatnonzero(Targets().mask_of(trained))[0])].tolist()
     return None if prompt == header else (chat_tokenizer.decode(header[-8:]), chat_tokenizer.decode(prompt[-8:]))
 
 

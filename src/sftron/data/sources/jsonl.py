@@ -205,7 +205,7 @@ def has_json_lines(path: Path) -> bool:
     """
     if kind_of(path) != ".json":
         return kind_of(path) in (".jsonl", ".txt")
-    with decompressed(path) as content:
+    with open_decompressed(path) as content:
         return not content.read(4096).removeprefix(BOM).lstrip(WHITESPACE).startswith(b"[")
 
 
@@ -224,7 +224,7 @@ def open_json_lines(
         csv_lines: For a CSV file, the number of the line at which a row begins is appended to it before the row.
         chunk_bytes: The size of a chunk, if the file has lines; otherwise a chunk is a line.
     """
-    with decompressed(path) as content:
+    with open_decompressed(path) as content:
         if has_lines:
             yield iter(lambda: content.read(chunk_bytes), b"")
         else:
@@ -238,7 +238,7 @@ def open_json_lines(
 
 
 @contextmanager
-def decompressed(path: Path) -> Iterator[IO[bytes]]:
+def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for reading, with decompression if its extension is .gz or .zst.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sftron.data.json_text import decode_utf8
-from sftron.data.sources.jsonl import BOM, JsonlSource, decompressed, file_changed, file_fingerprint, refuse_size
+from sftron.data.sources.jsonl import BOM, JsonlSource, file_changed, file_fingerprint, open_decompressed, refuse_size
 from sftron.data.types import Row
 
 
@@ -37,7 +37,7 @@ class TextFiles:
         name, file = self._files[index], Path(self._files[index])
         if (size := file.stat().st_size) != self._sizes[index]:
             raise file_changed(file, size, self._sizes[index])
-        with decompressed(file) as content:
+        with open_decompressed(file) as content:
             data = content.read(self._max_row_bytes + 1)
         if len(data) > self._max_row_bytes:
             refuse_size(name, max(size, len(data)), self._max_row_bytes, data[:60])
