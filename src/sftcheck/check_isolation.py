@@ -20,7 +20,7 @@ POSITIONS_ALONE = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=Fa
 
 
 class IsolationError(ValueError):
-    """A model does not keep the conversations of a pack apart."""
+    """A model lets the conversations of a pack see each other."""
 
     def __init__(self, message: str, make_script: Callable[[], str]) -> None:
         super().__init__(message)

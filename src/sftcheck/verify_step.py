@@ -53,7 +53,7 @@ def verify_step(
 ) -> Report:
     """Checks a training loop before it trains, on its own batches, model and loss, and leaves them as they were.
 
-    What is trained is read from the gradient of the loss, so any form of batch, labels and masks will do.
+    It reads from the gradient of the loss what is trained, so batches, labels and masks may have any form.
 
     Args:
         model: The module that the step calls, once for each micro-batch. Its ids are integers [B, T], or [T].

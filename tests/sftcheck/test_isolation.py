@@ -54,7 +54,7 @@ def test_a_model_that_leaks_is_named_with_the_difference_and_what_always_serves(
     difference = measure_isolation(model_of("gpt_oss", "eager"), FlattenPacks()([pack])).difference
     assert difference > 1
     assert problem.startswith("gpt_oss does not keep the conversations of a pack apart")
-    assert f"by up to {difference:.2g}, where" in problem
+    assert f"by up to {difference:.2g}; rounding" in problem
     assert "seq_idx=True), attn_implementation='eager', use_cache=False" in problem
     assert "measured just now" not in problem
     assert 'one conversation a row: PackedDataset(..., packing="none")' in problem

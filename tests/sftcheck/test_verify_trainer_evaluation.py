@@ -85,7 +85,7 @@ def test_an_eval_loss_that_depends_on_the_batch_size_fails_the_loss(make: Any, o
     assert failed(report) == ["loss"], [(each.name, each.measured) for each in report.checks]
     assert "eval_loss of batches with 8 and 27 labels is" in row.measured
     assert row.remedy.startswith("In the evaluation's batches: eval_loss depends on per_device_eval_batch_size")
-    assert ("alike: not measured, rows with" in row.measured) is (make is two_sets)
+    assert ("alike: not measured, the rows have" in row.measured) is (make is two_sets)
     assert (trainer.args.per_device_eval_batch_size, trainer.state.log_history) == (1, [])
 
 

@@ -196,7 +196,7 @@ def _with_unlike_steps(subject: StepSubject, found: Finding) -> Finding:
     if not step.is_unlike:
         counts = ", ".join(str(batch.num_trained) for batch in step.batches)
         raise NotMeasuredError(
-            f"the micro-batches have {counts} targets, where a mean of means is the ratio; give some of other lengths"
+            f"the micro-batches have {counts} targets, so a mean of means equals the ratio; give some of other lengths"
         )
     return found
 

@@ -68,7 +68,7 @@ def open_trainer(
 ) -> Trainer | CompletedRun:
     """Opens a run: checks it, locks its directory, and loads its weights, its optimizer and what it resumes.
 
-    Every rank calls this. Of a run that is complete and has nothing left to do, nothing is loaded and no file touched.
+    Every rank calls this. If the run is complete and has nothing left to do, this loads nothing and touches no file.
 
     Args:
         objective: What is minimized; by default `TokenLoss`.
@@ -247,7 +247,7 @@ class Trainer:
     """Trains a run that `open_trainer` has opened, to its result. All ranks call the same methods.
 
     Attributes:
-        model, optimizer, loader: Those that are trained and read.
+        model, optimizer, loader: What the run trains, updates and reads.
         progress: The counts of the run so far.
         directory: The run directory, which is locked.
         stop_request: If it is received, the run saves and ends after its step.
