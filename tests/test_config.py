@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -17,6 +17,7 @@ from sftron.compare.recorded_run import flat_config
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.data_schema import Dataset, Rows
 from sftron.config.help import _all_keys, keys_of, locate, section_in, suggest_key
+from sftron.config.plain_yaml import variable_problem
 from sftron.config.replacements import OTHER_TRAINERS, REMOVED, VALUES_OF_OTHERS
 from sftron.config.schema import General, Lora
 from sftron.config.values import Section
@@ -597,7 +598,9 @@ def test_a_dumped_optional_section_loads_back_equal(tmp_path, text):
     text=st.text(min_size=1, max_size=60, alphabet=st.characters(exclude_categories=["Cs"]))
     | st.sampled_from(["1e-5", "08", "1_000", "on", "null", "true", "2024-01-01", "0x1F", "1.e3"])
 )
+@example(text="a$b")
 def test_a_dumped_config_loads_back_equal_whatever_its_texts(tmp_path_factory, text):
+    assume(variable_problem(text) is None)  # $A is refused in a file, whoever wrote it
     tmp_path = tmp_path_factory.getbasetemp()
     plain = load(tmp_path, GOOD)
     logging = plain.logging.model_copy(update={"wandb": plain.logging.wandb.model_copy(update={"tags": (text,)})})
