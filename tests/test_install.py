@@ -97,7 +97,7 @@ def test_a_difference_needs_the_format_of_records_and_the_faults_alone() -> None
 def test_the_checker_imports_little_and_nothing_that_trains() -> None:
     modules = closure("sftcheck.verify_trainer", "sftcheck.verify_step", "sftcheck.check_isolation")
     own = {name for name in modules if name.startswith("sftcheck.")}
-    assert {"sftcheck.faults", "sftcheck.ranks.on_ranks", "sftcheck.program.make"} <= own
+    assert {"sftcheck.faults", "sftcheck.ranks.on_ranks", "sftcheck.program.search"} <= own
     allowed = ("data.chat.", "data.formats.", "report.", "checks.report", "checks.isolation")
     leaves = {
         "data.types",

@@ -46,16 +46,24 @@ _PACKS = "support_avx512bf16_for_cpu"
 
 
 @contextmanager
+def restore_random_states_after() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextmanager
 def restore_model_after(model: nn.Module) -> Iterator[None]:
     """Leaves a model and all random states as they were.
 
     Weights and their attributes, buffers, gradients, modes, hooks and configurations are put back.
     """
-    states = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
-        stack.callback(np.random.set_state, states[1])
-        stack.callback(random.setstate, states[0])
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(restore_random_states_after())
         stack.enter_context(_parameters(model))
         for module in model.modules():
             stack.enter_context(preserve_attributes(module))

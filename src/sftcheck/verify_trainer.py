@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from sftcheck.checks import data_checks, label_checks, model_checks, saved_checks
-from sftcheck.program.make import script_of
 from sftcheck.program.rebuild import Materials, collect
+from sftcheck.program.search import script_of
 from sftcheck.ranks.on_ranks import num_ranks, verify_on_ranks
 from sftcheck.restore import restore_after
 from sftcheck.trainer.recording import require_checkable

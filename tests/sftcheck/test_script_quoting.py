@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftcheck.program import quoting
 from sftcheck.program.evidence import EVIDENCE, Evidence
-from sftcheck.program.program import Program, Rows, run_here
+from sftcheck.program.program import Program, run_here
 from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
 from sftcheck.program.rebuild import Materials, with_sizes
+from sftcheck.program.rows import Rows
 from sftcheck.program.source import is_of_library
 from sftron import verify_trainer
 from sftron.checks.report import Report
@@ -127,7 +127,7 @@ def test_a_place_in_a_chat_template_and_a_stop_token_of_python_are_never_code(
     own = hostile_tokenizer(own, tmp_path, f"'+str({_RUN})+'", "assistant $stop")
     trainer = of_features(own, tmp_path, encoded(own, [{"messages": messages(n)} for n in range(8)]))
     report = verify_trainer(trainer, [{"messages": messages(n)} for n in range(8)])
-    facts = materials_of(report).facts
+    facts = materials_of(report).program.facts
     assert "$stop" in facts.header
     assert "__import__" in facts.stop
     assert not faults_shown(report)  # runs a program of each kind
@@ -153,7 +153,16 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
     return materials_of(verify_trainer(plain(tokenizer, tmp_path_factory.mktemp("out"))))
 
 
-def program_of(materials: Materials, evidence: Evidence, text: str, *, is_ids: bool, **facts: Any) -> Program:
+def program_of(
+    materials: Materials,
+    evidence: Evidence,
+    text: str,
+    *,
+    is_ids: bool,
+    has_conversations: bool = True,
+    has_completion: bool = False,
+    **facts: Any,
+) -> Program:
     """Returns a program whose every string that comes from others is this text."""
     own = {**materials.tokenizer_state, "eos_token": text, "chat_template": text, "padding_side": text}
     materials = replace(
@@ -162,16 +171,17 @@ def program_of(materials: Materials, evidence: Evidence, text: str, *, is_ids: b
         tokenizer_state={**own, "added": [*own["added"], text]},
     )
     base = with_sizes(materials, is_small=True)
-    rows = Rows(({text: text, "another": [{text: [text, 1.5, None, True]}]},))
+    answer = {"completion": [{"role": "assistant", "content": text}]} if has_completion else {}
+    rows = Rows(({text: text, "another": [{text: [text, 1.5, None, True]}], **answer},))
     if is_ids:
         rows = Rows((({"input_ids": [5, 6, 7], text: [5, -100, 7]},),), is_ids=True)
     return replace(
         base,
         rows=rows,
-        extra=(f"conversations = {literal([[{text: text}]])}",),
-        evidence=partial(evidence.lines, facts=replace(materials.facts, header=text, stop=text, beginning=text,
-                                                       twice=text, **facts)),
-    )  # fmt: skip
+        conversations=f"conversations = {literal([[{text: text}]])}" if has_conversations else "",
+        evidence=evidence,
+        facts=replace(base.facts, header=text, stop=text, beginning=text, twice=text, **facts),
+    )
 
 
 BOTH = (False, True)
@@ -199,7 +209,7 @@ def test_every_measurement_is_known_to_the_check_of_programs(
     materials: Materials, has_positions: bool, has_mask: bool, is_adapter: bool, is_text: bool
 ) -> None:
     options = {"has_positions": has_positions, "has_mask": has_mask, "is_adapter": is_adapter, "is_text": is_text}
-    options |= {"has_conversations": has_mask, "is_marked_by_trl": is_text, "num_answers": 1 if is_adapter else None}
+    options |= {"has_conversations": has_mask, "is_marked_by_trl": is_text, "has_completion": is_adapter}
     for evidence, is_ids in product(KINDS, BOTH):
         assert program_of(materials, evidence, "x", is_ids=is_ids, **options).text
 
@@ -294,10 +304,10 @@ def test_a_comment_and_an_import_are_nothing_else() -> None:
 
 
 def test_the_check_knows_every_attribute_in_the_lines_that_the_package_writes() -> None:
-    package, found = Path(quoting.__file__).parent, set[str]()
-    for name in ("evidence", "make", "packed", "rebuild"):
+    package, found, outside = Path(quoting.__file__).parent, set[str](), ("from ", "trainer.get_", "import sys, runpy;")
+    for name in ("evidence", "packed", "program", "rebuild", "rows", "search"):
         for node in ast.walk(ast.parse((package / f"{name}.py").read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.startswith("from "):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.startswith(outside):
                 found |= {*re.findall(r"\.([a-z]\w*)", node.value)}
     assert len(found) > 20
     assert found - {"py"} <= quoting._ATTRIBUTES | quoting._DTYPES

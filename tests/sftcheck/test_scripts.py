@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from transformers import DataCollatorForSeq2Seq, Trainer
 
-from sftcheck.program import make
 from sftcheck.program.evidence import EVIDENCE, Evidence
 from sftcheck.program.program import run_here
 from sftcheck.program.rebuild import Materials
+from sftcheck.program.search import candidates
 from sftron import verify_trainer
 from sftron.checks.report import Report
 from tests.conftest import ROOT
@@ -66,11 +66,11 @@ def faults_shown(report: Report, names: Any = EVIDENCE) -> list[str]:
     found, tries = list[str](), Counter[Any]()
     has_other_loss = any("another loss" in each.measured for each in report.checks)
     for name in names:
-        for candidate in make.candidates(materials, name):
-            kind = (name, candidate.evidence.sentence, candidate.program.measured.is_ids)
-            if tries[kind] >= 3 or (candidate.evidence.sentence.startswith("A micro-batch") and has_other_loss):
+        for program in candidates(materials, name):
+            kind = (name, program.evidence.sentence, program.measured.is_ids)
+            if tries[kind] >= 3 or (program.evidence.sentence.startswith("A micro-batch") and has_other_loss):
                 continue
-            outcome = run_here(candidate.program.text)
+            outcome = run_here(program.text)
             tries[kind] += 1 if outcome.status is None else 3  # one that raises has too few rows, or none that fit
             found += [f"{kind}: {outcome.output}"] * outcome.shows_fault
     return found

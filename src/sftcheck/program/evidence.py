@@ -5,14 +5,12 @@ A measurement may use `trainer`, `tokenizer`, `rows`, and for conversations and 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sftcheck.faults import Fault
 from sftcheck.program import measurements as texts
-from sftcheck.program.program import Program
-from sftcheck.program.quoting import filled, literal
+from sftcheck.program.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -26,16 +24,12 @@ class Facts:
     has_stop: bool
     beginning: str
     """What every conversation begins with."""
-    num_answers: int | None = None
-    """The number of answers at the end of a row that are to be trained; None for all."""
     twice: str = ""
     """What a question begins with if the template is applied to what it has written."""
     is_everything: bool = False
     is_text: bool = False
     """Whether the rows are texts without a template."""
     is_marked_by_trl: bool = False
-    has_conversations: bool = False
-    """Whether `conversations` are the conversations of the rows, whose own columns do not hold them."""
     has_positions: bool = False
     has_mask: bool = False
     is_packed: bool = False
@@ -51,7 +45,7 @@ class Evidence:
         sentence: What is wrong if the program exits with 1.
         text: The measurement.
         num_rows: The numbers of rows that are tried.
-        fits: Whether it measures anything in such a trainer.
+        fits: Whether it measures anything in such a trainer, with such rows.
         given: The arguments that the measurement needs.
         compares: Whether it compares the rows with their conversations.
         faults: The faults that it shows; a kind without faults may show any.
@@ -60,107 +54,41 @@ class Evidence:
     sentence: str
     text: str
     num_rows: tuple[int, ...] = (1,)
-    fits: Callable[[Program, Facts], bool] = lambda _program, _facts: True
+    fits: Callable[[Facts, Rows], bool] = lambda _facts, _rows: True
     given: Mapping[str, str] = field(default_factory=dict)
     compares: bool = False
     faults: tuple[Fault, ...] = ()
 
-    def order(self, found: Collection[str]) -> int:
-        """Returns its place among the kinds of failure that are tried: what was found comes first.
-
-        Args:
-            found: The names of the faults that the check has found.
-        """
-        return 1 if not self.faults else 0 if any(each.name in found for each in self.faults) else 2
-
-    def lines(self, program: Program, facts: Facts) -> list[str]:
-        """Returns the lines of the measurement."""
-        return [line for line in filled(self.text, _places(program, facts)).split("\n") if line.strip()]
-
-
-def _places(program: Program, facts: Facts) -> dict[str, str]:
-    """Returns what the places of a measurement stand for in a program."""
-    rows, columns = program.measured, program.measured.columns
-    name, documents = f"{rows.prefix}rows", f"{rows.prefix}documents"
-    tools = ", tools=row['tools']" if "tools" in columns else ""
-    documents_line = "\n".join(rows.documents_line())
-    wanted = f"{documents_line}\nwanted = {documents}[0]"
-    each, of = rows.source_in("row") + tools, f"row in {name}"
-    if facts.has_conversations:
-        wanted = "wanted = tokenizer.apply_chat_template(conversations[0], return_dict=False)"
-        each, of = "each", "each in conversations"
-    is_padding = "batch['attention_mask'] == 0" if facts.has_mask else "batch['input_ids'] == tokenizer.pad_token_id"
-    number = f"text.count({literal(facts.header)})" if facts.num_answers is None else str(facts.num_answers)
-    strip = "strip()" if facts.is_marked_by_trl else "strip(' ').rstrip()"
-    of_documents = filled(texts.BORDER_OF_DOCUMENTS, {"documents": documents, "documents_line": documents_line})
-    return {
-        "answer": literal(f"{re.escape(facts.header)}(.*?{re.escape(facts.stop)})"),
-        "batch": f"batch = next(iter({program.loader}))",
-        "beginning": literal(facts.beginning),
-        "border": texts.BORDER_OF_POSITIONS if facts.has_positions else of_documents,
-        "each": each,
-        "ends": "trainer.model.generation_config" if facts.is_adapter else "GenerationConfig.from_pretrained(folder)",
-        "header": literal(facts.header),
-        "last": "" if facts.num_answers is None else f"[-{facts.num_answers} :]",
-        "loader": program.loader,
-        "messages": rows.source_in(f"{name}[0]"),
-        "number": "1" if facts.is_text else number,
-        "of": of,
-        "padding": is_padding,
-        "rows": name,
-        "stop": literal(facts.stop),
-        "strip": strip,
-        "trained": filled(texts.TRAINED, {"strip": strip}),
-        "twice": literal(facts.twice),
-        "wanted": wanted,
-    }
-
 
 _FEW, _PAIRS = (1, 2, 4, 8, 16, 32), (2, 3, 4, 8, 16, 32)
-_NEEDS_STEP = {"max_steps": "1", "save_strategy": "'no'"}
 
 
-def _has_wanted(program: Program, facts: Facts) -> bool:
-    return facts.has_conversations or _has_conversations(program, facts)
+def _is_rendered(facts: Facts, rows: Rows) -> bool:
+    is_of_texts = facts.is_text and facts.is_everything  # which have no template
+    return bool(facts.header) and not is_of_texts and (rows.is_ids or "text" in rows.columns)
 
 
-def _has_conversations(program: Program, facts: Facts) -> bool:
-    columns = program.measured.columns
-    return not program.measured.is_ids and not facts.is_text and bool({"messages", "completion"} & columns)
-
-
-def _has_answers(program: Program, facts: Facts) -> bool:
+def _has_answers(facts: Facts, _: Rows) -> bool:
     return bool(facts.header and facts.stop) and not facts.is_text and not facts.is_everything
 
 
-def _is_rendered(program: Program, facts: Facts) -> bool:
-    is_of_texts = facts.is_text and facts.is_everything  # which have no template
-    return bool(facts.header) and not is_of_texts and (program.measured.is_ids or "text" in program.measured.columns)
-
-
-def _is_packed(program: Program, facts: Facts) -> bool:
+def _is_packed(facts: Facts, _: Rows) -> bool:
     return facts.is_packed
 
 
-def _is_padded(program: Program, facts: Facts) -> bool:
+def _is_padded(facts: Facts, _: Rows) -> bool:
     return not facts.is_packed
-
-
-def _is_adapter(program: Program, facts: Facts) -> bool:
-    return facts.is_adapter
 
 
 EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     "ids": (
-        Evidence("A row has other ids than the tokenizer's chat template writes.", texts.IDS_DIFFER, fits=_has_wanted,
-                 compares=True),
-        Evidence("A row goes on behind its conversation.", texts.TEXT_AFTER, fits=_has_wanted, compares=True),
-        Evidence("The chat template is applied twice.", texts.APPLIED_TWICE, fits=lambda program,
-                 facts: bool(facts.twice)),
+        Evidence("A row has other ids than the tokenizer's chat template writes.", texts.IDS_DIFFER, compares=True),
+        Evidence("A row goes on behind its conversation.", texts.TEXT_AFTER, compares=True),
+        Evidence("The chat template is applied twice.", texts.APPLIED_TWICE, fits=lambda facts, _: bool(facts.twice)),
         Evidence("A row does not have the form of the tokenizer's chat template.", texts.NO_HEADER,
                  fits=_is_rendered, faults=(Fault.OTHER_TURNS,)),
         Evidence("The saved tokenizer has no chat template, and the rows were rendered with one.", texts.NO_TEMPLATE,
-                 fits=lambda program, facts: not facts.header, faults=(Fault.TEMPLATE_UNSET,)),
+                 fits=lambda facts, _: not facts.header, faults=(Fault.TEMPLATE_UNSET,)),
     ),
     "trained tokens": (
         Evidence("Labels are other tokens than those at their place.", texts.LABELS_OTHER,
@@ -171,13 +99,13 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
                  faults=(Fault.PROMPTS_TRAINED,)),
         Evidence("Not all is trained that the model has to write.", texts.TOO_LITTLE, fits=_has_answers),
         Evidence("What is trained is not the completion.", texts.COMPLETION,
-                 fits=lambda program, facts: facts.is_text and "completion" in program.measured.columns),
+                 fits=lambda facts, rows: facts.is_text and "completion" in rows.columns),
         Evidence("Tokens are left out of a loss over everything.", texts.EVERYTHING,
-                 fits=lambda program, facts: facts.is_everything),
+                 fits=lambda facts, _: facts.is_everything),
     ),
     "stop tokens": (
         Evidence("The token that ends an answer is not trained.", texts.STOPS,
-                 fits=lambda program, facts: bool(facts.stop) and (bool(facts.header) or facts.is_text)),
+                 fits=lambda facts, _: bool(facts.stop) and (bool(facts.header) or facts.is_text)),
     ),
     "isolation": (
         Evidence("A conversation of a packed row changes another one.", texts.IN_ONE_ROW, _PAIRS, _is_packed,
@@ -194,11 +122,11 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
                  _is_padded),
     ),
     "truncation": (
-        Evidence("Conversations are not whole in the batches.", texts.WHOLE, _FEW, _has_wanted, compares=True),
+        Evidence("Conversations are not whole in the batches.", texts.WHOLE, _FEW, compares=True),
         Evidence("Rows have nothing to train.", texts.EMPTY, _FEW, faults=(Fault.ROWS_EMPTY,)),
-        Evidence("A row ends before its answer does.", texts.ENDS, _FEW, lambda program, facts: facts.has_stop),
-        Evidence("A row begins within a conversation.", texts.BEGINS, fits=lambda program,
-                 facts: bool(facts.beginning) and not facts.is_text),
+        Evidence("A row ends before its answer does.", texts.ENDS, _FEW, lambda facts, _: facts.has_stop),
+        Evidence("A row begins within a conversation.", texts.BEGINS,
+                 fits=lambda facts, _: bool(facts.beginning) and not facts.is_text),
     ),
     "loss": (
         Evidence("A micro-batch has another loss than its token losses, divided by all labels of the step.",
@@ -214,26 +142,28 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     ),
     "padding": (
         Evidence("Padding is trained.", texts.PADDING_TRAINED, _PAIRS, faults=(Fault.PADDING_TRAINED,),
-                 fits=lambda program, facts: facts.has_mask or not facts.pads_with_stop),
+                 fits=lambda facts, _: facts.has_mask or not facts.pads_with_stop),
         Evidence("The attention mask hides text.", texts.TEXT_HIDDEN, faults=(Fault.TEXT_MASKED,),
-                 fits=lambda program, facts: facts.has_mask),
+                 fits=lambda facts, _: facts.has_mask),
         Evidence("Padding is attended to.", texts.ALONE_IN_BATCH, _PAIRS, _is_padded, faults=(Fault.PADDING_ATTENDED,)),
     ),
     "forgery": (
-        Evidence("A text's control tokens became control tokens.", texts.CONTROL_TOKENS, fits=_has_conversations),
+        Evidence("A text's control tokens became control tokens.", texts.CONTROL_TOKENS,
+                 fits=lambda facts, rows: rows.has_conversations and not facts.is_text),
         Evidence("A text's control tokens became control tokens.", texts.LONE_ANSWERS,
-                 fits=lambda program, facts: _has_answers(program, facts) and program.measured.is_ids),
+                 fits=lambda facts, rows: _has_answers(facts, rows) and rows.is_ids),
     ),
     "adapters": (
         Evidence("Trainable tensors are not in the optimizer.", texts.NOT_IN_OPTIMIZER,
                  faults=(Fault.NOT_OPTIMIZED,)),
-        Evidence("Trainable tensors are not saved with the adapter.", texts.NOT_SAVED, fits=_is_adapter,
-                 faults=(Fault.NOT_SAVED,)),
-        Evidence("New tokens are frozen.", texts.UNTRAINED_TOKENS, fits=_is_adapter, faults=(Fault.TOKENS_FROZEN,)),
+        Evidence("Trainable tensors are not saved with the adapter.", texts.NOT_SAVED, faults=(Fault.NOT_SAVED,),
+                 fits=lambda facts, _: facts.is_adapter),
+        Evidence("New tokens are frozen.", texts.UNTRAINED_TOKENS, faults=(Fault.TOKENS_FROZEN,),
+                 fits=lambda facts, _: facts.is_adapter),
     ),
     "generation": (
-        Evidence("The saved model does not end where it is trained to end.", texts.ENDS_OF_FOLDER, given=_NEEDS_STEP,
-                 fits=lambda program, facts: bool(facts.stop)),
+        Evidence("The saved model does not end where it is trained to end.", texts.ENDS_OF_FOLDER,
+                 given={"max_steps": "1", "save_strategy": "'no'"}, fits=lambda facts, _: bool(facts.stop)),
     ),
 }  # fmt: skip
 """For each row of the table, the kinds of its failure."""

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, PreTrainedModel
 from sftcheck.program.program import comment_of, confirmed, makes_small_model, text_of
 from sftcheck.program.quoting import NoSourceError, called, literal
 from sftcheck.program.rebuild import IMPORTS, SMALL, config_of, defaults_of, settings_of
-from sftcheck.program.shrink import Search, fewest, without_parts
+from sftcheck.program.search import Search, smallest, without_parts
 from sftcheck.program.source import Names
 
 _LOGITS = """\
@@ -138,7 +138,5 @@ def _shrunk(program: PackedProgram, search: Search) -> PackedProgram:
     def having(documents: Sequence[Sequence[int]]) -> PackedProgram:
         return replace(program, documents=tuple(documents))
 
-    program = having(fewest(program.documents, lambda left: bool(left) and search.shows(having(left))))
-    if program.config is None:
-        return program
-    return without_parts(program, "config", search, ("use_cache",))
+    program = smallest(program.documents, having, search.shows, least=1)
+    return program if program.config is None else without_parts(program, "config", search, ("use_cache",))

@@ -6,112 +6,29 @@ import contextlib
 import io
 import logging
 import os
-import random
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from sftcheck.program.quoting import called, literal, require_own_code
+from sftcheck.program import measurements as texts
+from sftcheck.program.evidence import Evidence, Facts
+from sftcheck.program.quoting import called, filled, literal, require_own_code
+from sftcheck.program.rows import Rows
 from sftcheck.program.source import Names, folded, needed
+from sftcheck.restore import restore_random_states_after
 
 _FRESH = "import sys, runpy; sys.modules['sftron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 _MOST_SECONDS = 600
 _MOST_PARAMETERS = 10_000_000
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a data set.
-
-    Attributes:
-        rows: The columns of each row by name; or, for rows of ids, the documents in each row, with their columns.
-        is_ids: Whether they are rows of ids.
-        prefix: What the names of a program begin with: "", or "eval_".
-    """
-
-    rows: tuple[Any, ...]
-    is_ids: bool = False
-    prefix: str = ""
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(self.rows[0][0] if self.is_ids else self.rows[0])
-
-    def lines(self, tokenizer: Any) -> list[str]:
-        """Returns the lines that define `rows`; for rows of ids also `documents`, the ids of each document."""
-        if not self.is_ids:
-            return [f"{self.prefix}rows = {literal(list(self.rows))}"]
-        documents, rows = list[list[int]](), list[str]()
-        for row in self.rows:
-            columns: dict[str, list[str]] = {name: [] for name in row[0]}
-            for document in row:
-                name = f"{self.prefix}documents[{len(documents)}]"
-                documents.append(list(document["input_ids"]))
-                for column, parts in columns.items():
-                    parts.append(_runs(document[column], document["input_ids"], name))
-            sources = {name: " + ".join(parts) for name, parts in columns.items()}
-            rows.append(f"{{{', '.join(f'{literal(name)}: {source}' for name, source in sources.items())}}}")
-        return [
-            f"{self.prefix}documents = {_ids_source(documents, tokenizer)}",
-            f"{self.prefix}rows = [{', '.join(rows)}]",
-        ]
-
-    def documents_line(self) -> list[str]:
-        """Returns the line that defines `documents` for rows of messages or texts; none for rows of ids."""
-        if self.is_ids:
-            return []
-        source, first = self.source_in("row"), self.rows[0]
-        is_text = isinstance(first.get("prompt", first.get(self.text_column)), str)
-        ids = f"tokenizer({source})['input_ids']"
-        tools = ", tools=row['tools']" if "tools" in self.columns else ""
-        ids = ids if is_text else f"tokenizer.apply_chat_template({source}{tools}, return_dict=False)"
-        return [f"{self.prefix}documents = [{ids} for row in {self.prefix}rows]"]
-
-    def source_in(self, row: str) -> str:
-        """Returns the expression of the messages or the text in a row, whose own expression is `row`."""
-        if "prompt" in self.columns:
-            return f"{row}['prompt'] + {row}['completion']"
-        return f"{row}[{literal(self.text_column)}]"
-
-    @property
-    def text_column(self) -> str:
-        names = [name for name in ("messages", "text") if name in self.columns]
-        if self.is_ids:
-            return ""
-        others = [name for name, value in self.rows[0].items() if isinstance(value, (str, list))]
-        return (names or others or ["messages"])[0]
-
-
-def _ids_source(documents: Sequence[list[int]], tokenizer: Any) -> str:
-    """Returns an expression for the ids of documents, which encodes their texts if these have the same ids."""
-    texts = [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in documents]
-    if [tokenizer.encode(text, add_special_tokens=False) for text in texts] == documents:
-        return f"[tokenizer.encode(text, add_special_tokens=False) for text in {literal(texts)}]"
-    return literal(documents)
-
-
-def _runs(values: Sequence[int], ids: Sequence[int], name: str) -> str:
-    """Returns an expression for the values, as parts of the ids of that name and repeated numbers."""
-    if list(values) == list(ids):
-        return name
-    parts, begin = list[str](), 0
-    while begin < len(values):
-        end, is_same = begin + 1, values[begin] == ids[begin]
-        while end < len(values) and (values[end] == ids[end] if is_same else values[end] == values[begin] != ids[end]):
-            end += 1
-        last = "" if end == len(values) else str(end)
-        parts.append(f"{name}[{begin or ''}:{last}]" if is_same else f"[{values[begin]}] * {end - begin}")
-        begin = end
-    return " + ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -130,17 +47,17 @@ class Program:
     trainer: str
     options: Mapping[str, str]
     after: tuple[str, ...]
-    comment: tuple[str, ...] = ()
+    facts: Facts
     tokenizer: tuple[str, ...] = ()
     """The first line loads it."""
     config: Mapping[str, str] = field(default_factory=dict)
     own_config: frozenset[str] = frozenset()
     """The names of `config` that are those of its class; the others come from a file."""
-    rows: Rows = Rows(())
-    evidence: Callable[[Program], list[str]] = field(default=lambda _: [], compare=False)
+    rows: Rows = field(default_factory=lambda: Rows(()))
+    evidence: Evidence = field(default_factory=lambda: Evidence("", ""))
     evaluation: Rows | None = None
-    extra: tuple[str, ...] = ()
-    """Lines before the evidence, such as given conversations."""
+    conversations: str = ""
+    """The line that defines `conversations`, where the rows do not hold the ones that they are compared with."""
 
     @property
     def measured(self) -> Rows:
@@ -153,24 +70,25 @@ class Program:
 
     @property
     def text(self) -> str:
-        measured = [*self.extra, *self.evidence(self)]
-        return text_of(self.names, self.comment, self.tokenizer, self._setup(), measured)
+        lines = [self.conversations, *filled(self.evidence.text, self._places()).split("\n")]
+        measured = [line for line in lines if line.strip()]
+        return text_of(self.names, comment_of(self.evidence.sentence), self.tokenizer, self._setup(), measured)
 
     def _setup(self) -> list[str]:
         """Returns the lines that build the model, the rows and the trainer."""
-        options = dict(self.options)
+        data = {"train_dataset": self.dataset.format("rows"), "processing_class": "tokenizer"}
+        lines = self.rows.lines(self.tokenizer_object)
         if self.evaluation is not None:
-            options = {"eval_dataset": self.dataset.format("eval_rows"), **options}
-        setup = [
+            data["eval_dataset"] = self.dataset.format("eval_rows")
+            lines += self.evaluation.lines(self.tokenizer_object)
+        return [
             *self._model(),
             *self.model_lines,
-            *self.rows.lines(self.tokenizer_object),
-            *(self.evaluation.lines(self.tokenizer_object) if self.evaluation is not None else ()),
+            *lines,
             f"arguments = {called(self.arguments_class, [repr('/tmp/out')], self.arguments)}",
+            f"trainer = {called(self.trainer, ['model', 'arguments'], {**data, **self.options})}",
+            *self.after,
         ]
-        given = {"train_dataset": self.dataset.format("rows"), "processing_class": "tokenizer", **options}
-        setup.append(f"trainer = {called(self.trainer, ['model', 'arguments'], given)}")
-        return [*setup, *self.after]
 
     def _model(self) -> list[str]:
         return [
@@ -178,6 +96,43 @@ class Program:
             f"config = {called('AutoConfig.for_model', [literal(self.model_type)], self.config, self.own_config)}",
             f"model = {called('AutoModelForCausalLM.from_config', ['config'], self.model_options)}",
         ]
+
+    def _places(self) -> dict[str, str]:
+        """Returns what the places of a measurement stand for in this program."""
+        facts, rows = self.facts, self.measured
+        name, documents, last = f"{rows.prefix}rows", f"{rows.prefix}documents", rows.num_answers
+        documents_line = "\n".join(rows.documents_line())
+        wanted = f"{documents_line}\nwanted = {documents}[0]"
+        each, of = rows.source_in("row") + rows.tools, f"row in {name}"
+        if self.conversations:
+            wanted = "wanted = tokenizer.apply_chat_template(conversations[0], return_dict=False)"
+            each, of = "each", "each in conversations"
+        number = f"text.count({literal(facts.header)})" if last is None else str(last)
+        of_mask, of_ids = "batch['attention_mask'] == 0", "batch['input_ids'] == tokenizer.pad_token_id"
+        of_model, of_folder = "trainer.model.generation_config", "GenerationConfig.from_pretrained(folder)"
+        strip = "strip()" if facts.is_marked_by_trl else "strip(' ').rstrip()"
+        of_documents = filled(texts.BORDER_OF_DOCUMENTS, {"documents": documents, "documents_line": documents_line})
+        return {
+            "answer": literal(f"{re.escape(facts.header)}(.*?{re.escape(facts.stop)})"),
+            "batch": f"batch = next(iter({self.loader}))",
+            "beginning": literal(facts.beginning),
+            "border": texts.BORDER_OF_POSITIONS if facts.has_positions else of_documents,
+            "each": each,
+            "ends": of_model if facts.is_adapter else of_folder,
+            "header": literal(facts.header),
+            "last": "" if last is None else f"[-{last} :]",
+            "loader": self.loader,
+            "messages": rows.source_in(f"{name}[0]"),
+            "number": "1" if facts.is_text else number,
+            "of": of,
+            "padding": of_mask if facts.has_mask else of_ids,
+            "rows": name,
+            "stop": literal(facts.stop),
+            "strip": strip,
+            "trained": filled(texts.TRAINED, {"strip": strip}),
+            "twice": literal(facts.twice),
+            "wanted": wanted,
+        }
 
     @property
     def is_small(self) -> bool:
@@ -251,20 +206,15 @@ def run_here(text: str) -> Outcome:
 
 @contextlib.contextmanager
 def quiet_and_restored() -> Iterator[None]:
-    shared = [(state, dict(state)) for state in _shared_states()]
-    environment, level = dict(os.environ), logging.root.manager.disable
-    states = random.getstate(), np.random.get_state()
+    """Puts back the environment, accelerate's shared state, the level of logs and all random states."""
+    shared = [(state, dict(state)) for state in (os.environ, *_shared_states())]
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), restore_random_states_after():
             yield
     finally:
         logging.disable(level)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        os.environ.clear()
-        os.environ.update(environment)
         for state, before in shared:
             state.clear()
             state.update(before)
@@ -290,8 +240,7 @@ def run_fresh(text: str) -> Outcome:
             timeout=_MOST_SECONDS,
             check=False,
         )
-    has_raised = "Traceback (most recent call last)" in ended.stderr
-    if has_raised:
+    if "Traceback (most recent call last)" in ended.stderr:
         return Outcome(None, ended.stderr.strip().splitlines()[-1])
     return Outcome(ended.returncode, ended.stdout)
 

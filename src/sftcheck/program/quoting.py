@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,21 @@ class NoSourceError(ValueError):
     """An object has no source text that a program could hold; the message says why."""
 
 
-def literal(value: Any, depth: int = 0) -> str:
-    """Returns an expression without names that is equal to the value (NaN and infinities: a call of `float`).
+def no_literal(value: Any) -> str:
+    raise NoSourceError(f"a value of {type(value).__name__} is no literal")
+
+
+def literal(value: Any, other: Callable[[Any], str] = no_literal, depth: int = 0) -> str:
+    """Returns an expression that is equal to the value, without names (NaN and infinities: a call of `float`).
 
     A subclass is written as its base, because its own `__repr__` may say anything.
 
+    Args:
+        other: Makes the expression of a value that is not None, a bool, a number, text, bytes, a list, a tuple or a
+            mapping.
+
     Raises:
-        NoSourceError: The value is not made of None, bools, numbers, text, bytes, lists, tuples and mappings, or
-            they are nested too deep.
+        NoSourceError: A value has no expression, or values are nested too deep.
     """
     if depth > MOST_DEPTH:
         raise NoSourceError(f"a value is nested more than {MOST_DEPTH} deep")
@@ -45,13 +52,17 @@ def literal(value: Any, depth: int = 0) -> str:
     for kind in kinds:
         if isinstance(value, kind):
             return kind.__repr__(value)
+
+    def inner(each: Any) -> str:
+        return literal(each, other, depth + 1)
+
     if isinstance(value, Mapping):
-        pairs = (f"{literal(name, depth + 1)}: {literal(each, depth + 1)}" for name, each in value.items())
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(literal(each, depth + 1) for each in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    raise NoSourceError(f"a value of {type(value).__name__} is no literal")
+        return f"{{{', '.join(f'{inner(name)}: {inner(each)}' for name, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(inner, value))}{',' * (len(value) == 1)})"
+    return other(value)
 
 
 def is_plain_name(name: str) -> bool:

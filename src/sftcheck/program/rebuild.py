@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sftcheck.faults import library_of
-from sftcheck.program.evidence import Facts
 from sftcheck.program.program import Program
 from sftcheck.program.quoting import NoSourceError, called, literal
 from sftcheck.program.seen import Suspect, all_rows, facts_of, suspects
@@ -40,7 +39,9 @@ IMPORTS = {
     "AutoConfig": "from transformers import AutoConfig",
     "AutoModelForCausalLM": "from transformers import AutoModelForCausalLM",
     "AutoTokenizer": "from transformers import AutoTokenizer",
+    "Dataset": "from datasets import Dataset",
     "GenerationConfig": "from transformers import GenerationConfig",
+    "get_peft_model": "from peft import get_peft_model",
     "get_peft_model_state_dict": "from peft import get_peft_model_state_dict",
     "TemplateProcessing": "from tokenizers.processors import TemplateProcessing",
     "cross_entropy": "from torch.nn.functional import cross_entropy",
@@ -60,9 +61,11 @@ class Materials:
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
     """The configuration of a new model of the type."""
-    facts: Facts
-    is_trl: bool
-    is_packing: bool
+    ways: Sequence[str]
+    """From what the rows of a program may be made, the likeliest first.
+
+    TRL makes ids of texts and messages, and keeps these but for packed rows; their labels may be those of the user.
+    """
     completion_only: bool
     suspects: Mapping[tuple[str, bool], Sequence[Suspect]]
     """By the name of the row, and whether it is about the evaluation."""
@@ -78,32 +81,35 @@ def collect(subject: TrainerSubject, rows: Sequence[str]) -> Materials:
         rows: The names of the table's rows that a program may be asked for.
     """
     trainer, config, names = subject.trainer, subject.model.unwrapped.config, Names(IMPORTS)
-    problems = list[str]()
+    tokenizer = subject.training.tokenizer
+    if not tokenizer.name_or_path:
+        raise NoSourceError("the tokenizer does not name the folder or repository that it is from")
+    problems, is_trl = list[str](), library_of(trainer) == "trl"
     arguments = dict(_sources(names, dataclass_changes(trainer.args), _NOT_OF_THE_RUN, list[str]()))
-    fixed = {"use_cpu": "True"} | ({"bf16": "False"} if library_of(trainer) == "trl" else {})
+    fixed = {"use_cpu": "True"} | ({"bf16": "False"} if is_trl else {})
     options = dict(_options(trainer, names, problems))
     program = Program(
         names=names,
-        tokenizer_object=subject.training.tokenizer,
+        tokenizer_object=tokenizer,
         model_type=config.model_type,
         model_options={"attn_implementation": literal(config._attn_implementation)},
         model_lines=tuple(_adapter_lines(trainer, names, options, problems)),
-        dataset=_dataset(trainer, names),
+        dataset="Dataset.from_list({})" if hasattr(trainer.train_dataset, "column_names") else "{}",
         arguments_class=names.name_of(type(trainer.args)),
         arguments=fixed | arguments,
         trainer=names.name_of(type(trainer)),
         options=options,
         after=("trainer.model_accepts_loss_kwargs = False",) if trainer.model_accepts_loss_kwargs is False else (),
+        facts=facts_of(subject),
     )
+    of_texts = ("columns", "conversations") if getattr(trainer.args, "packing", False) else ("columns",)
     return Materials(
         program=program,
-        tokenizer_name=_tokenizer_name(subject.training.tokenizer),
-        tokenizer_state=_tokenizer_state(subject.training.tokenizer),
+        tokenizer_name=tokenizer.name_or_path,
+        tokenizer_state=_tokenizer_state(tokenizer),
         config=settings_of(config),
         defaults=defaults_of(config),
-        facts=facts_of(subject),
-        is_trl=library_of(trainer) == "trl",
-        is_packing=bool(getattr(trainer.args, "packing", False)),
+        ways=(*of_texts, "ids") if is_trl else ("ids",),
         completion_only=bool(getattr(trainer, "completion_only_loss", False)),
         suspects={pair: each for name in rows for pair, each in suspects(subject, name)},
         training_rows=all_rows(subject.training),
@@ -141,12 +147,6 @@ def defaults_of(config: Any) -> dict[str, Any]:
         return settings_of(type(config)())
     except Exception:  # of the user's own class
         return {}
-
-
-def _tokenizer_name(tokenizer: Any) -> str:
-    if not tokenizer.name_or_path:
-        raise NoSourceError("the tokenizer does not name the folder or repository that it is from")
-    return tokenizer.name_or_path
 
 
 def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
@@ -216,7 +216,6 @@ def _adapter_lines(trainer: Any, names: Names, options: dict[str, str], problems
     if library_of(trainer) == "trl":
         options["peft_config"] = call
         return []
-    names.imports["get_peft_model"] = "from peft import get_peft_model"
     lines = [f"model = get_peft_model(model, {call})"]
     base = [each for name, each in trainer.model.named_parameters() if "lora_" not in name]
     if base and all(each.requires_grad for each in base):
@@ -225,11 +224,12 @@ def _adapter_lines(trainer: Any, names: Names, options: dict[str, str], problems
 
 
 def _options(trainer: Any, names: Names, problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields the arguments of the trainer that may matter; shrinking drops the others."""
-    values = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
+    """Yields the arguments of the trainer that may matter; the search drops the others."""
+    values = {name: getattr(trainer, name) for name in ("data_collator", "compute_loss_func")}
+    left_out = {name for name, value in values.items() if value is None}
     if library_of(trainer) == "trl" and type(trainer.data_collator).__module__.startswith("trl."):
-        del values["data_collator"]  # TRL's own default, which it refuses to be given
-    yield from _sources(names, {name: value for name, value in values.items() if value is not None}, set(), problems)
+        left_out.add("data_collator")  # TRL's own default, which it refuses to be given
+    yield from _sources(names, values, left_out, problems)
     if trainer.optimizer is not None:
         yield "optimizers", _optimizer(trainer, names)
 
@@ -244,10 +244,3 @@ def _optimizer(trainer: Any, names: Names) -> str:
     if missing and len(missing) < len(own):
         parameters = f"[each for name, each in model.named_parameters() if name not in {literal(missing)}]"
     return f"({names.name_of(type(optimizer))}({parameters}, lr={literal(optimizer.defaults['lr'])}), None)"
-
-
-def _dataset(trainer: Any, names: Names) -> str:
-    if hasattr(trainer.train_dataset, "column_names"):
-        names.imports["Dataset"] = "from datasets import Dataset"
-        return "Dataset.from_list({})"
-    return "{}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import eq
 from typing import Any
 
 from sftcheck.batches import find, ids_of
@@ -14,7 +16,7 @@ from sftcheck.documents.document import Document
 from sftcheck.documents.truth import PlainText
 from sftcheck.documents.view import View
 from sftcheck.program.evidence import Facts
-from sftcheck.program.program import Rows
+from sftcheck.program.rows import Rows
 from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftron.data.types import IGNORE_INDEX, Conversation
 
@@ -87,15 +89,15 @@ def _template_texts(tokenizer: Any) -> tuple[str, str, str, str]:
         other = rendered({"role": "system", "content": "Be kind."}, user)
     except Exception:  # no system prompts
         return read(header), stop, "", ""
-    same = [a == b for a, b in zip(other, both, strict=False)]
-    beginning = both[: (*same, False).index(False)]
+    beginning = both[: (*map(eq, other, both), False).index(False)]
     last = max(before.rfind(token) for token in tokens)
     return read(header), stop, read(beginning), read(before[last:] + beginning) if last >= 0 and beginning else ""
 
 
-def _is_of_numbers(value: Any) -> bool:
+def _numbers(value: Any) -> list[int]:
+    """Returns the numbers of a column that holds nothing else; of others, nothing."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return isinstance(value, list) and bool(value) and all(isinstance(each, int) for each in value)
+    return [*map(int, value)] if isinstance(value, list) and all(isinstance(each, int) for each in value) else []
 
 
 def suspects(subject: TrainerSubject, name: str) -> Iterator[tuple[tuple[str, bool], list[Suspect]]]:
@@ -105,10 +107,11 @@ def suspects(subject: TrainerSubject, name: str) -> Iterator[tuple[tuple[str, bo
     for is_evaluation, view in views:
         wrong = {id(each) for each in _wrong(view, name)}
         ordered = sorted(view.documents, key=lambda each: (id(each) not in wrong, len(each)))
-        is_about_rows = name == "truncation"  # of others, the rows that are there are the ones to look at
-        given = view.finder.given.truths if is_about_rows else []
-        missing = [_of_given(view, truth) for truth in given if truth.excerpt in view.missing]
-        yield (name, is_evaluation), [*missing, *_rows_of(view, ordered)]
+        # Of other rows of the table, the rows that are there are the ones to look at.
+        given = view.finder.given.truths if name == "truncation" else []
+        missing = [_row_of(view, truth.content) for truth in given if truth.excerpt in view.missing]
+        lost = [Suspect(each if isinstance(each, Mapping) else None, (), [each], is_given=True) for each in missing]
+        yield (name, is_evaluation), [*lost, *_rows_of(view, ordered)]
 
 
 def all_rows(view: View) -> list[Suspect]:
@@ -123,9 +126,8 @@ def _wrong(view: View, name: str) -> list[Document]:
     if name == "stop tokens":
         return untrained_stops(view)
     if name == "truncation":
-        empty = [
-            each[0] for batch, row, each in view.documents_of_rows if (batch.labels[row, 1:] == IGNORE_INDEX).all()
-        ]
+        rows = ((batch.labels[row, 1:], each) for batch, row, each in view.documents_of_rows)
+        empty = [each[0] for labels, each in rows if (labels == IGNORE_INDEX).all()]
         return [each for each in documents if each.is_cut_after or each.num_cut_before] or empty
     if name == "forgery":
         return [each for each in documents if each.is_forged] or untrained_stops(view)
@@ -137,25 +139,19 @@ def _rows_of(view: View, documents: Sequence[Document]) -> list[Suspect]:
     neighbors: dict[tuple[int, int], list[Document]] = {}
     for each in view.documents:
         neighbors.setdefault((each.batch, each.row), []).append(each)
-    found, seen = list[Suspect](), set[int]()
+    found = dict[int, Suspect]()
     for each in documents:
         row = _row_with(view, each)
-        if row is None or id(row) in seen:
+        if row is None or id(row) in found:
             continue
         if len(found) == _MOST_ROWS:
             break
-        seen.add(id(row))
         ids = ids_of(row)
         own = [other for other in neighbors[each.batch, each.row] if ids is None or find(ids, other.ids) >= 0] or [each]
-        found.append(
-            Suspect(
-                row,
-                _segments(row, own),
-                [_content(view, other) for other in own],
-                any(other.source == "conversations" for other in own),
-            )
-        )
-    return found
+        contents = [None if other.truth is None else _row_of(view, other.truth.content) for other in own]
+        is_given = any(other.source == "conversations" for other in own)
+        found[id(row)] = Suspect(row, _segments(row, own), contents, is_given)
+    return list(found.values())
 
 
 def _row_with(view: View, document: Document) -> Any:
@@ -171,11 +167,8 @@ def _row_with(view: View, document: Document) -> Any:
 
 def _segments(row: Mapping[str, Any], documents: Sequence[Document]) -> list[dict[str, list[int]]]:
     """Returns the columns of numbers of a row, cut where its documents begin."""
-    columns = {
-        name: list(map(int, value))
-        for name, value in row.items()
-        if _is_of_numbers(value) and name != "seq_lengths" and len(value) == len(row["input_ids"])
-    }
+    numbers = {name: _numbers(value) for name, value in row.items() if name != "seq_lengths"}
+    columns = {name: each for name, each in numbers.items() if each and len(each) == len(row["input_ids"])}
     if not columns:
         return []
     ids, starts = ids_of(row), [0]
@@ -183,14 +176,8 @@ def _segments(row: Mapping[str, Any], documents: Sequence[Document]) -> list[dic
     for each in documents:
         if (at := find(ids, each.ids)) > starts[-1]:
             starts.append(at)
-    ends = [*starts[1:], len(ids)]
-    return [
-        {name: values[begin:end] for name, values in columns.items()} for begin, end in zip(starts, ends, strict=True)
-    ]
-
-
-def _content(view: View, document: Document) -> Mapping[str, Any] | str | None:
-    return None if document.truth is None else _row_of(view, document.truth.content)
+    bounds = pairwise([*starts, len(ids)])
+    return [{name: values[begin:end] for name, values in columns.items()} for begin, end in bounds]
 
 
 def _row_of(view: View, content: Any) -> Mapping[str, Any] | str:
@@ -201,29 +188,18 @@ def _row_of(view: View, content: Any) -> Mapping[str, Any] | str:
     return content.text
 
 
-def _of_given(view: View, truth: Any) -> Suspect:
-    content = _row_of(view, truth.content)
-    return Suspect(content if isinstance(content, Mapping) else None, (), [content], is_given=True)
-
-
 def rows_for(chosen: Sequence[Suspect], way: str, prefix: str, *, completion_only: bool) -> Rows | None:
     """Returns the rows of a program from the "columns", "conversations" or "ids" of these; None if they have none."""
-    make: Mapping[str, Callable[[Suspect], list[Any]]] = {
-        "columns": lambda each: [_text_columns(each.row)],
-        "conversations": lambda each: [_as_row(content, completion_only) for content in each.contents],
-        "ids": lambda each: [tuple(each.ids)],
-    }
-    rows = [row for each in chosen for row in make[way](each)]
-    if not rows or not all(rows):
-        return None
-    return Rows(tuple(rows), is_ids=way == "ids", prefix=prefix)
-
-
-def _text_columns(row: Any) -> dict[str, Any]:
-    """Returns the columns of a row that hold its texts, from which TRL makes the others."""
-    if not isinstance(row, Mapping):
-        return {}
-    return {name: value for name, value in row.items() if name not in MADE_BY_TRL and value is not None}
+    rows = list[Any]()
+    for each in chosen:
+        if way == "columns":  # those of texts, from which TRL makes the others
+            own = each.row.items() if isinstance(each.row, Mapping) else ()
+            rows.append({name: value for name, value in own if name not in MADE_BY_TRL and value is not None})
+        elif way == "conversations":
+            rows += [_as_row(content, completion_only) for content in each.contents]
+        else:
+            rows.append(tuple(each.ids))
+    return Rows(tuple(rows), is_ids=way == "ids", prefix=prefix) if rows and all(rows) else None
 
 
 def _as_row(content: Mapping[str, Any] | str | None, completion_only: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, literal
+from sftcheck.program.quoting import NoSourceError, called, literal
 
 WIDTH = 120
 OPENING, CLOSING = frozenset("([{"), frozenset(")]}")
@@ -41,14 +41,13 @@ class Names:
         self.definitions: dict[str, str] = {}
         self._defined: dict[int, str] = {}
 
-    def expression(self, value: Any, depth: int = 0) -> str:
+    def expression(self, value: Any) -> str:
         """Returns an expression that makes an equal value. Raises NoSourceError."""
-        if depth > MOST_DEPTH:
-            raise NoSourceError(f"a value is nested more than {MOST_DEPTH} deep")
+        return literal(value, self._of_object)
+
+    def _of_object(self, value: Any) -> str:
         if isinstance(value, Enum):
             return self.expression(value.value)
-        if value is None or isinstance(value, (bool, int, float, str, bytes)):
-            return literal(value)
         if isinstance(value, torch.dtype):
             self.imports["torch"] = "import torch"
             return str(value)
@@ -56,13 +55,8 @@ class Names:
             return "tokenizer"
         if isinstance(value, nn.Module):
             return "model"
-        if isinstance(value, Mapping):
-            pairs = (f"{self.expression(k, depth + 1)}: {self.expression(v, depth + 1)}" for k, v in value.items())
-            return f"{{{', '.join(pairs)}}}"
-        if isinstance(value, (list, tuple, set, frozenset)):
-            values = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-            inner = ", ".join(self.expression(each, depth + 1) for each in values)
-            return f"({inner},)" if isinstance(value, tuple) else f"[{inner}]"
+        if isinstance(value, (set, frozenset)):
+            return self.expression(sorted(value, key=str))
         if isinstance(value, functools.partial):
             self.imports["partial"] = "from functools import partial"
             given = [self.expression(value.func), *map(self.expression, value.args)]
@@ -86,17 +80,15 @@ class Names:
 
     def call(self, value: Any) -> str:
         """Returns a call of the value's class with what its attributes hold. Raises NoSourceError."""
-        kind = type(value)
+        kind, missing = type(value), object()
         name, given = self.name_of(kind), {}
-        for parameter in list(inspect.signature(kind).parameters.values()):
+        for parameter in inspect.signature(kind).parameters.values():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
-            if not hasattr(value, parameter.name):
-                if parameter.default is parameter.empty:
-                    raise NoSourceError(f"{kind.__name__} does not keep its argument {parameter.name}")
-                continue
-            own = getattr(value, parameter.name)
-            if parameter.default is parameter.empty or not _is_same(own, parameter.default):
+            own = getattr(value, parameter.name, missing)
+            if own is missing and parameter.default is parameter.empty:
+                raise NoSourceError(f"{kind.__name__} does not keep its argument {parameter.name}")
+            if own is not missing and not _is_same(own, parameter.default):
                 given[parameter.name] = own
         return called(name, [], self._expressions(given))
 
@@ -110,9 +102,7 @@ class Names:
         tree = _parsed(value)
         name = "function" if isinstance(value, FunctionType) and name == "<lambda>" else name
         self._defined[id(value)] = name
-        scope = dict(vars(sys.modules[value.__module__]))
-        for function in _functions(value):
-            scope |= _closure(function)
+        scope = _scope(value)
         for used in sorted(used_names(tree)):
             if used in scope and used != name:
                 self._bind(used, scope[used])
@@ -121,16 +111,10 @@ class Names:
 
     def _bind(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType):
-            self.imports[name] = (
-                f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
-            )
-            return
-        found = self.expression(value)
-        if found == name:
-            return
-        if found in self.imports:
+            self.imports[name] = f"import {value.__name__}" + f" as {name}" * (value.__name__ != name)
+        elif (found := self.expression(value)) in self.imports and found != name:
             self.imports[name] = f"{self.imports[found]} as {name}"
-        else:
+        elif found != name:
             self.definitions[name] = folded(f"{name} = {found}")
 
 
@@ -163,42 +147,31 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple)) and a == b)
 
 
-def _functions(value: Any) -> list[FunctionType]:
-    if isinstance(value, FunctionType):
-        return [value]
-    return [each for each in vars(value).values() if isinstance(each, FunctionType)]
+def _scope(value: Any) -> dict[str, Any]:
+    """Returns what the names in a class or function stand for."""
+    scope = dict(vars(sys.modules[value.__module__]))
+    for function in [value] if isinstance(value, FunctionType) else vars(value).values():
+        if isinstance(function, FunctionType):
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            scope |= {name: cell.cell_contents for name, cell in cells if name != "__class__"}
+    return scope
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    return {name: cell.cell_contents for name, cell in cells.items() if name != "__class__"}
-
-
-class _Bare(ast.NodeTransformer):
+def _bare(tree: ast.AST) -> ast.AST:
     """Removes docstrings and annotations, which a program does not need."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns = None
-        return self._without_docstring(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._without_docstring(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
-        return node
-
-    def _without_docstring(self, node: Any) -> ast.AST:
-        if ast.get_docstring(node) is not None:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-        return self.generic_visit(node)
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Name("object", ast.Load())  # the fields of a dataclass need one
+    return tree
 
 
-def _parsed(value: Any) -> ast.Module:
+def _parsed(value: Any) -> ast.AST:
     """Returns the definition of a class or function, bare. Raises NoSourceError."""
     try:
         source = textwrap.dedent(inspect.getsource(value))
@@ -210,7 +183,7 @@ def _parsed(value: Any) -> ast.Module:
         if len(lambdas) != 1:
             raise NoSourceError("a lambda does not stand alone in its line, so its source cannot be told")
         tree = ast.Module([ast.Assign([ast.Name("function", ast.Store())], lambdas[0])], [])
-    return ast.fix_missing_locations(_Bare().visit(tree))
+    return ast.fix_missing_locations(_bare(tree))
 
 
 def used_names(tree: ast.AST) -> set[str]:
@@ -272,9 +245,7 @@ def dataclass_changes(value: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that are not their defaults."""
     found = {}
     for each in dataclasses.fields(value):
-        factory = each.default_factory
-        default = each.default if factory is dataclasses.MISSING else factory()
-        own = getattr(value, each.name)
-        if each.init and own != default:
-            found[each.name] = own
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.init and getattr(value, each.name) != default:
+            found[each.name] = getattr(value, each.name)
     return found
