@@ -15,7 +15,6 @@ from sftcheck.restore import restore_after
 from sftcheck.trainer.recording import require_checkable
 from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftron.checks.report import Check, Report, Rule, measure_all
-from sftron.report.html import render
 
 RULES = (
     Rule(
@@ -136,8 +135,3 @@ def _materials(subject: TrainerSubject, checks: Sequence[Check]) -> Materials | 
         return collect(subject, [check.name for check in checks])
     except Exception as error:  # the report does not depend on it
         return f"the trainer cannot be written as a program: {type(error).__name__}: {error}"
-
-
-def page_of(report: Report) -> str:
-    """Returns a self-contained HTML page with the verdict, the table, and the details of each row."""
-    return render("checks.html.jinja", report=report, looks={True: "good", False: "bad", None: "open"}, shown=None)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -18,6 +17,7 @@ from typing import Any, NoReturn, TextIO
 from urllib.parse import quote
 
 from sftron.regular_file import read_regular
+from sftron.user_code import place_of
 from sftron.visible_text import visible_text
 
 REFUSED = 2
@@ -126,30 +126,6 @@ def refuse(error: Exception, tool: str | None = None) -> int:
         raise error
     show(f"{tool}: {error}" if tool else str(error), to=sys.stderr)
     return REFUSED
-
-
-def place_of(error: BaseException) -> str:
-    """Returns the line where an exception began: the innermost line of the user's own code, if any."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frame = (_user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
-
-
-def is_of_user(error: BaseException) -> bool:
-    """Returns whether an exception came through code that is neither ours nor a library."""
-    return isinstance(error, SyntaxError) or bool(_user_frames(error))
-
-
-def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    own = Path(__file__).parent
-    libraries = (sysconfig.get_path("stdlib"), str(own), str(own.with_name("sftcheck")), "<")
-    return [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(libraries)
-        and {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
-    ]
 
 
 def show_traceback(error: Exception) -> None:

@@ -14,8 +14,9 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Trainer
 from trl import SFTTrainer
 
-from sftcheck.verify_trainer import RULES, page_of
+from sftcheck.verify_trainer import RULES
 from sftron import verify_trainer
+from sftron.checks.presentation import page_of
 from sftron.commands.verify_trainer import main, read_conversations
 from tests.conftest import ROOT, rest_nightly
 from tests.sftcheck.small_trainers import ALWAYS_FAILED, ANSWERS, ROWS, failed, plain, row_of, sft, tiny

@@ -21,7 +21,7 @@ from sftcheck.restore import restored
 from sftcheck.tolerances import UNKNOWN_ROUNDING
 from sftron.checks.isolation import rounding_of
 from sftron.checks.report import NotMeasuredError
-from sftron.errors import place_of
+from sftron.user_code import place_of
 
 Step = Callable[[list[Any]], Any]
 

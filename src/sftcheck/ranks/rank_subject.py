@@ -44,7 +44,7 @@ from sftcheck.subject import MovedTensors
 from sftcheck.trainer.recording import recorded, require_mappings
 from sftcheck.trainer.trainer_subject import MOST_MICRO_BATCHES, TrainerSubject
 from sftron.checks.report import Finding
-from sftron.errors import place_of
+from sftron.user_code import place_of
 
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_TOKENS = 256, 4096, 400_000
 """Of one rank."""

@@ -14,7 +14,7 @@ from sftcheck.batches import SeenBatch, Step
 from sftcheck.restore import own_collator, own_dataset, restored
 from sftcheck.trainer.called_model import CalledModel
 from sftron.data.types import SeekablePacks
-from sftron.errors import place_of
+from sftron.user_code import place_of
 
 MOST_TOKENS = 400_000
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")

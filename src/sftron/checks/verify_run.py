@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sftron.checks import adapter_checks, data_checks, model_checks, rank_checks, run_checks
+from sftron.checks import adapter_checks, data_checks, model_checks, presentation, rank_checks, run_checks
 from sftron.checks.report import Check, Report, Rule, measure_all
 from sftron.checks.subject import Subject
 from sftron.config import Config
-from sftron.report.html import render
 from sftron.report.page import shown_packs
 from sftron.train.places import pin_revisions
 
@@ -313,9 +312,5 @@ def checked_run(
 
 def page_of(report: Report, subject: Subject) -> str:
     """Returns a self-contained HTML page with the verdict, the table, the details of each row, and the first pack."""
-    return render(
-        "checks.html.jinja",
-        report=report,
-        looks={True: "good", False: "bad", None: "open"},
-        shown=shown_packs(subject.packs[:1], subject.chat_tokenizer.decode, subject.preparation.location),
-    )
+    shown = shown_packs(subject.packs[:1], subject.chat_tokenizer.decode, subject.preparation.location)
+    return presentation.page_of(report, shown)

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 from sftron.commands.arguments import as_path, make_parser, positive, refusing, write_json, writing
-from sftron.errors import is_of_user, place_of, show
+from sftron.errors import show
 from sftron.report.token_record import TokenRecord, read_record
+from sftron.user_code import is_of_user, place_of
 
 
 @refusing(ValueError)

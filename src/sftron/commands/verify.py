@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from sftron.checks.card import card_of
-    from sftron.checks.report import Table
+    from sftron.checks.presentation import Table
     from sftron.checks.verify_run import checked_run, page_of
     from sftron.train.model_card import VERIFY_CARD
 

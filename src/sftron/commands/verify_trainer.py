@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from sftron.commands.arguments import as_path, make_parser, refusing, write_json, write_report
-from sftron.errors import is_of_user, place_of, show
+from sftron.errors import show
 from sftron.regular_file import expand_home, where_missing
+from sftron.user_code import is_of_user, place_of
 
 
 def load_function(target: str) -> Callable[[], Any]:
@@ -72,8 +73,8 @@ def main(arguments: list[str]) -> int:
         trainer = load_function(options.target)()
         # Imported here, so that --help and wrong arguments take no time.
         from sftcheck.ranks.on_ranks import leave_together
-        from sftcheck.verify_trainer import page_of, verify_trainer
-        from sftron.checks.report import Table
+        from sftcheck.verify_trainer import verify_trainer
+        from sftron.checks.presentation import Table, page_of
 
         table = Table()
         report = verify_trainer(

@@ -1,0 +1,31 @@
+"""Where an exception comes from: the user's own code, a library, or ours."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the line where an exception began: the innermost line of the user's own code, if any."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frame = (_user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Returns whether an exception came through code that is neither ours nor a library."""
+    return isinstance(error, SyntaxError) or bool(_user_frames(error))
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    own = Path(__file__).parent
+    libraries = (sysconfig.get_path("stdlib"), str(own), str(own.with_name("sftcheck")), "<")
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(libraries)
+        and {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
+    ]
