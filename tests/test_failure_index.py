@@ -17,8 +17,8 @@ pytest.importorskip("peft", reason="needs the extra lora")
 from tools.failure_index import PAGE, PROGRAMS, RESULTS, as_json, cells, condensed, environment
 from tools.failures import materials, of_trl
 from tools.failures.cells import made, mutated_check
-from tools.failures.faults import FAULTS
-from tools.failures.mutants import MUTANTS
+from tools.failures.known_failures import KNOWN_FAILURES
+from tools.failures.mutants import MUTANTS, faults_of
 from tools.failures.page import NOT_MEASURED, ROWS, _span, page, status
 from tools.failures.releases import CONFIGURATIONS, RELEASES
 
@@ -43,12 +43,13 @@ def small() -> dict[str, Any]:
 def test_results_keep_statuses_what_did_not_pass_and_a_digest_of_everything_measured() -> None:
     def found(measured: str = "fine", mutant: str = "FAIL") -> dict[str, Any]:
         passed = {"status": "PASS", "measured": measured, "mutant": {"status": mutant, "measured": "12 tokens"}}
-        failed = {"status": "FAIL", "measured": "4 leak", "remedy": "Do.", "detail": ["at 3"]}
+        failed = {"status": "FAIL", "measured": "4 leak", "faults": ["UNDIVIDED"], "remedy": "Do.", "detail": ["at 3"]}
         return {"option": "`x`", "rows": {"ids": passed, "loss": failed}}
 
     kept = condensed(found())
     rows, measured = {"ids": "PASS", "loss": "FAIL"}, {"loss": "4 leak"}
-    assert kept == {"option": "`x`", "rows": rows, "measured": measured, "digest": kept["digest"]}
+    faults = {"loss": ["UNDIVIDED"]}
+    assert kept == {"option": "`x`", "rows": rows, "measured": measured, "faults": faults, "digest": kept["digest"]}
     assert condensed(found(mutant="SKIP"))["missed"] == {"ids": ["SKIP", "12 tokens"]}
     assert len({condensed(each)["digest"] for each in (found(), found("other"), found(mutant="SKIP"))}) == 3
     missing = {"not_run": "raises", "option": "`x`"}
@@ -88,12 +89,12 @@ def test_a_failure_is_documented_only_if_each_fault_that_shows_it_is(monkeypatch
         (line,) = [each for each in page(small()).splitlines() if each.startswith("| thoughts in the answers: `pack")]
         return line.split(" | ")[1]
 
-    (fault,) = [each for each in FAULTS if each.program == "trl_thoughts"]
+    (failure,) = [each for each in KNOWN_FAILURES if each.program == "trl_thoughts"]
     assert cell() == "documented 1.9.0, pass 1.16.0"
-    others = (*(each for each in FAULTS if each is not fault), replace(fault, is_documented=False))
-    monkeypatch.setattr("tools.failures.page.FAULTS", others)
+    others = (*(each for each in KNOWN_FAILURES if each is not failure), replace(failure, is_documented=False))
+    monkeypatch.setattr("tools.failures.page.KNOWN_FAILURES", others)
     assert cell() == "**FAIL** 1.9.0, pass 1.16.0"
-    monkeypatch.setattr("tools.failures.page.FAULTS", (*others, fault))
+    monkeypatch.setattr("tools.failures.page.KNOWN_FAILURES", (*others, failure))
     assert cell() == "**FAIL** 1.9.0, pass 1.16.0"
 
 
@@ -106,6 +107,14 @@ def test_a_failure_that_no_program_shows_is_open() -> None:
     ]
     results["trl-1.9.0"]["programs"]["trl_thoughts"] = False
     assert status(OLD, "thoughts", "ids", results) == "open"
+
+
+def test_a_failure_is_confirmed_only_if_the_report_found_its_fault() -> None:
+    results = small()
+    cell = results["trl-1.9.0"]["cells"]["thoughts"]
+    for faults, expected in (({"ids": ["TRAINING_TEMPLATE"]}, "documented"), ({"ids": ["DOUBLED_BOS"]}, "open")):
+        cell["faults"] = faults
+        assert status(OLD, "thoughts", "ids", results) == expected
 
 
 def test_the_page_does_not_depend_on_the_order_of_the_results() -> None:
@@ -134,19 +143,20 @@ def test_the_page_has_no_path_and_no_time() -> None:
     assert not re.search(r"/tmp|/home|/root|site-packages|\d\d:\d\d", text)
 
 
-def test_each_fault_has_a_program_without_sftron_and_names_what_exists() -> None:
-    for each in FAULTS:
+def test_each_failure_has_a_program_without_sftron_and_names_what_exists() -> None:
+    for each in KNOWN_FAILURES:
         source = (PROGRAMS / f"{each.program.split()[0]}.py").read_text(encoding="utf-8")
         assert "sftron" not in source, each.program
         assert set(each.configurations) <= set(CONFIGURATIONS), each.program
         assert set(each.rows) <= set(ROWS), each.program
+        assert set(each.rows) & set(each.fault.entry.rows), each.program
         assert each.library in {release.library for release in RELEASES}, each.program
 
 
 def test_a_program_shows_its_fault_exactly_where_a_row_fails() -> None:
     """A program that shows a fault where nothing failed would be about something else."""
     for release in (each for each in RELEASES if each.name in KNOWN):
-        for each in (fault for fault in FAULTS if fault.library == release.library):
+        for each in (failure for failure in KNOWN_FAILURES if failure.library == release.library):
             pairs = [(name, row) for name in each.configurations for row in each.rows]
             has_failed = any(status(release, *pair, KNOWN) in ("FAIL", "documented", "open") for pair in pairs)
             assert KNOWN[release.name]["programs"][each.program] == has_failed, (release.name, each.program)
@@ -156,7 +166,8 @@ def test_every_row_of_verify_trainer_has_a_mutant() -> None:
     from sftcheck.verify_trainer import RULES
 
     assert [rule.name for rule in RULES if rule.name not in NOT_MEASURED] == list(ROWS)
-    assert {*MUTANTS, "forgery"} == set(ROWS)
+    assert all(faults_of(row) for row in ROWS)
+    assert all(set(fault.entry.rows) <= set(ROWS) for fault in MUTANTS)
 
 
 @pytest.fixture
@@ -168,12 +179,13 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "skipped"), [("prompt_completion", ()), ("packing", ("padding",)), ("lora", ())])
 @pytest.mark.filterwarnings("ignore::")
 @pytest.mark.usefixtures("scratch")
-def test_each_row_that_passes_fails_with_its_mutant(name: str, skipped: tuple[str, ...]) -> None:
+def test_each_row_that_passes_finds_the_fault_of_its_mutant(name: str, skipped: tuple[str, ...]) -> None:
     configuration = of_trl.CONFIGURATIONS[name]
     configuration = replace(configuration, rows=configuration.rows[:12])
     trainer = made(configuration)
     found = {row: mutated_check(row, trainer, configuration) for row in ROWS}
-    assert [row for row, check in found.items() if check.status != "FAIL"] == list(skipped)
+    missed = [row for row, check in found.items() if not {each.name for each in faults_of(row)} & {*check.faults}]
+    assert missed == [row for row, check in found.items() if check.status != "FAIL"] == list(skipped)
 
 
 def test_two_runs_of_a_configuration_give_the_same_page() -> None:

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sftron.errors import show
-from tools.failures.faults import FAULTS
+from tools.failures.known_failures import KNOWN_FAILURES
 from tools.failures.page import page
 from tools.failures.releases import CONFIGURATIONS, RELEASES, Release
 
@@ -131,7 +131,7 @@ def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]
         _store(own / "cells" / f"{name}.json", "" if "broken" in cell else key, cell, told)  # what broke runs again
         found[name] = cell
     shown: dict[str, bool] = {}
-    for program in sorted({each.program for each in FAULTS if each.library == release.library}):
+    for program in sorted({each.program for each in KNOWN_FAILURES if each.library == release.library}):
         path, key = own / "programs" / f"{program}.json", _hash(own / "pins.txt", PROGRAMS / f"{program.split()[0]}.py")
         shown[program] = known if (known := _known(path, key)) is not None else shows(python, program)
         if known is None:
@@ -142,14 +142,17 @@ def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]
 def condensed(found: dict[str, Any]) -> dict[str, Any]:
     """Returns what tools/failures/results.json keeps of a configuration.
 
-    It has the status of each row, what was measured where a row did not pass, the status and measurement of each row
-    that passed and missed the fault of its mutant, and a digest of all that was measured.
+    It has the status of each row, the faults of each that failed, what was measured where a row did not pass, the
+    status and measurement of each row that passed and missed the fault of its mutant, and a digest of all that was
+    measured.
     """
     if "rows" not in found:
         return found
-    kept = {"option": found["option"], "rows": {}, "measured": {}, "missed": {}}
+    kept = {"option": found["option"], "rows": {}, "measured": {}, "missed": {}, "faults": {}}
     for row, each in found["rows"].items():
         kept["rows"][row] = each["status"]
+        if each["status"] == "FAIL":
+            kept["faults"][row] = each["faults"]
         if each["status"] != "PASS":
             kept["measured"][row] = each["measured"]
         elif each["mutant"]["status"] != "FAIL":

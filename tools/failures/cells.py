@@ -28,7 +28,7 @@ from sftcheck.trainer.trainer_subject import TrainerSubject
 from sftcheck.verify_trainer import RULES, verify_trainer
 from sftron.checks.report import Check, carry_out
 from tools.failures.materials import FORGED, SCRATCH, Configuration
-from tools.failures.mutants import MUTANTS
+from tools.failures.mutants import MUTANTS, faults_of
 
 SECONDS = 600
 """The most that one configuration may take."""
@@ -64,7 +64,7 @@ def _first_line(error: Exception) -> str:
 def _row(check: Check, trainer: Any, configuration: Configuration) -> dict[str, Any]:
     row: dict[str, Any] = {"status": check.status, "measured": check.measured}
     if check.passed is False:
-        row |= {"remedy": check.remedy, "detail": list(check.detail)}
+        row |= {"faults": list(check.faults), "remedy": check.remedy, "detail": list(check.detail)}
     if check.passed:
         mutated = mutated_check(check.name, trainer, configuration)
         row["mutant"] = {"status": mutated.status, "measured": mutated.measured}
@@ -78,7 +78,8 @@ def mutated_check(row: str, trainer: Any, configuration: Configuration) -> Check
         trainer = made(configuration, FORGED)
         conversations = None if conversations is None else [*conversations, {**conversations[0], "messages": FORGED}]
     with restore_after(trainer):
-        MUTANTS.get(row, lambda _: None)(trainer)
+        for fault in faults_of(row)[:1]:  # a row that came later has none
+            MUTANTS[fault](trainer)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         subject = TrainerSubject(trainer, tokenizer, conversations, configuration.roles)
         (check,) = carry_out([rule for rule in RULES if rule.name == row], subject)

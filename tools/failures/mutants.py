@@ -1,7 +1,7 @@
 """One fault for each row of verify_trainer's report, for any trainer: what a row that passed must find.
 
-A mutant changes attributes of the trainer or of its model, which `untouched` puts back. Those of batches change what
-its collator gives.
+A mutant changes attributes of the trainer or of its model, which `restore_after` puts back. Those of batches change
+what its collator gives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sftcheck.faults import Fault
 
 Batch = dict[str, Any]
 
@@ -149,16 +151,25 @@ def _other_end(trainer: Any) -> None:
     trainer.save_model = save_model
 
 
-MUTANTS: dict[str, Callable[[Any], None]] = {
-    "ids": _changes_batches(_another_token),
-    "trained tokens": _changes_batches(_other_labels),
-    "stop tokens": _changes_batches(_stops_masked),
-    "isolation": _mixed,
-    "positions": _changes_batches(_run_on),
-    "truncation": _changes_batches(_cut),
-    "loss": _weighted_by_size,
-    "padding": _changes_batches(_padding_labeled),
-    "adapters": _without_gradient,
-    "generation": _other_end,
+MUTANTS: dict[Fault, Callable[[Any], None]] = {
+    Fault.OTHER_FORMAT: _changes_batches(_another_token),
+    Fault.HEADERS_TRAINED: _changes_batches(_other_labels),
+    Fault.STOP_MASKED: _changes_batches(_stops_masked),
+    Fault.MASK_OF_ONES: _mixed,
+    Fault.ROWS_MIXED: _mixed,
+    Fault.POSITIONS_RUN_ON: _changes_batches(_run_on),
+    Fault.POSITIONS_OUT_OF_ORDER: _changes_batches(_run_on),
+    Fault.ROWS_CUT: _changes_batches(_cut),
+    Fault.MEAN_OF_MEANS: _weighted_by_size,
+    Fault.PADDING_TRAINED: _changes_batches(_padding_labeled),
+    Fault.NOT_LEARNING: _without_gradient,
+    Fault.NO_END: _other_end,
+    Fault.FORGED: lambda _: None,
 }
-"""The mutant of each row but forgery, whose mutant is another trainer: one with a row that spells control tokens."""
+"""By the fault that the row finds; a mutant with two has the first in packed rows. The mutant of FORGED is another
+trainer: one with a row that spells control tokens."""
+
+
+def faults_of(row: str) -> list[Fault]:
+    """Returns the faults of the mutants of a row, of which it must find one."""
+    return [fault for fault in MUTANTS if row in fault.entry.rows]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tools.failures.faults import FAULTS, Fault
+from tools.failures.known_failures import KNOWN_FAILURES, Failure
 from tools.failures.releases import CONFIGURATIONS, NOT_RUN, RELEASES, Release
 
 NOT_MEASURED = ("gradients",)
@@ -49,18 +49,26 @@ def page(results: Results) -> str:
 
 def status(release: Release, configuration: str, row: str, results: Results) -> str:
     """Returns "PASS", "FAIL", "documented", "SKIP", "open" for a failure that no program confirms, or "" if not run."""
-    found = _cell(release, configuration, results).get("rows", {}).get(row, "")
+    cell = _cell(release, configuration, results)
+    found = cell.get("rows", {}).get(row, "")
     if found != "FAIL":
         return found
     shown = results[release.name]["programs"]
     confirmed = [
         each.is_documented
-        for each in FAULTS
+        for each in KNOWN_FAILURES
         if (each.library, True) == (release.library, shown.get(each.program))
         and configuration in each.configurations
         and row in each.rows
+        and has_found(each, cell)
     ]
     return "open" if not confirmed else "documented" if all(confirmed) else "FAIL"
+
+
+def has_found(failure: Failure, cell: dict[str, Any]) -> bool:
+    """Returns whether a report found the fault in one of its rows; what was measured without faults may have."""
+    faults = cell.get("faults")
+    return faults is None or any(failure.fault.name in faults.get(row, ()) for row in failure.rows)
 
 
 def _cell(release: Release, configuration: str, results: Results) -> dict[str, Any]:
@@ -83,7 +91,9 @@ def _of_library(library: str, run: Sequence[Release], results: Results) -> list[
             words = [{each.version: status(each, name, row, results) for each in run} for row in ROWS]
             lines.append([f"{title}: {cells[-1]['option']}", *map(_spans, words)])
     parts.append(_table(["configuration", *ROWS], lines))
-    if faults := [line for each in FAULTS if each.library == library and (line := _line_of(each, run, results))]:
+    if faults := [
+        line for each in KNOWN_FAILURES if each.library == library and (line := _line_of(each, run, results))
+    ]:
         parts.append(_table(_FAULT_COLUMNS, faults))
     return [*parts, _rest(run, results)]
 
@@ -104,11 +114,11 @@ def _span(versions: Sequence[str], all_versions: Sequence[str]) -> str:
     return f"{versions[0]} to {versions[-1]}" if is_span else ", ".join(versions)
 
 
-def _line_of(fault: Fault, run: Sequence[Release], results: Results) -> list[str]:
-    """Returns the line of a fault; empty if it was not found."""
+def _line_of(failure: Failure, run: Sequence[Release], results: Results) -> list[str]:
+    """Returns the line of a failure; empty if it was not found."""
     measured, failing = dict[str, str](), list[str]()
     for release in run:
-        cells = [(name, row) for name in fault.configurations for row in fault.rows]
+        cells = [(name, row) for name in failure.configurations for row in failure.rows]
         failed = [each for each in cells if status(release, *each, results) in ("FAIL", "documented")]
         if failed:
             failing.append(release.version)
@@ -116,15 +126,15 @@ def _line_of(fault: Fault, run: Sequence[Release], results: Results) -> list[str
     if not failing:
         return []
     where = _span(failing, [each.version for each in run])
-    links = [f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in fault.threads]
+    links = [f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in failure.threads]
     return [
-        "; ".join(CONFIGURATIONS[name] for name in fault.configurations),
-        "; ".join(f"{row}: {measured[row]}" for row in fault.rows if row in measured),
+        "; ".join(CONFIGURATIONS[name] for name in failure.configurations),
+        "; ".join(f"{row}: {measured[row]}" for row in failure.rows if row in measured),
         where + (", all that were run" if len(run) > 1 and len(failing) == len(run) else ""),
-        f"{fault.what} Documented." if fault.is_documented else fault.what,
+        f"{failure.what} Documented." if failure.is_documented else failure.what,
         ", ".join(links) or "none known",
-        f"[{fault.program}](../tools/failures/programs/{fault.program.split()[0]}.py)",
-        fault.avoid,
+        f"[{failure.program}](../tools/failures/programs/{failure.program.split()[0]}.py)",
+        failure.avoid,
     ]
 
 
