@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ from sftcheck.program.program import Program, run_here
 from sftcheck.program.quoting import MOST_DEPTH, NoSourceError, called, filled, literal, require_own_code
 from sftcheck.program.rebuild import Materials, with_sizes
 from sftcheck.program.rows import Rows
-from sftcheck.program.source import is_of_library
+from sftcheck.program.source import Names, is_of_library
 from sftron import verify_trainer
 from sftron.checks.report import Report
 from tests.conftest import ROOT
@@ -195,6 +196,15 @@ def test_whatever_a_string_is_the_code_around_it_is_the_same(
     assert shape(program_of(materials, evidence, text, is_ids=is_ids)) == shape(benign)
 
 
+def test_the_answers_to_train_are_counted_in_the_rows_that_are_left(materials: Materials) -> None:
+    """A program that still counted an answer that was taken away would find its stop token untrained."""
+    (stops,) = EVIDENCE["stop tokens"]
+    one = program_of(materials, stops, "x", is_ids=False, has_completion=True)
+    two = {**one.rows.rows[0], "completion": one.rows.rows[0]["completion"] * 2}
+    assert "int(is_trained.sum()), 2\n" in replace(one, rows=Rows((two,))).text
+    assert "int(is_trained.sum()), 1\n" in one.text
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_program_with_an_attack_in_every_place_runs_it(materials: Materials, attack: str, canary: None) -> None:
     for n, evidence in enumerate(KINDS):
@@ -261,6 +271,11 @@ def test_what_a_class_says_of_itself_is_not_written() -> None:
         nested = [nested]
     with pytest.raises(NoSourceError, match=f"nested more than {MOST_DEPTH} deep"):
         literal(nested)
+
+
+def test_an_object_in_containers_is_written_and_a_tuple_of_any_length_is_one() -> None:
+    value = {"kind": torch.float32, "sets": [{2, 1}], "pairs": ((), (1,), (1, 2))}
+    assert Names({}).expression(value) == "{'kind': torch.float32, 'sets': [[1, 2]], 'pairs': ((), (1,), (1, 2))}"
 
 
 @given(name=TEXTS)
