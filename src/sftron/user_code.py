@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -15,9 +17,17 @@ def place_of(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}, in {frame.name}"
 
 
-def is_of_user(error: BaseException) -> bool:
-    """Returns whether an exception came through code that is neither ours nor a library."""
-    return isinstance(error, SyntaxError) or bool(_user_frames(error))
+@contextmanager
+def naming_the_users_line() -> Iterator[None]:
+    """Raises ValueError with the line in place of an exception that came through the user's own code."""
+    try:
+        yield
+    except Exception as error:
+        is_of_user = isinstance(error, SyntaxError) or _user_frames(error)
+        if isinstance(error, BrokenPipeError) or not is_of_user:
+            raise
+        words = " ".join(str(error).split())
+        raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from sftron.commands.arguments import as_path, make_parser, positive, refusing, write_json, writing
 from sftron.errors import show
 from sftron.report.token_record import TokenRecord, read_record
-from sftron.user_code import is_of_user, place_of
+from sftron.user_code import naming_the_users_line
 
 
 @refusing(ValueError)
@@ -58,16 +58,11 @@ def record(arguments: list[str]) -> int:
 
     require_writable(options.out)
     given = None if options.conversations is None else read_conversations(options.conversations)
-    try:
+    with naming_the_users_line():
         trainer = load_function(options.target)()
         from sftcheck.record.recorder import record_trainer
 
         found = record_trainer(trainer, given, options.trained_roles, steps=options.steps, with_text=options.with_text)
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) or not is_of_user(error):
-            raise
-        words = " ".join(str(error).split())
-        raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
     write(found, options.out)
     if found.num_steps < options.steps:
         show(f"found {found.num_steps:,} of {options.steps:,} steps: an epoch has no more")

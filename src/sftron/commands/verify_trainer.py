@@ -19,7 +19,7 @@ from typing import Any
 from sftron.commands.arguments import as_path, make_parser, refusing, write_json, write_report
 from sftron.errors import show
 from sftron.regular_file import expand_home, where_missing
-from sftron.user_code import is_of_user, place_of
+from sftron.user_code import naming_the_users_line
 
 
 def load_function(target: str) -> Callable[[], Any]:
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     given = None if options.conversations is None else read_conversations(options.conversations)
-    try:
+    with naming_the_users_line():
         trainer = load_function(options.target)()
         # Imported here, so that --help and wrong arguments take no time.
         from sftcheck.ranks.on_ranks import leave_together
@@ -85,11 +85,6 @@ def main(arguments: list[str]) -> int:
             on_start=table.start,
             on_check=table.check,
         )
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) or not is_of_user(error):
-            raise
-        words = " ".join(str(error).split())
-        raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
     if is_main:
         table.finish(report)
         if options.html is not None:
