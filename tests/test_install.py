@@ -100,10 +100,10 @@ def test_the_checker_imports_little_and_nothing_that_trains() -> None:
     assert {"sftcheck.faults", "sftcheck.ranks.on_ranks", "sftcheck.program.search"} <= own
     allowed = ("data.chat.", "data.formats.", "report.", "checks.report", "checks.isolation")
     leaves = {"data.types", "data.labels", "data.json_text", "data.for_transformers"}
-    leaves |= {"regular_file", "user_code", "visible_text"}
+    leaves |= {"regular_file", "user_code"}
     others = {name.removeprefix("sftron.") for name in modules - own}
     assert {name for name in others - leaves if not name.startswith(allowed)} == set()
-    assert len(modules) <= 86
+    assert len(modules) <= 85
 
 
 def test_a_command_that_trains_names_what_is_not_installed(

@@ -8,7 +8,7 @@ import pytest
 from sftron.data.types import IGNORE_INDEX, Pack, Role
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection
-from sftron.report.tokens import shown_conversations
+from sftron.report.shown import shown_conversations
 from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import CHATS, awkward_pack, decode, trained_by_brute_force

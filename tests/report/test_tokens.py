@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
-from sftron.report.tokens import key_text, numbered_row, pack_trained_tokens, shown_conversations, token_texts
+from sftron.report.shown import key_text, numbered_row, pack_trained_tokens, shown_conversations
+from sftron.report.tokens import token_texts
 from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import (

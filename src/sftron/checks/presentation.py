@@ -9,8 +9,8 @@ from typing import Any
 from sftron.checks.report import Check, Report
 from sftron.errors import show
 from sftron.report.html import render
+from sftron.report.shown import on_one_line
 from sftron.report.terminal import wants_color
-from sftron.report.tokens import on_one_line
 from sftron.visible_text import visible_text
 
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}

@@ -33,7 +33,7 @@ from sftron.checks.parity import Ids, Prompt
 from sftron.data.child_process import heard_signals
 from sftron.errors import show
 from sftron.models.quantization import dtype_name
-from sftron.report.tokens import on_one_line
+from sftron.report.shown import on_one_line
 
 _MAX_REPLY_BYTES = 16 * 2**20
 _START_SECONDS = 600

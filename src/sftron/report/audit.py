@@ -14,17 +14,16 @@ from sftron.data.labels import Targets
 from sftron.data.prepare import Preparation
 from sftron.data.types import IGNORE_INDEX, Dropped, LabeledConversation, Pack, TokenizedConversation
 from sftron.report.counts import LengthCount, PackingCount, SourceCount, TurnCount
-from sftron.report.tokens import (
+from sftron.report.shown import (
     Locate,
-    RoleCount,
     conversation_ranges,
     key_text,
     numbered_row,
     on_one_line,
     pack_trained_tokens,
-    role_name,
     trained_tokens,
 )
+from sftron.report.tokens import RoleCount, role_name
 from sftron.visible_text import counted
 
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped

@@ -10,17 +10,16 @@ from typing import Any
 from sftron.data.types import IGNORE_INDEX, Pack, Role
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.html import render
-from sftron.report.terminal import pack_as_text
-from sftron.report.tokens import (
-    Decode,
+from sftron.report.shown import (
     Locate,
     ShownConversation,
     key_text,
     num_attention_documents,
     pack_trained_tokens,
-    role_name,
     shown_conversations,
 )
+from sftron.report.terminal import pack_as_text
+from sftron.report.tokens import Decode, role_name
 from sftron.visible_text import counted
 
 

@@ -21,16 +21,8 @@ from typing import TextIO
 from rich.cells import cell_len
 
 from sftron.data.types import Pack, Role
-from sftron.report.tokens import (
-    Decode,
-    Locate,
-    Span,
-    key_text,
-    num_attention_documents,
-    numbered_row,
-    role_name,
-    shown_conversations,
-)
+from sftron.report.shown import Locate, Span, key_text, num_attention_documents, numbered_row, shown_conversations
+from sftron.report.tokens import Decode, role_name
 from sftron.visible_text import counted, visible_text
 
 _COLORS = {
