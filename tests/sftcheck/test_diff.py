@@ -1,5 +1,6 @@
 """The parts of a difference add up to it, and the factor that differs is the one that is named."""
 
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,10 +10,11 @@ import pytest
 from transformers import DataCollatorWithFlattening, Trainer
 
 from sftcheck.diff.difference import RESIDUAL, Difference, as_text, difference
+from sftcheck.diff.matching import _scored
 from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
 from sftcheck.record.recorder import record_trainer
-from sftron.report.token_record import TokenRecord
+from sftron.report.token_record import TokenRecord, sketch_of
 from tests.sftcheck.diff_pairs import (
     CASES,
     EQUAL,
@@ -298,3 +300,28 @@ def test_the_reference_of_a_rounded_model_of_trl_is_in_float32() -> None:
     is_known = found.is_trained & ~np.isnan(found.reference)
     assert np.abs(found.context - found.reference)[is_known].max() < 1e-4
     assert np.abs(found.own - found.context)[is_known].max() > 1e-3
+
+
+@pytest.mark.parametrize(("strategy", "length"), [("bfd_split", 65), ("wrapped", 66)])
+def test_documents_of_the_same_ids_are_one_though_they_have_no_text(strategy: str, length: int) -> None:
+    """The end of a conversation that a pack cuts may be a line break alone."""
+    packs = {"packing": True, "packing_strategy": strategy, "max_length": length}
+    found = record_trainer(sft(FEW, tok("chatml"), per_device_train_batch_size=8, **packs), FEW, "all")
+    same = difference(found, found)
+    assert same.parts[0].cause.count == 0
+    assert "lacks" not in same.parts[0].cause.sentence
+    assert not same.named
+    assert {each.cause.count for each in same.parts} == {0}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_thousand_conversations_are_found_again_in_seconds(shared: bool) -> None:
+    """Each text and its second half, with other ids; a system prompt of all makes each pair of them a candidate."""
+    letters = np.random.default_rng(0).integers(97, 123, (1000, 200))
+    letters[:, :60] = letters[0, :60] if shared else letters[:, :60]
+    a, b = (np.stack([sketch_of("".join(map(chr, row[begin:].tolist()))) for row in letters]) for begin in (0, 100))
+    begin = time.process_time()
+    scored = sorted(_scored(a, b, (), ()))
+    assert time.process_time() - begin < 5
+    assert [(n, m) for *_, n, m in scored] == [(n, n) for *_, n, _ in scored]
+    assert len(scored) == 1000

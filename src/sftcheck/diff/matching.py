@@ -6,8 +6,8 @@ B    user Hi </s> bot Yo </s> <s> ...       packs and cuts do not matter; tokens
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -79,11 +79,14 @@ class Matching:
     def __init__(self, a: TokenRecord, b: TokenRecord) -> None:
         self.a, self.b = a, b
         documents = list(documents_of(a)), list(documents_of(b))
-        scored = sorted(_scored(a.sketches, b.sketches))
-        best = dict[int, int]()
+        # Texts can be equal where ids are not, and the end of a conversation that is cut may have no text.
+        best = _of_equal_ids(*documents)
+        taken = set(best.values())
+        scored = sorted(_scored(a.sketches, b.sketches, best.keys(), taken))
         for *_, n, m in scored:
-            if n not in best and m not in best.values():
+            if n not in best and m not in taken:
                 best[n] = m
+                taken.add(m)
         self.pairs = [_aligned(documents[0][n], documents[1][m]) for n, m in sorted(best.items())]
         self._add_parts(scored, documents)
         found = {each.a.number for each in self.pairs}, {each.b.number for each in self.pairs}
@@ -92,19 +95,25 @@ class Matching:
 
     def _add_parts(self, scored: Sequence[tuple[float, float, int, int]], documents: Any) -> None:
         """Adds the documents that are a further part of a conversation in a pair."""
+        of = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # the places of each document's pairs
+        for place, each in enumerate(self.pairs):
+            of[0][each.a.number].append(place)
+            of[1][each.b.number].append(place)
         for *_, n, m in scored:
             for side, name in ((0, "B"), (1, "A")):  # that has the whole, and the other one
                 whole, part = ((n, m), (m, n))[side]
-                pairs = [each for each in self.pairs if (each.a, each.b)[side].number == whole]
-                if not pairs or any((each.b, each.a)[side].number == part for each in self.pairs):
+                places = of[side][whole]
+                if not places or of[1 - side][part]:
                     continue
                 found = _aligned(documents[0][n], documents[1][m])
-                covered = np.concatenate([each.aligned[:, side] for each in pairs])
+                covered = np.concatenate([self.pairs[each].aligned[:, side] for each in places])
                 aligned = found.aligned[~np.isin(found.aligned[:, side], covered)]
                 if 2 * len(aligned) < len(documents[1 - side][part].ids):
                     continue
-                own = [replace(each, cut=name) for each in pairs]
-                self.pairs = [own[pairs.index(each)] if each in pairs else each for each in self.pairs]
+                for each in places:
+                    self.pairs[each] = replace(self.pairs[each], cut=name)
+                for own, number in zip(of, (n, m), strict=True):
+                    own[number].append(len(self.pairs))
                 self.pairs.append(replace(found, aligned=aligned, cut=name))
 
     @cached_property
@@ -133,34 +142,47 @@ def own_prefixes(ids: np.ndarray) -> np.ndarray:
     return np.concatenate([[np.uint64(0)], prefix_digests(ids, np.zeros(len(ids), dtype=np.int64))])
 
 
-def _scored(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[float, float, int, int]]:
-    """Yields (-share, -likeness, n, m) of documents whose sketches have enough in common: the best is the smallest."""
-    hashes_a, hashes_b = ([set(row[row != _NONE].tolist()) for row in each] for each in (a, b))
-    counts = (Counter(h for row in each for h in row) for each in (hashes_a, hashes_b))
-    in_a, in_b = counts
+def _of_equal_ids(a: Sequence[Document], b: Sequence[Document]) -> dict[int, int]:
+    """Returns the numbers of documents of the same ids, those of A by those of B, in order; each is in one pair."""
+    of_ids, found = defaultdict[bytes, list[int]](list), dict[int, int]()
+    for each in reversed(b):
+        of_ids[each.ids.tobytes()].append(each.number)
+    for each in a:
+        if own := of_ids[each.ids.tobytes()]:
+            found[each.number] = own.pop()
+    return found
+
+
+def _scored(
+    a: np.ndarray, b: np.ndarray, known_a: Collection[int], known_b: Collection[int]
+) -> Iterator[tuple[float, float, int, int]]:
+    """Yields (-share, -likeness, n, m) of documents whose sketches have enough in common: the best is the smallest.
+
+    The share is of the smaller text that is in the larger one. Those in `known_a` and `known_b` have their pair.
+    """
+    if not (a.size and b.size):
+        return
+    values, places = np.unique(np.concatenate([a.ravel(), b.ravel()]), return_inverse=True)
+    in_a, in_b = places[: a.size].reshape(a.shape), places[a.size :].reshape(b.shape)
+    counts = [np.bincount(each.ravel(), minlength=len(values)) for each in (in_a, in_b)]
     # What many documents share, such as a system prompt, says little.
-    weight = {h: 1.0 / max(in_a[h], in_b[h], 1) for h in (*in_a, *in_b)}
-    of_hash = defaultdict[int, list[int]](list)
-    for n, row in enumerate(hashes_b):
-        for each in row:
-            of_hash[each].append(n)
-    for n, own in enumerate(hashes_a):
-        for m in sorted({m for each in own for m in of_hash.get(each, ())}):
-            share, likeness = _shared(own, hashes_b[m], weight, a.shape[1])
-            if share >= _LEAST_SHARED:
-                yield -share, -likeness, n, m
-
-
-def _shared(a: set[int], b: set[int], weight: dict[int, float], size: int) -> tuple[float, float]:
-    """Returns the share of the smaller text that is in the larger one, and the likeness of both."""
-    common = sum(weight[h] for h in a & b)
-    shares = list[float]()
-    for own, other in ((a, b), (b, a)):
+    weight = np.where(values == _NONE, 0.0, 1.0 / np.maximum(*counts))
+    of_a, of_b = (np.pad(np.cumsum(weight[each], axis=1), ((0, 0), (1, 0))) for each in (in_a, in_b))
+    order = np.argsort(in_b, axis=None, kind="stable")
+    order = order[~np.isin(order // b.shape[1], list(known_b))]
+    starts = np.searchsorted(in_b.ravel()[order], np.arange(len(values) + 1))
+    for n in sorted({*range(len(a))} - {*known_a}):
+        having = [order[starts[each] : starts[each + 1]] // b.shape[1] for each in in_a[n]]
+        common = np.bincount(np.concatenate(having), np.repeat(weight[in_a[n]], [*map(len, having)]), len(b))
+        found = np.flatnonzero(common)
+        common, others = common[found], b[found]
         # Of a longer text, only the smallest hashes are known.
-        known = max(other) if len(other) == size else None
-        whole = sum(weight[h] for h in own if known is None or h <= known)
-        shares.append(common / whole if whole else 0.0)
-    return max(shares), common / (sum(weight[h] for h in a | b) or 1.0)
+        whole_a = of_a[n, np.searchsorted(a[n], others[:, -1], side="right")]
+        whole_b = of_b[found, (others <= a[n, -1]).sum(axis=1)]
+        share = common / np.minimum(whole_a, whole_b)
+        likeness = common / (of_a[n, -1] + of_b[found, -1] - common)
+        for m in np.flatnonzero(share >= _LEAST_SHARED):
+            yield -round(float(share[m]), 9), -round(float(likeness[m]), 9), n, int(found[m])
 
 
 def _aligned(a: Document, b: Document) -> Pair:
