@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
@@ -125,6 +127,32 @@ UPDATES: dict[str, Callable[[], Trainer]] = {
 
 def with_frozen_embeddings(trainer: Trainer) -> Trainer:
     trainer.model.get_input_embeddings().weight.requires_grad_(False)
+    return trainer
+
+
+def with_fused_head(trainer: Trainer, smoothing: float = 0.0, shift: int = 1) -> Trainer:
+    """Computes the loss from the weights of the head, of two tokens at a time, and returns no logits (TRL 1.9)."""
+    model: Any = trainer.model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    original, config = base.forward, base.config
+
+    def forward(
+        input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **given: Any
+    ) -> CausalLMOutputWithPast:
+        if labels is None:
+            return original(input_ids=input_ids, **given)
+        hidden = base.base_model(input_ids=input_ids, **given).last_hidden_state[:, :-1]
+        targets, loss = labels[:, shift : labels.shape[1] - 1 + shift], torch.zeros(())
+        is_trained, head = targets != -100, base.get_output_embeddings().weight.float()
+        pairs = zip(hidden[is_trained].float().split(2), targets[is_trained].split(2), strict=True)
+        for own, wanted in pairs:
+            logits = own @ head.T / getattr(config, "logits_scaling", 1.0)
+            if cap := getattr(config, "final_logit_softcapping", None):
+                logits = cap * torch.tanh(logits / cap)
+            loss = loss + cross_entropy(logits, wanted, reduction="sum", label_smoothing=smoothing)
+        return CausalLMOutputWithPast(loss=loss / (num_items_in_batch or is_trained.sum()))
+
+    base.forward = forward
     return trainer
 
 
@@ -251,5 +279,6 @@ EQUAL = {
     "padded on the left": lambda: few(collator=Pad(tok("chatml"), "left")),
     "padded to a multiple": lambda: few(collator=DataCollatorForSeq2Seq(tok("chatml"), pad_to_multiple_of=64)),
     "another order": lambda: few(features(rows=FEW[::-1])),
+    "a head fused with the loss": lambda: with_fused_head(few()),
 }
 """Set-ups whose loss is that of `few`."""

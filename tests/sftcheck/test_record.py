@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
+from sftcheck.diff.difference import difference
 from sftcheck.record.recorder import record_step, record_trainer
 from sftron.commands.diff import main
 from sftron.report.token_record import RecordError, TokenRecord, prefix_digests, read_record, sketch_of
 from tests.conftest import ROOT
-from tests.sftcheck.diff_pairs import FEW, few
-from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, model, sft, tok
+from tests.sftcheck.diff_pairs import CASES, FEW, few, with_fused_head
+from tests.sftcheck.zoo_materials import ANSWERS, SumOfMeans, encoded, in_bfloat16, model, sft, tok
 from tests.sftcheck.zoo_training import Clips, DividesAgain, KeepsLogits
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -49,6 +51,16 @@ TRAINERS: dict[str, Callable[[], Trainer]] = {
     "scaled logits": lambda: halves(their_model=model(tok("chatml"), "granite", logits_scaling=8.0)),
     "bounded logits": lambda: halves(kind="gemma2", attention="eager"),
     "half the gradient": lambda: halves(trainer=DividesAgain),
+    "fused head": lambda: with_fused_head(halves(gradient_checkpointing=True)),
+    "fused head, scaled logits": lambda: with_fused_head(
+        halves(their_model=model(tok("chatml"), "granite", logits_scaling=8.0))
+    ),
+    "fused head, bounded logits": lambda: with_fused_head(halves(kind="gemma2", attention="eager")),
+    "fused head, bfloat16": lambda: with_fused_head(in_bfloat16(halves())),
+    "fused head, autocast": lambda: with_fused_head(halves(bf16=True)),
+    "fused head, adapters": lambda: with_fused_head(
+        halves(their_model=get_peft_model(model(tok("chatml")), LoraConfig(target_modules="all-linear")), bf16=True)
+    ),
 }
 
 
@@ -60,6 +72,26 @@ def test_the_weights_times_the_losses_are_the_loss_of_each_step(name: str) -> No
     assert (found.weight != 0).tolist() == (found.target != -100).tolist()
     assert found.num_steps == 2
     assert found.facts["gradient_of_loss"] == pytest.approx(0.5 if name == "half the gradient" else 1.0, rel=1e-5)
+
+
+def test_a_fused_head_that_computes_no_cross_entropy_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"the loss is no cross-entropy of the call's labels; switch off what fuses"):
+        record_trainer(with_fused_head(few(), shift=0))
+    hidden = with_fused_head(few())
+    hidden.model.get_decoder = lambda: None
+    with pytest.raises(ValueError, match=r"no module of the model gives logits.*; switch off what fuses"):
+        record_trainer(hidden)
+
+
+def test_label_smoothing_of_a_fused_head_is_a_residual_as_of_one_with_logits() -> None:
+    assert not difference(record_trainer(few()), record_trainer(with_fused_head(few(), smoothing=0.1))).is_explained
+
+
+@pytest.mark.parametrize("name", ["mean of means", "all tokens counted", "stops masked", "padding trained"])
+def test_a_fault_of_a_fused_head_is_read_as_of_one_with_logits(name: str) -> None:
+    fused, plain = (record_trainer(make(CASES[name].broken())) for make in (with_fused_head, lambda trainer: trainer))
+    assert not difference(fused, plain).named
+    assert [each.factor for each in difference(record_trainer(few()), fused).named] == [CASES[name].factor]
 
 
 def test_recording_changes_no_bit_of_the_training() -> None:
@@ -134,6 +166,34 @@ def test_a_loop_is_recorded_as_the_trainer_is() -> None:
         assert found.facts["update"]["norm"] == pytest.approx(0.5 * norm, rel=1e-4)
         assert found.facts["optimizer"]["name"] == "SGD"
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_loop_whose_model_returns_its_loss_alone_is_recorded_unless_it_changes_the_weights() -> None:
+    trainer = with_fused_head(few())
+    model, optimizer = trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.5)
+
+    def step(batches: list[Any]) -> torch.Tensor:
+        total = sum(sum(label != -100 for label in row["labels"]) for row in batches)
+        rows = [{name: torch.tensor([ids]) for name, ids in row.items()} for row in batches]
+        return sum(model(**row, num_items_in_batch=total).loss for row in rows)
+
+    def unnamed(batches: list[Any]) -> torch.Tensor:
+        return sum(model(*(torch.tensor([row[name]]) for name in ("input_ids", "labels"))).loss for row in batches)
+
+    def stepping(batches: list[Any]) -> torch.Tensor:
+        loss = step(batches)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    rows, own = encoded(tok("chatml"), FEW), {"num_micro_batches": 8}
+    assert not difference(record_step(model, rows, step, tok("chatml"), **own), record_trainer(few())).named
+    for refused, words in (
+        (stepping, "changes the weights of the head"),
+        (unnamed, "gives no logits without its labels"),
+    ):
+        with pytest.raises(ValueError, match=rf"{words}.*; switch off what fuses"):
+            record_step(model, rows, refused, tok("chatml"), **own)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

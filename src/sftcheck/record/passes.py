@@ -18,6 +18,7 @@ from sftcheck.interception import intercepted
 from sftcheck.loop.call import Call
 from sftcheck.loop.loop_model import LoopModel, backward, without_scaler
 from sftcheck.loop.reading import Reading, read
+from sftcheck.record.fused import FusedHead, calls_instead, targets_of, with_hidden, without_autocast
 from sftcheck.tolerances import Tolerance
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
@@ -39,12 +40,13 @@ class _SeenCall:
     micro_batch: int
     logits: list[Tensor] = field(default_factory=list)
     log_probs: Tensor | None = None
+    hidden: Tensor | None = None
+    """In place of the last hidden states, if the head is fused with the loss."""
 
     @property
     def has_gradient(self) -> bool:
-        return any(
-            each.grad is not None for each in (*self.logits, *([] if self.log_probs is None else [self.log_probs]))
-        )
+        leaves = (*self.logits, self.log_probs, self.hidden)
+        return any(each is not None and each.grad is not None for each in leaves)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +74,8 @@ class OwnStep:
     """By the number of the call: its logits [B, n, V], or the log-probabilities [B, n] of its labels."""
     decoded: list[Any] = field(default_factory=list)
     """What the decoder returns in each of its calls."""
+    fused: dict[int, FusedHead] = field(default_factory=dict)
+    """By the number of the call: the head, if it is fused with the loss."""
     scales: dict[int, float] = field(default_factory=dict)
     """By what the model multiplies the logits of its head."""
     norms: dict[str, float] = field(default_factory=dict)
@@ -157,27 +161,41 @@ class Passes:
                 output.log_probs = seen[-1].log_probs.clone()
             return output
 
+        def decode(*_args: Any, **_options: Any) -> Any:
+            decoded = next(outputs)
+            if len(seen) - 1 not in own.fused:
+                return decoded
+            with torch.enable_grad():
+                seen[-1].hidden = make(decoded.last_hidden_state.detach().float()).requires_grad_()
+            return with_hidden(decoded, seen[-1].hidden)
+
+        outputs = iter(own.decoded)
         with ExitStack() as stack, torch.enable_grad(), without_scaler():
             stack.enter_context(intercepted([self.model.module], on_output=on_output))
             if self._decoder is not None and own.decoded:
-                forwards, outputs = vars(self._decoder), iter(own.decoded)
-                stack.callback(forwards.update, {"forward": self._decoder.forward} if "forward" in forwards else {})
-                stack.callback(forwards.pop, "forward")
-                forwards["forward"] = lambda *_args, **_options: next(outputs)
+                stack.enter_context(calls_instead(self._decoder, decode))
+            if own.fused:  # whose gradient autocast would round
+                stack.enter_context(without_autocast(self.model.module))
             result = self.model.run(self.batches, on_call, on_logits)
             if not any(each.has_gradient for each in seen):
                 backward(result)
         self.model.module.zero_grad(set_to_none=True)
         if not seen:
             raise ValueError("the step never calls the model; give the module that it calls")
-        found = [own.read(n, each.micro_batch, self._reading(each)) for n, each in enumerate(seen) if each.has_gradient]
+        found = [
+            own.read(n, each.micro_batch, self._reading(each, own, n)) for n, each in enumerate(seen)
+            if each.has_gradient
+        ]  # fmt: skip
         if not found:
             raise ValueError("no gradient reaches the model's logits; let the step return its loss, or call backward")
         if len({each.micro_batch for each in found}) < len(found):
             raise ValueError("the step computes a gradient in several calls of the model for one micro-batch")
         return found
 
-    def _reading(self, seen: _SeenCall) -> Reading:
+    def _reading(self, seen: _SeenCall, own: OwnStep, number: int) -> Reading:
+        if seen.hidden is not None and seen.hidden.grad is not None:
+            decoded = with_hidden(own.decoded[number], seen.hidden)
+            return own.fused[number].read(decoded, seen.hidden.grad / self.scale)
         if seen.log_probs is not None and seen.log_probs.grad is not None:
             return _of_log_probs(seen.call, seen.log_probs.grad / self.scale)
         leaves, width = seen.logits, seen.call.ids.shape[1]
@@ -242,12 +260,15 @@ class Passes:
             elif head is not None:
                 found.scales[number] = _factor_of(logits.detach(), head)
             if logits is None:
-                raise ValueError("no module of the model gives logits [..., vocabulary]")
+                found.fused[number] = FusedHead(self.model, self._decoder, calls[-1])
+                return
             is_part = logits.shape[1] < calls[-1].ids.shape[1]
             found.logits[number] = _of_all_tokens(logits.detach(), calls[-1]) if is_part else logits.detach()
 
         def on_optimizer(optimizer: Any) -> None:
             nonlocal seen
+            for each in found.fused.values():
+                each.refuse_optimizer()
             found.optimizer = {"name": type(optimizer).__name__, "groups": groups_of(optimizer)}
             keep()
             if updates and seen is None:
@@ -275,6 +296,9 @@ class Passes:
             stack.enter_context(intercepted(decoders, on_output=on_decoder))
             found.result = self.model.run(self.batches, on_call, on_head, on_optimizer)
             found.dropout = _dropout_of(self.model.module)
+            with torch.no_grad():
+                kind = None if found.autocast == "none" else getattr(torch, found.autocast)
+                found.logits |= {n: each.logits(found.decoded[n], kind) for n, each in found.fused.items()}
             if not summed:
                 backward(found.result)
             if not found.norms:
@@ -320,11 +344,10 @@ def log_probabilities(logits: Tensor, targets: np.ndarray) -> np.ndarray:
 
 def _of_log_probs(call: Call, gradient: Tensor) -> Reading:
     """Returns the reading of a loss over log-probabilities of labels, by their gradient [B, T] or [B, T - 1]."""
-    shape = tuple(call.ids.shape)
-    targets, weights = np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape)
-    labels, width = call.seen.get("shift_labels"), gradient.shape[1]
-    labels = call.seen["labels"][:, 1:] if labels is None else labels
-    targets[:, :width] = labels[:, :width].cpu().numpy()
+    targets, weights, width = targets_of(call), np.zeros(tuple(call.ids.shape)), gradient.shape[1]
+    if targets is None:
+        raise ValueError("the model is given no labels, so it is not known of which tokens its log-probabilities are")
+    targets[:, width:] = IGNORE_INDEX
     weights[:, :width] = -gradient.double().cpu().numpy()
     weights[targets == IGNORE_INDEX] = 0.0  # whose log-probability is always 0
     return Reading(call, np.where(weights == 0, IGNORE_INDEX, targets), weights, True)

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 from sftcheck.interception import intercepted
 from sftcheck.loop.call import Call
 from sftcheck.loop.loop_model import LoopModel
+from sftcheck.record.fused import NO_LOGITS_REMEDY, OF_THE_LOSS, without_autocast
 from sftcheck.record.passes import in_float32, log_probabilities
-
-_OF_THE_LOSS = (
-    *("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep", "num_logits_to_keep"),
-    *("output_router_logits", "return_dict"),
-)
 
 
 class Reference:
@@ -49,7 +45,7 @@ class Reference:
             targets: int [B, T], IGNORE_INDEX for none.
         """
         args, kwargs = call.with_ids(call.ids)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOSS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_LOSS}
         return log_probabilities(self._logits(args, kwargs, call.ids), targets)
 
     def alone(self, call: Call, ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -78,6 +74,8 @@ class Reference:
             inner = [] if head is self.module else [head]
             with intercepted(inner, on_output=on_head), intercepted([self.module], on_output=on_output):
                 self.module(*args, **kwargs)
+        if not (found or heads):
+            raise ValueError(f"the model gives no logits without its labels; {NO_LOGITS_REMEDY}")
         logits = found[-1] if found else torch.cat([each.reshape(len(ids), -1, each.shape[-1]) for each in heads], 1)
         if logits.shape[:2] != ids.shape:
             raise ValueError(f"the model gives logits for {logits.shape[1]} of {ids.shape[1]} tokens of a row")
@@ -85,16 +83,12 @@ class Reference:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Switches dropout off, and takes off accelerate's autocast, which is a `forward` of the object."""
-        modes, attributes = [(each, each.training) for each in self.module.modules()], vars(self.module)
-        before = attributes.get("forward")
-        if before is not None and "_original_forward" in attributes:
-            attributes["forward"] = attributes["_original_forward"]
+        """Switches dropout and autocast off."""
+        modes = [(each, each.training) for each in self.module.modules()]
         self.module.eval()
         try:
-            yield
+            with without_autocast(self.module):
+                yield
         finally:
             for module, mode in modes:
                 module.training = mode
-            if before is not None:
-                attributes["forward"] = before
