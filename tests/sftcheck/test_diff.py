@@ -31,7 +31,7 @@ from tests.sftcheck.diff_pairs import (
     with_weights_of,
 )
 from tests.sftcheck.zoo_materials import ANSWERS, ROWS, Pad, in_bfloat16, sft, tok
-from tests.sftcheck.zoo_training import DividesAgain
+from tests.sftcheck.zoo_training import CountsAllTokens, DividesAgain
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -200,6 +200,34 @@ def test_a_side_that_lacks_a_fact_is_said_to_lack_it() -> None:
 
 def test_equal_updates_have_no_fact_that_differs() -> None:
     assert not compared(sound(), few()).updates
+
+
+class CountsFirstTokens(Trainer):
+    """Counts the labels as transformers did before 5.10.1, which are one more for each row than are predicted."""
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return sum((batch["labels"] != -100).sum() for batch in batch_samples)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_counted_first_tokens_are_no_mean_of_means(steps: int) -> None:
+    """Each of several steps has another number of tokens, but within a step all weigh the same."""
+    size = 8 // (2 * steps)
+    a, b = (
+        record_trainer(
+            few(features(train_all), trainer=each, per_device_train_batch_size=size, gradient_accumulation_steps=2),
+            steps=steps,
+        )
+        for each in (Trainer, CountsFirstTokens)
+    )
+    found, num_trained = difference(a, b), int(a.is_trained.sum())
+    require_sum(found)
+    (part,) = found.named
+    assert (part.factor, part.cause.fault, part.cause.side) == (Factor.WEIGHTS, Fault.OTHER_COUNT, "B")
+    assert f"divided by {num_trained + 8:,}, and {num_trained:,} tokens" in part.cause.sentence
+    assert "the first token of each row is counted, and nothing predicts it" in part.cause.sentence
+    other = difference(sound(), record_trainer(few(trainer=CountsAllTokens))).named[0].cause.sentence
+    assert "first token" not in other
 
 
 # -- what is no fault --------------------------------------------------------------------------------------------------

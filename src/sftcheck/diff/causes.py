@@ -340,7 +340,9 @@ class _Weights:
             number = len(np.unique(micro)) / record.num_steps
             if number > 1 and abs(own[0] - number) <= _SAME_WEIGHT * number:
                 return Fault.MEAN_OF_MEANS, f"the means of {number:g} micro-batches are added"
-            divided = f"the sum is divided by {len(at) / own[0]:,.6g}, and {len(at):,} tokens are trained"
+        of_step = [own[record.step[at] == each] for each in np.unique(record.step[at])]
+        if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in of_step):
+            divided = self._divided([len(each) / float(each[0]) for each in of_step])
             if not _is_its_sum(record):
                 return None, f"{divided}; the loss is no sum of cross-entropies, as with label smoothing"
             return Fault.OTHER_COUNT, divided
@@ -353,6 +355,18 @@ class _Weights:
         if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in rows):
             return Fault.MEAN_BY_SEQUENCE, "each conversation weighs the same, however many tokens it has"
         return None, f"tokens weigh {own.min():.3g} to {own.max():.3g}, {total:.4g} in all"
+
+    def _divided(self, divisors: list[float]) -> str:
+        """Returns what the divisors of the steps are."""
+        record, at = self._record, self._at
+        what = "the sum is" if len(divisors) == 1 else "the sums of the steps are"
+        words = f"{what} divided by {math.fsum(divisors):,.6g}, and {len(at):,} tokens are trained"
+        of_rows = np.stack([record.step, record.micro_batch, record.row])[:, record.document >= 0]
+        num_rows = np.bincount(np.unique(of_rows, axis=1)[0], minlength=record.num_steps)
+        steps, num_trained = np.unique(record.step[at], return_counts=True)
+        if np.allclose(np.array(divisors) - num_trained, num_rows[steps], atol=0.1):
+            words += ": the first token of each row is counted, and nothing predicts it"
+        return words
 
     @property
     def fault(self) -> Fault | None:
