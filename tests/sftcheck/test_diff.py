@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, Trainer
 
 from sftcheck.diff.difference import RESIDUAL, Difference, as_text, difference
@@ -196,6 +198,21 @@ def test_a_side_that_lacks_a_fact_is_said_to_lack_it() -> None:
     assert lines["optimizer"].endswith("   not recorded")
     assert lines["seeds"].endswith("   not recorded")
     assert "betas" not in text
+
+
+def test_other_adapters_are_named_though_they_compute_the_same() -> None:
+    """What multiplies them is 0 at first; transformers and TRL draw them at another state of the generator."""
+
+    def adapted(seed: int) -> Trainer:
+        model = few().model
+        torch.manual_seed(seed)
+        return few(their_model=get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")))
+
+    found = compared(adapted(0), adapted(1))
+    assert not found.named
+    names = [each.name for each in found.updates]
+    assert names[:2] == ["gradient norm", "norm of 2 tensors at first"]
+    assert "norm of" not in str([each.name for each in compared(adapted(0), adapted(0)).updates])
 
 
 def test_equal_updates_have_no_fact_that_differs() -> None:

@@ -13,6 +13,8 @@ from sftron.report.token_record import TokenRecord
 
 _SAME = 1e-3
 """Relative, of two norms of a gradient, or of a factor from 1."""
+_SAME_WEIGHTS = 1e-6
+"""Relative, of two norms of the same weights."""
 _LACKS, _NO_OPTION = "not recorded", "no such option"
 _NO_OPTIONS = ("initial_lr", "num_weights", "names", "param_names")
 _STEP_FACTS = ("gradient_norms", "optimizer", "update")
@@ -130,12 +132,22 @@ def _gradients(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     totals = [math.sqrt(math.fsum(norm**2 for norm in each.values())) for each in norms]
     if not math.isclose(totals[0], totals[1], rel_tol=_SAME):
         yield Fact("gradient norm", totals[0], totals[1])
+    yield from _first_weights(*(each.get("weight_norms", {}) for each in (a, b)))
     only = [sorted(set(norms[n]) - set(norms[1 - n])) for n in (0, 1)]
     if any(only):
         yield Fact("tensors with a gradient in this record alone", _some(only[0]), _some(only[1]))
     trainable = a.get("trainable"), b.get("trainable")
     if trainable[0] != trainable[1]:
         yield Fact("trainable weights", trainable[0], trainable[1])
+
+
+def _first_weights(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[Fact]:
+    """Yields that first weights differ; those of new adapters do where the function is still the same."""
+    unlike = [name for name in a if name in b and not math.isclose(a[name], b[name], rel_tol=_SAME_WEIGHTS)]
+    if unlike:
+        norms = [math.sqrt(math.fsum(own[name] ** 2 for name in unlike)) for own in (a, b)]
+        name = f"norm of {len(unlike):,} tensors at first" if len(unlike) > 1 else f"norm of {unlike[0]} at first"
+        yield Fact(name, norms[0], norms[1])
 
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
