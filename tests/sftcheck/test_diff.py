@@ -22,6 +22,7 @@ from tests.sftcheck.diff_pairs import (
     EQUAL,
     FEW,
     UPDATES,
+    CountsPrompts,
     FlattenWithoutPositions,
     Parts,
     double_beginning,
@@ -242,7 +243,7 @@ def test_counted_first_tokens_are_no_mean_of_means(steps: int) -> None:
     (part,) = found.named
     assert (part.factor, part.cause.fault, part.cause.side) == (Factor.WEIGHTS, Fault.OTHER_COUNT, "B")
     assert f"divided by {num_trained + 8:,}, and {num_trained:,} tokens" in part.cause.sentence
-    assert "the first token of each row is counted, and nothing predicts it" in part.cause.sentence
+    assert "as if the first token of each row were counted" in part.cause.sentence
     other = difference(sound(), record_trainer(few(trainer=CountsAllTokens))).named[0].cause.sentence
     assert "first token" not in other
 
@@ -331,6 +332,16 @@ def test_packs_that_cut_conversations_are_the_side_at_fault(is_given: bool) -> N
         assert {each.side for each in faults.values()} == {side}
         assert (Factor.IDS in faults) is not is_given
         assert is_given or "--conversations" in faults[Factor.IDS].sentence
+
+
+def test_a_context_that_is_the_same_has_a_part_where_its_tokens_weigh_otherwise() -> None:
+    a, b = (few(collator=FlattenWithoutPositions(), **own) for own in ({}, {"trainer": CountsPrompts}))
+    found = compared(a, b)
+    require_sum(found)
+    assert [each.factor for each in found.named] == [Factor.WEIGHTS, Factor.CONTEXT]
+    sentence = found.named[1].cause.sentence
+    assert sentence.startswith("the same: ")
+    assert sentence.endswith("; but B weighs these tokens otherwise than A")
 
 
 def test_a_loss_that_is_no_sum_of_cross_entropies_has_no_fault_of_weights() -> None:

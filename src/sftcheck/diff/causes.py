@@ -364,8 +364,11 @@ class _Weights:
         of_rows = np.stack([record.step, record.micro_batch, record.row])[:, record.document >= 0]
         num_rows = np.bincount(np.unique(of_rows, axis=1)[0], minlength=record.num_steps)
         steps, num_trained = np.unique(record.step[at], return_counts=True)
-        if np.allclose(np.array(divisors) - num_trained, num_rows[steps], atol=0.1):
-            words += ": the first token of each row is counted, and nothing predicts it"
+        more, whole = np.array(divisors) - num_trained, num_rows[steps]
+        is_whole = np.abs(more - more.round()).max() < 0.1
+        if is_whole and more.min() > -0.1 and more.sum() > 0.9 and (more < whole + 0.1).all():
+            rows = "each row" if np.allclose(more, whole, atol=0.1) else f"{more.sum():.0f} of {whole.sum()} rows"
+            words += f", as if the first token of {rows} were counted, which nothing predicts"
         return words
 
     @property

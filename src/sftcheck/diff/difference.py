@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
 
@@ -92,12 +92,14 @@ def difference(a: TokenRecord, b: TokenRecord) -> Difference:
     values, _, _ = decompose(matching)
     found, size = causes(matching), max(abs(a.loss), abs(b.loss))
     total = sum(map(abs, values.values()))
-    parts = tuple(
-        Part(factor, value, abs(value) / total if total else 0.0, found[factor],
-             abs(value) <= RESIDUAL * size and (factor is Factor.RESIDUAL or not found[factor].count))
-        for factor, value in values.items()
-    )  # fmt: skip
-    return Difference(a, b, parts, update_size(a, b), tuple(updates(a, b)), _worst(matching))
+    parts = list[Part]()
+    for factor, value in values.items():
+        cause, is_small = found[factor], abs(value) <= RESIDUAL * size
+        if factor in (Factor.CONTEXT, Factor.MODEL) and not (is_small or cause.count):
+            cause = replace(cause, sentence=f"{cause.sentence}; but B weighs these tokens otherwise than A")
+        is_equal = is_small and (factor is Factor.RESIDUAL or not cause.count)
+        parts.append(Part(factor, value, abs(value) / total if total else 0.0, cause, is_equal))
+    return Difference(a, b, tuple(parts), update_size(a, b), tuple(updates(a, b)), _worst(matching))
 
 
 def _worst(matching: Matching) -> Pair | None:
