@@ -14,16 +14,28 @@ import pytest
 pytest.importorskip("trl", reason="needs the extra dev")
 pytest.importorskip("peft", reason="needs the extra lora")
 
-from tools.failure_index import PAGE, PROGRAMS, RESULTS, as_json, cells, condensed, environment
+from tools.failure_index import (
+    DIFFERENCES,
+    PAGE,
+    PROGRAMS,
+    RESULTS,
+    as_json,
+    cells,
+    compared,
+    condensed,
+    environment,
+)
 from tools.failures import materials, of_trl
 from tools.failures.cells import made, mutated_check
+from tools.failures.differences import explained, section
 from tools.failures.known_failures import KNOWN_FAILURES
 from tools.failures.mutants import MUTANTS, faults_of
 from tools.failures.page import NOT_MEASURED, ROWS, _span, page, status
-from tools.failures.releases import CONFIGURATIONS, RELEASES
+from tools.failures.releases import COMPARED, CONFIGURATIONS, RELEASES
 
 OLD, NEW = (next(each for each in RELEASES if each.name == name) for name in ("trl-1.9.0", "trl-1.16.0"))
 KNOWN: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+KNOWN_DIFFERENCES: dict[str, Any] = json.loads(DIFFERENCES.read_text(encoding="utf-8"))
 
 
 def small() -> dict[str, Any]:
@@ -62,6 +74,7 @@ def test_results_are_written_a_fact_a_line_in_order_and_without_a_path() -> None
     assert text == as_json(shuffled(KNOWN)) == RESULTS.read_text(encoding="utf-8")
     assert as_json({"a": {"cells": {"b": {"broken": 'in "/x/lib/site-packages/y.py"'}}}}).count("site-packages") == 0
     assert len(text.splitlines()) < 1500
+    assert as_json(KNOWN_DIFFERENCES) == DIFFERENCES.read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_span_of_each_failure_and_what_was_not_run() -> None:
@@ -135,12 +148,65 @@ def test_the_command_runs_in_a_checkout_as_the_page_says() -> None:
 
 
 def test_the_page_in_docs_is_that_of_the_committed_results() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(KNOWN), "python tools/failure_index.py --page"
+    assert PAGE.read_text(encoding="utf-8") == page(KNOWN, KNOWN_DIFFERENCES), "python tools/failure_index.py --page"
 
 
 def test_the_page_has_no_path_and_no_time() -> None:
-    text = page(KNOWN)
+    text = page(KNOWN, KNOWN_DIFFERENCES)
     assert not re.search(r"/tmp|/home|/root|site-packages|\d\d:\d\d", text)
+
+
+def test_each_pair_of_releases_is_compared_in_each_configuration_or_says_why_not() -> None:
+    assert {*KNOWN_DIFFERENCES} == {" ".join(pair) for pair in COMPARED}
+    for found in KNOWN_DIFFERENCES.values():
+        assert {*found} == {*CONFIGURATIONS}
+        assert all(len(each.get("losses", ())) == 2 or all(each["not_run"].values()) for each in found.values())
+        assert sum("losses" in each for each in found.values()) > 10
+
+
+def test_the_page_has_what_differs_between_two_releases_and_what_is_not_compared() -> None:
+    parts = [{"part": "ids", "value": -0.25, "sentence": "another | template"}]
+    found = {
+        "lora": {"losses": [2.0, 1.75], "parts": parts, "facts": [["gradient norm", 1.0, 0.5], ["betas", "x", "y"]]},
+        "packing": {"losses": [2.0, 2.0]},
+        "thoughts": {"not_run": {"1.9.0": "raises KeyError"}},
+        "jinja": {"not_run": {"1.9.0": "has none", "1.16.0": "has none"}},
+        "sanitized": {"not_run": {"1.9.0": "has none"}},
+    }
+    text = page(KNOWN, {"trl-1.9.0 trl-1.16.0": found})
+    assert "### TRL 1.9.0 (transformers 5.16.1) and 1.16.0 (transformers 5.23.0)\n" in text
+    what = "ids -0.250000: another \\| template. gradient norm: 1 in A, 0.5 in B. betas: x in A, y in B"
+    assert f"| LoRA | 2.000000 | 1.750000 | {what} |\n" in text
+    assert "| packing | 2.000000 | 2.000000 | nothing |\n" in text
+    assert "- not compared, as in 1.9.0: raises KeyError: thoughts in the answers.\n" in text
+    assert "- not compared, as in 1.9.0: has none: a text spells control tokens, the library's own remedy.\n" in text
+    own = text[text.index("## What changes") : text.index("## What a pass is worth")]
+    assert CONFIGURATIONS["jinja"] not in own
+    assert not list(section({}))
+
+
+def test_a_configuration_that_one_release_refuses_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def recorded(release: Any, _folder: Path, names: list[str]) -> dict[str, Path | str]:
+        return dict.fromkeys(names, "raises KeyError" if release is OLD else tmp_path)
+
+    monkeypatch.setattr("tools.failure_index.recorded", recorded)
+    assert compared(OLD, NEW, tmp_path, ["lora"]) == {"lora": {"not_run": {"1.9.0": "raises KeyError"}}}
+
+
+def test_records_of_configurations_differ_in_what_their_options_say(tmp_path: Path) -> None:
+    """In the environment of the tests, each in a process of its own."""
+    names = ["prompt_completion", "accumulation", "answers", "jinja"]
+    found = dict(cells(sys.executable, "of_trl", names, ("tools.failures.records", str(tmp_path))))
+    assert found == {name: {} if name != "jinja" else {"not_run": "has none"} for name in names}
+    one, accumulated, answers = (tmp_path / f"{name}.safetensors" for name in names[:3])
+    assert [*explained(one, one)] == ["losses"]
+    batches = ["batches", {"rows": 4, "micro_batches": 1}, {"rows": 1, "micro_batches": 4}]
+    assert explained(one, accumulated) == explained(one, one) | {"facts": [batches]}
+    (part,) = explained(one, answers)["parts"]
+    assert part["part"] == "trained tokens"
+    assert part["sentence"].startswith("B trains 1,281 tokens that A does not: 1,281 of the answers; A trains 21")
 
 
 def test_each_failure_has_a_program_without_sftron_and_names_what_exists() -> None:

@@ -2,7 +2,8 @@
 
     python tools/failure_index.py                                   # everything that has changed, then the page
     python tools/failure_index.py --only trl-1.16.0 --configurations packing lora
-    python tools/failure_index.py --page                            # the page alone, from tools/failures/results.json
+    python tools/failure_index.py --differences                     # records of two releases, compared by sftron diff
+    python tools/failure_index.py --page                            # the page alone, from tools/failures/*.json
 
 Makes one environment for each release (tools/failures/releases.py) and runs each configuration in a process of its own.
 Only the pinned packages are installed, without what they require: torch and all others are those of the environment
@@ -30,13 +31,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sftron.errors import show
+from tools.failures.differences import Explained, explained
 from tools.failures.known_failures import KNOWN_FAILURES
 from tools.failures.page import page
-from tools.failures.releases import CONFIGURATIONS, RELEASES, Release
+from tools.failures.releases import COMPARED, CONFIGURATIONS, OLD, RELEASES, Release
 
 ROOT = Path(__file__).parents[1]
 FAILURES = ROOT / "tools" / "failures"
 PROGRAMS, RESULTS, PAGE = FAILURES / "programs", FAILURES / "results.json", ROOT / "docs" / "silent-failures.md"
+DIFFERENCES = FAILURES / "differences.json"
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 SECONDS = 600
 """The most that one program may take."""
@@ -67,13 +70,18 @@ def environment(release: Release, folder: Path) -> Path:
     return python
 
 
-def cells(python: Path | str, module: str, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def cells(
+    python: Path | str, module: str, names: Sequence[str], program: Sequence[str] = ("tools.failures.cells",)
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the result of each configuration of tools/failures/MODULE.py in an environment, as soon as it is there.
+
+    Args:
+        program: What prints the results, with its first arguments.
 
     Raises:
         RuntimeError: The library cannot be imported.
     """
-    command = [str(python), "-m", "tools.failures.cells", module, *names]
+    command = [str(python), "-m", *program, module, *names]
     environ = os.environ | QUIET | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
@@ -121,8 +129,8 @@ def _store(path: Path, key: str, result: Any, told: str) -> None:
 def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]:
     """Returns what is known of a release: its cells, and which programs show their fault in it."""
     python = environment(release, folder)
-    own, sources = python.parents[1], sorted((ROOT / "src").rglob("*.py"))
-    key = _hash(own / "pins.txt", FAILURES / f"{release.module}.py", *(FAILURES / name for name in SHARED), *sources)
+    own = python.parents[1]
+    key = _key(release, own, *SHARED)
     found = {name: _known(own / "cells" / f"{name}.json", key) for name in names}
     waiting = [name for name in names if found[name] is None]
     for name, cell in cells(python, release.module, waiting) if waiting else ():
@@ -137,6 +145,39 @@ def measured(release: Release, folder: Path, names: list[str]) -> dict[str, Any]
         if known is None:
             _store(path, key, shown[program], "shows it" if shown[program] else "does not show it")
     return {"cells": {name: condensed(cell) for name, cell in found.items()}, "programs": shown}
+
+
+def _key(release: Release, own: Path, *names: str) -> str:
+    """Returns a digest of all that the result of a configuration depends on."""
+    files = (own / "pins.txt", *(FAILURES / name for name in (f"{release.module}.py", *names)))
+    return _hash(*files, *sorted((ROOT / "src").rglob("*.py")))
+
+
+def recorded(release: Release, folder: Path, names: list[str]) -> dict[str, Path | str]:
+    """Returns the record of each configuration in the environment of a release, or why there is none."""
+    python = environment(release, folder)
+    own, records = python.parents[1], python.parents[1] / "records"
+    records.mkdir(exist_ok=True)
+    key = _key(release, own, "materials.py", "capture.py", "cells.py", "records.py")
+    found = {name: _known(records / f"{name}.json", key) for name in names}
+    waiting = [name for name in names if found[name] is None]
+    for name, each in (
+        cells(python, release.module, waiting, ("tools.failures.records", str(records))) if waiting else ()
+    ):
+        why = each.get("not_run") or each.get("broken") or ""
+        _store(records / f"{name}.json", "" if "broken" in each else key, why, why or "recorded")
+        found[name] = why
+    return {name: found[name] or records / f"{name}.safetensors" for name in names}
+
+
+def compared(a: Release, b: Release, folder: Path, names: list[str]) -> dict[str, Explained]:
+    """Returns what differs in each configuration of two releases."""
+    of_a, of_b, found = recorded(a, folder, names), recorded(b, folder, names), dict[str, Explained]()
+    for name in names:
+        own = {a.version: of_a[name], b.version: of_b[name]}
+        missing = {version: each for version, each in own.items() if isinstance(each, str)}
+        found[name] = {"not_run": missing} if missing else explained(*(Path(each) for each in own.values()))
+    return found
 
 
 def condensed(found: dict[str, Any]) -> dict[str, Any]:
@@ -171,11 +212,11 @@ def as_json(results: dict[str, Any]) -> str:
         lines = [f"{indent}{json.dumps(key)}: {written(value[key], depth + 1)}" for key in sorted(value)]
         return "{\n" + ",\n".join(lines) + f"\n{indent[1:]}}}"
 
-    return re.sub(r'[^\s("]*/site-packages/', "", written(results, 1)) + "\n"
+    return re.sub(r"""[^\s("']*/site-packages/""", "", written(results, 1)) + "\n"
 
 
-def read_results() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+def read_results(path: Path = RESULTS) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def main() -> None:
@@ -184,15 +225,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="RELEASE", default=names, choices=names)
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "failure-index", metavar="FOLDER")
+    parser.add_argument("--differences", action="store_true", help="record and compare releases in place of all else")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     chosen = parser.parse_args()
-    for release in (each for each in RELEASES if each.name in chosen.only and not chosen.page):
-        found, results = measured(release, chosen.environments.resolve(), chosen.configurations), read_results()
+    folder, releases = chosen.environments.resolve(), {each.name: each for each in (OLD, *RELEASES)}
+    for a, b in COMPARED if chosen.differences else ():
+        differences = read_results(DIFFERENCES)
+        found = compared(releases[a], releases[b], folder, chosen.configurations)
+        differences.setdefault(f"{a} {b}", {}).update(found)
+        DIFFERENCES.write_text(as_json(differences), encoding="utf-8")
+    for name in chosen.only if not (chosen.page or chosen.differences) else ():
+        release = releases[name]
+        found, results = measured(release, folder, chosen.configurations), read_results()
         known = results.setdefault(release.name, {"cells": {}, "programs": {}})
         known["cells"].update(found["cells"])
         known["programs"] = found["programs"]
         RESULTS.write_text(as_json(results), encoding="utf-8")
-    PAGE.write_text(page(read_results()), encoding="utf-8")
+    PAGE.write_text(page(read_results(), read_results(DIFFERENCES)), encoding="utf-8")
 
 
 if __name__ == "__main__":

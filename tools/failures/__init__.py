@@ -6,5 +6,7 @@ of_*.py             one function for each configuration of a library, which retu
 mutants.py          one fault for each row, for any trainer
 cells.py            each configuration in one process: the report of verify_trainer, and what the mutants do to it
 known_failures.py   the failures that were found, by the fault that the report finds
-page.py             docs/silent-failures.md, from results.json alone
+records.py          each configuration in one process: its record for sftron diff
+differences.py      what sftron diff says of the records of two releases
+page.py             docs/silent-failures.md, from results.json and differences.json alone
 """

@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,19 +37,23 @@ SECONDS = 600
 
 def run(module: str, name: str) -> dict[str, Any]:
     """Returns what is known of one configuration: `rows`, or `not_run` with the reason."""
-    configuration: Configuration | None = importlib.import_module(f"tools.failures.{module}").CONFIGURATIONS.get(name)
+    configuration = configuration_of(module, name)
     if configuration is None:
         return {"not_run": "has none"}
     found: dict[str, Any] = {"option": configuration.option}
     try:
         trainer = made(configuration)
     except Exception as error:
-        return found | {"not_run": f"raises {_first_line(error)}"}
+        return found | {"not_run": f"raises {first_line(error)}"}
     try:
         report = verify_trainer(trainer, configuration.conversations, configuration.roles)
     except ValueError as error:
-        return found | {"not_run": f"cannot be checked: {_first_line(error)}"}
+        return found | {"not_run": f"cannot be checked: {first_line(error)}"}
     return found | {"rows": {each.name: _row(each, trainer, configuration) for each in report.checks}}
+
+
+def configuration_of(module: str, name: str) -> Configuration | None:
+    return importlib.import_module(f"tools.failures.{module}").CONFIGURATIONS.get(name)
 
 
 def made(configuration: Configuration, *more: Any) -> Any:
@@ -57,7 +62,7 @@ def made(configuration: Configuration, *more: Any) -> Any:
     return configuration.make([*configuration.rows, *more])
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
 
 
@@ -86,16 +91,20 @@ def mutated_check(row: str, trainer: Any, configuration: Configuration) -> Check
     return check
 
 
-def _send(module: str, name: str, sender: Connection) -> None:
+Run = Callable[[str, str], dict[str, Any]]
+"""Returns the result of a configuration, by its module and its name."""
+
+
+def _send(run: Run, module: str, name: str, sender: Connection) -> None:
     sender.send(run(module, name))
     sender.close()
 
 
-def limited(module: str, name: str) -> dict[str, Any]:
+def limited(run: Run, module: str, name: str) -> dict[str, Any]:
     """Returns what `run` returns in a fork, or why there is nothing, as `broken`."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_send, args=(module, name, sender))
+    process = fork.Process(target=_send, args=(run, module, name, sender))
     process.start()
     sender.close()
     try:
@@ -107,14 +116,19 @@ def limited(module: str, name: str) -> dict[str, Any]:
     return result
 
 
-if __name__ == "__main__":
+def print_each(run: Run, module: str, names: Sequence[str]) -> None:
+    """Prints the result of each configuration as a line of JSON."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    importlib.import_module(f"tools.failures.{sys.argv[1]}")
+    importlib.import_module(f"tools.failures.{module}")
     try:
-        for chosen in sys.argv[2:]:
-            print("\n" + json.dumps({"configuration": chosen, "result": limited(sys.argv[1], chosen)}), flush=True)
+        for chosen in names:
+            print("\n" + json.dumps({"configuration": chosen, "result": limited(run, module, chosen)}), flush=True)
     finally:
         shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    print_each(run, sys.argv[1], sys.argv[2:])

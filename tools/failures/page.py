@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tools.failures.differences import Explained, section
 from tools.failures.known_failures import KNOWN_FAILURES, Failure
 from tools.failures.releases import CONFIGURATIONS, NOT_RUN, RELEASES, Release
 
@@ -25,7 +26,7 @@ Which standard configurations of which releases fail which row of [`verify_train
 when. Each runs with the same few conversations, a random model of two layers, in float32 on a CPU; torch is the same
 for all. `python tools/failure_index.py` makes an environment for each release (`tools/failures/releases.py`), runs what
 has changed, and writes this page from `tools/failures/results.json`: the status of each row, and what it measured if it
-did not pass.
+did not pass. What [changes between two releases](#what-changes-between-two-releases) is from `differences.json` beside it.
 
 A row is **FAIL** if a program without sftron shows the fault in the same environment; it is "open" until there is one,
 and "documented" if the library's own documentation or log says what happens, so that it is meant. The page assumes that
@@ -37,13 +38,23 @@ _FAULT_COLUMNS = ("configuration", "row and what was measured", "fails in", "wha
 _WORDS = {"PASS": "pass", "FAIL": "**FAIL**", "SKIP": "skip"}
 
 
-def page(results: Results) -> str:
-    """Returns the page. `results` has, by the name of a release, its `cells` and its `programs`."""
+def page(results: Results, differences: Mapping[str, Mapping[str, Explained]] | None = None) -> str:
+    """Returns the page.
+
+    Args:
+        results: By the name of a release, its `cells` and its `programs`.
+        differences: By the names of two releases, what differs in each configuration.
+    """
     run = [each for each in RELEASES if each.name in results]
     parts = [INTRODUCTION]
     for library in dict.fromkeys(each.library for each in run):
         parts += _of_library(library, [each for each in run if each.library == library], results)
-    parts += [*_of_mutants(run, results), "## Not run\n", *(f"- {name}: {why}." for name, why in NOT_RUN.items())]
+    parts += [
+        *section(differences or {}),
+        *_of_mutants(run, results),
+        "## Not run\n",
+        *(f"- {name}: {why}." for name, why in NOT_RUN.items()),
+    ]
     return "\n".join(parts) + "\n"
 
 

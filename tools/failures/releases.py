@@ -113,6 +113,18 @@ RELEASES = (
     Release("ms-swift", "of_swift", "4.6.0", "transformers 5.19.0, TRL 0.29.1", _SWIFT),
 )  # fmt: skip
 
+OLD = Release(
+    "TRL", "of_trl", "0.29.0", "transformers 4.57.6, NumPy 1.26.4",
+    _pins(
+        "trl==0.29.0 transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2 safetensors==0.8.0 "
+        "accelerate==1.15.0 datasets==4.4.2 peft==0.21.2 numpy==1.26.4 pyarrow==21.0.0 pandas==3.0.6 fsspec==2025.10.0 "
+        "dill==0.4.0 multiprocess==0.70.18 httpx==0.28.1 httpcore==1.0.9 anyio==4.16.0"
+    ),
+)  # fmt: skip
+"""The older half of a comparison, whose rows of verify_trainer are not run."""
+COMPARED = (("trl-1.9.0", "trl-1.16.0"), ("trl-0.29.0", "trl-1.16.0"), ("transformers-5.0.0", "transformers-5.23.0"))
+"""The pairs of releases whose configurations are recorded and compared, by their names."""
+
 NOT_RUN = {
     "unsloth 2026.10": "imports only where it finds a GPU",
     "verl 0.9.1": "its trainers are no `transformers.Trainer`, and need a GPU",
