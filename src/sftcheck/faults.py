@@ -187,8 +187,8 @@ class Fault(Enum):
     )
     ROWS_SKIPPED = Entry(
         ("truncation",),
-        "training_step does not call the model for some micro-batches: their rows teach nothing, but "
-        "num_items_in_batch counts their labels.",
+        "training_step leaves out some micro-batches: their rows teach nothing, but num_items_in_batch counts their "
+        "labels.",
         "Do not override training_step; remove such rows from the data set.",
     )
     ROWS_EMPTY = Entry(("truncation",), "These rows train nothing: their answers are masked; see trained tokens.")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from sftcheck.diff.difference import RESIDUAL, Difference, as_text, difference
 from sftcheck.diff.matching import _scored
@@ -214,6 +214,37 @@ def test_other_adapters_are_named_though_they_compute_the_same() -> None:
     names = [each.name for each in found.updates]
     assert names[:2] == ["gradient norm", "norm of 2 tensors at first"]
     assert "norm of" not in str([each.name for each in compared(adapted(0), adapted(0)).updates])
+
+
+class SkipsSecond(Trainer):
+    """Computes the second micro-batch of each step, and leaves its loss out."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.accelerator.gradient_state.sync_gradients:
+            return self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch) * 0
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_micro_batches_that_a_step_leaves_out_are_counted() -> None:
+    found = compared(sound(), few(trainer=SkipsSecond))
+    weights = next(each.cause for each in found.named if each.factor is Factor.WEIGHTS)
+    assert (weights.fault, weights.side) == (Fault.ROWS_SKIPPED, "B")
+    assert weights.sentence.endswith("tokens are trained: 1 micro-batches leave no gradient")
+    assert "B lacks 4 of A's 8" in found.parts[0].cause.sentence
+
+
+class Freezing(TrainerCallback):
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        model.requires_grad_(requires_grad=False)
+
+
+def test_callbacks_that_no_record_runs_are_named_with_their_hooks() -> None:
+    trainer = few()
+    trainer.add_callback(Freezing())
+    found = compared(sound(), trainer)
+    facts = {each.name: (each.a, each.b) for each in found.updates}
+    assert facts == {"callbacks, which no record runs": ([], ["Freezing (on_train_begin)"])}
+    assert "none   Freezing (on_train_begin)" in as_text(found)
 
 
 def test_equal_updates_have_no_fact_that_differs() -> None:

@@ -364,7 +364,7 @@ def test_callbacks_that_may_change_what_trains_are_said_not_to_run(own: Any, tmp
     assert "not run" not in TrainerSubject(trainer, tokenizer, None, "assistant").facts
     trainer.add_callback(Unfreezing())
     facts = TrainerSubject(trainer, tokenizer, None, "assistant").facts
-    assert facts["not run"] == "callbacks that may change what trains: Unfreezing"
+    assert facts["not run"] == "callbacks that may change what trains: Unfreezing (on_train_begin)"
 
 
 class EvaluatesAtZero(Trainer):

@@ -345,6 +345,8 @@ class _Weights:
             divided = self._divided([len(each) / float(each[0]) for each in of_step])
             if not _is_its_sum(record):
                 return None, f"{divided}; the loss is no sum of cross-entropies, as with label smoothing"
+            if number := record.facts.get("num_skipped"):
+                return Fault.ROWS_SKIPPED, f"{divided}: {number:,} micro-batches leave no gradient"
             return Fault.OTHER_COUNT, divided
         of_micro = [own[micro == each] for each in np.unique(micro)]
         if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in of_micro):

@@ -164,7 +164,7 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, (list, tuple)):
-        return " ".join(_short(each) for each in value)
+        return " ".join(_short(each) for each in value) or "none"
     if isinstance(value, dict):
         return " ".join(f"{name} {_short(each)}" for name, each in value.items())
     return "none" if value is None else str(value)

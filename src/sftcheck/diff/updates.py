@@ -185,6 +185,7 @@ def _rates(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _others(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Fact]:
     yield from _given(a, b, {"batching": "batches", "seeds": "seeds", "dtypes": "types of the weights"})
+    yield from _given(a, b, {"callbacks": "callbacks, which no record runs"})
     versions = [each.get("versions", {}) for each in (a, b)]
     for name in sorted({*versions[0], *versions[1]}):
         yield from _given(versions[0], versions[1], {name: f"version of {name}"})

@@ -25,7 +25,7 @@ from sftcheck.record.passes import Passes, ReadCall, facts_of_gradients
 from sftcheck.record.reference import Reference
 from sftcheck.restore import restore_after
 from sftcheck.trainer.called_model import new_optimizer
-from sftcheck.trainer.recording import TrainerBatches, require_checkable
+from sftcheck.trainer.recording import TrainerBatches, own_callbacks, require_checkable
 from sftcheck.trainer.schedule import num_steps_of, rates_of
 from sftron.data.types import IGNORE_INDEX, SeekablePacks
 from sftron.report.token_record import (
@@ -169,6 +169,7 @@ class _Recorder:
         self._reference: Reference | None = None
         self._tokens, self._sketches, self._with_text = TokenArrays(), list[np.ndarray](), with_text
         self._losses, self._facts, self._factors = list[float](), dict[str, Any](), list[float]()
+        self._num_skipped = 0
 
     def add(
         self,
@@ -197,6 +198,8 @@ class _Recorder:
                     read, total = again, _loss_of(again)
         is_trained = any((each.reading.weights != 0).any() for each in read)  # else a loss may be 0 / 0
         self._factors.append(1.0 if loss is None or not total else loss / total)
+        if passes.micro_batch is not None:
+            self._num_skipped += len(passes.batches) - len(read)
         self._losses.append(total if loss is None or not is_trained else loss)
         if not self._facts:
             self._facts = {"gradient_norms": own.norms, "gradient": facts_of_gradients(own)}
@@ -315,6 +318,7 @@ class _Recorder:
         own = {
             "losses": self._losses,
             "gradient_of_loss": 1 / factor,
+            "num_skipped": self._num_skipped,
             "model": type(self.model.unwrapped).__name__,
             "model_type": getattr(self.model.config, "model_type", ""),
             "attention": str(getattr(self.model.config, "_attn_implementation", "")),
@@ -370,5 +374,6 @@ def _facts_of(trainer: Any, batches: TrainerBatches, steps: Sequence[Step]) -> d
                   "highest": max(rates, default=None)},
         "batching": {"rows": trainer._train_batch_size, "micro_batches": args.gradient_accumulation_steps},
         "num_rows": num_rows,
+        "callbacks": own_callbacks(trainer),
         "seeds": {"seed": args.seed, "data_seed": args.data_seed},
     }  # fmt: skip

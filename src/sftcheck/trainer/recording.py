@@ -17,6 +17,7 @@ from sftron.data.types import SeekablePacks
 from sftron.user_code import place_of
 
 MOST_TOKENS = 400_000
+LIBRARIES = ("transformers", "trl", "axolotl", "llamafactory", "swift", "peft", "accelerate")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -49,6 +50,19 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
     if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
         raise ValueError("the trainer has no tokenizer; pass it as processing_class")
     return tokenizer
+
+
+def own_callbacks(trainer: Any) -> list[str]:
+    """Returns the callbacks that no library brings, each with its hooks: they may change what trains."""
+    import transformers
+
+    base, found = transformers.TrainerCallback, list[str]()
+    for kind in (type(each) for each in trainer.callback_handler.callbacks):
+        if kind.__module__.partition(".")[0] not in LIBRARIES:
+            names = [each for each in dir(kind) if each.startswith("on_")]
+            hooks = [each for each in names if getattr(kind, each) is not getattr(base, each, None)]
+            found.append(f"{kind.__name__} ({', '.join(hooks)})")
+    return found
 
 
 def require_mappings(batches: Sequence[Any]) -> None:

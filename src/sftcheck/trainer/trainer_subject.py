@@ -31,13 +31,21 @@ from sftcheck.subject import FEW_ROWS, MovedTensors, Subject
 from sftcheck.tolerances import SMALL_TENSOR
 from sftcheck.trainer.called_model import StepLosses
 from sftcheck.trainer.evaluation import EvaluatedPair, evaluated_by_rows, num_shared_rows, unlike_pair
-from sftcheck.trainer.recording import MOST_TOKENS, TrainerBatches, chosen_rows, recorded, rows_of, select, small_sizes
+from sftcheck.trainer.recording import (
+    MOST_TOKENS,
+    TrainerBatches,
+    chosen_rows,
+    own_callbacks,
+    recorded,
+    rows_of,
+    select,
+    small_sizes,
+)
 from sftcheck.trainer.schedule import num_steps_of, schedule_note
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import SeekablePacks
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS = 256, 64, 16
-_LIBRARIES = ("transformers", "trl", "axolotl", "llamafactory", "swift", "peft", "accelerate")
 _TOKENS_ON_CPU, _TOKENS_ON_GPU, MOST_MICRO_BATCHES = 512, 16384, 8
 
 
@@ -262,8 +270,7 @@ class TrainerSubject(TrainerBatches, Subject):
         evaluated = {
             name: each.measured if isinstance(each, Finding) else each.truth for name, each in self.evaluation.items()
         }
-        own = [type(each) for each in trainer.callback_handler.callbacks]
-        own = [each.__name__ for each in own if each.__module__.partition(".")[0] not in _LIBRARIES]
+        own = own_callbacks(trainer)
         return {
             "trainer": f"{type(trainer).__module__.partition('.')[0]} {type(trainer).__name__}",
             "model": f"{type(model).__name__} ({getattr(config, 'model_type', 'no configuration')}), attention "
