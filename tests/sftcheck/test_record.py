@@ -216,6 +216,20 @@ def test_a_file_is_read_as_it_was_written(written: Path, tmp_path: Path) -> None
     assert all(np.array_equal(arrays[name], array, equal_nan=True) for name, array in found.tokens.items())
 
 
+def test_a_record_of_a_hundred_thousand_tokens_is_far_below_200_mb(written: Path, tmp_path: Path) -> None:
+    """Also with a conversation for every 20 tokens, the norms of 2,000 tensors, and the text of 20,000 ids."""
+    few, size, length = read_record(written), 100_000, 20
+    tokens = {name: np.resize(array, size) for name, array in few.tokens.items()}
+    tokens["document"] = np.arange(size, dtype=tokens["document"].dtype) // length
+    norms = {f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.default.weight": 1 / 3 for n in range(2000)}
+    facts = few.facts | {"texts": {str(n): "x" * 12 for n in range(20_000)}}
+    facts |= {"gradient_norms": norms, "weight_norms": norms}
+    found = TokenRecord(tokens, np.resize(few.sketches, (size // length, few.sketches.shape[1])), facts)
+    found.write(tmp_path / "large.safetensors")
+    assert len(read_record(tmp_path / "large.safetensors").id) == size
+    assert (tmp_path / "large.safetensors").stat().st_size < 20_000_000
+
+
 def test_a_cut_file_is_refused_by_name(written: Path, tmp_path: Path) -> None:
     data, path = written.read_bytes(), tmp_path / "cut.safetensors"
     for size in (0, 7, 8, 200, len(data) // 2, len(data) - 1):

@@ -558,7 +558,7 @@ def test_micro_batches_that_are_skipped_by_their_labels_are_found(
     row = row_of(report, "truncation")
     assert row.status == "FAIL", [(each.name, each.measured) for each in report.checks]
     assert row.measured.endswith("conversations are in micro-batches that training_step skips")
-    assert row.remedy.startswith("training_step does not call the model for some micro-batches")
+    assert row.remedy.startswith("training_step leaves out some micro-batches")
 
 
 def test_micro_batches_without_a_label_may_be_skipped(own: Any, tmp_path: Path) -> None:
