@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 
 from sftcheck.diff.difference import difference
@@ -114,6 +115,20 @@ def test_a_record_computes_the_decoder_for_the_step_for_its_context_and_for_each
     hook.remove()
     assert len(found.sketches) == 8
     assert sorted(calls) == [1] * 8 + [4] * 4  # two micro-batches of four rows
+
+
+def test_a_record_takes_less_than_twice_the_operations_of_a_step() -> None:
+    trainer = few()
+    with FlopCounterMode(display=False) as of_step:
+        batches, number = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, trainer.args.device)
+        for batch in batches:
+            trainer.training_step(trainer.model, batch, number)
+    trainer.model.zero_grad()
+    with FlopCounterMode(display=False) as of_record:
+        record_trainer(trainer)
+    ratio = of_record.get_total_flops() / of_step.get_total_flops()
+    print(f"{ratio:.2f}")
+    assert 1 < ratio < 2
 
 
 def test_the_gradient_of_another_size_is_a_fact_and_no_weight() -> None:

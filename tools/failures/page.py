@@ -26,7 +26,7 @@ Which standard configurations of which releases fail which row of [`verify_train
 when. Each runs with the same few conversations, a random model of two layers, in float32 on a CPU; torch is the same
 for all. `python tools/failure_index.py` makes an environment for each release (`tools/failures/releases.py`), runs what
 has changed, and writes this page from `tools/failures/results.json`: the status of each row, and what it measured if it
-did not pass. What [changes between two releases](#what-changes-between-two-releases) is from `differences.json` beside it.
+did not pass. What [changes between two releases](#what-changes-between-two-releases) is from `differences.json`.
 
 A row is **FAIL** if a program without sftron shows the fault in the same environment; it is "open" until there is one,
 and "documented" if the library's own documentation or log says what happens, so that it is meant. The page assumes that
