@@ -81,7 +81,7 @@ def test_a_null_argument_or_parameter_below_the_top_is_refused_unless_it_is_decl
     if deep == {"a": None, "b": 1}:
         assert parse(row).messages[1].fields["tool_calls"] == [call]
         return
-    with pytest.raises(DataError, match='argument "b", which is null'):
+    with pytest.raises(DataError, match='null argument "b", which the tool does not declare'):
         parse(row)
     with pytest.raises(DataError, match='parameter "b", which is null'):
         parse({"messages": CHAT, "tools": [schema(p={"type": "object", "properties": {"b": None}})]})

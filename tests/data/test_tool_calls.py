@@ -57,7 +57,9 @@ def test_an_argument_that_parquet_filled_with_null_is_refused_and_one_that_is_nu
 
     for arguments in ({"a": 1}, {"a": None}, {"b": 1}, '{"city": null}'):
         assert len(parse(row(arguments)).messages) == 3
-    with pytest.raises(DataError, match='a call of "add" has the argument "city", which is null') as caught:
+    with pytest.raises(
+        DataError, match='a call of "add" has the null argument "city", which the tool does not declare'
+    ) as caught:
         parse(row({"a": 1, "city": None}))
     assert caught.value.reason == "filled_with_null"
 

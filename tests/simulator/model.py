@@ -141,7 +141,7 @@ def export_model(self: RunExports, _exporter: object, folder: Path) -> None:
 
 
 @contextmanager
-def opened(checkpoint: Path, _source: object) -> Iterator[tuple[dict[str, Any], Callable[[], torch.Tensor], int]]:
+def open_weights(checkpoint: Path, _source: object) -> Iterator[tuple[dict[str, Any], Callable[[], torch.Tensor], int]]:
     with ShardedTensors(checkpoint, "model") as stored:
         yield {}, lambda: stored.read("matrix"), 0
 

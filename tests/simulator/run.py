@@ -220,7 +220,7 @@ def _replacements(clock: Clock) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield saving, {"_in_background": _Written}
     yield saving.Saver, {"_succeeded": lambda saver: _succeeded(saver)}
     yield evaluation, {"measure_set": model.measure_set, "whole_head": nullcontext}
-    yield exports, {"opened": model.opened, "write_export": model.write_export}
+    yield exports, {"open_weights": model.open_weights, "write_export": model.write_export}
     exporter = SimpleNamespace(plan=_nothing)
     yield exports.RunExports, {"_exporter": lambda *_, **__: exporter, "_export_model": model.export_model}
     yield dataset, {"StreamOrder": partial(StreamOrder, window=_WINDOW)}

@@ -154,7 +154,7 @@ def test_a_resume_with_other_data_is_refused_by_name_and_leaves_the_run_as_it_is
 
     assert status == 2
     what = "another model" if name.startswith("the model's") else "other data settings"
-    assert f"was made with {what}, so " in message
+    assert f"was made with {what}, " in message
     assert f"\n  {name}" in message
     assert " in the checkpoint, " in message
     assert (stopped_run / "runs/run/config.yaml").read_bytes() == config_before

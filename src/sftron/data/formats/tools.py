@@ -65,7 +65,9 @@ def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[st
         if name not in known or not isinstance(arguments, Mapping):
             continue
         if (argument := _undeclared_null(arguments, known[name])) is not None:
-            found = f"a call of {excerpt(name)} has the null argument {excerpt(argument)}, which it does not declare"
+            found = (
+                f"a call of {excerpt(name)} has the null argument {excerpt(argument)}, which the tool does not declare"
+            )
             raise _arrow_null(location, found)
 
 
