@@ -184,7 +184,8 @@ $(LLAMA_CPP_ENV)/installed: | install
 llama-cpp: $(LLAMA_CPP_ENV)/installed
 	SFTRON_LLAMA_CPP=$(CURDIR)/$(LLAMA_CPP_SOURCE) $(LLAMA_CPP_ENV)/env/bin/python -m pytest -p no:cacheprovider -m nightly \
 	    tests/checks/test_llama_cpp_converter.py
-	PYTHONPATH=. $(LLAMA_CPP_ENV)/env/bin/python tools/llama_cpp_templates.py --no-shrink build/llama-cpp-templates \
+	rm -rf build/llama-cpp-templates
+	$(LLAMA_CPP_ENV)/env/bin/python tools/llama_cpp_templates.py --no-shrink build/llama-cpp-templates \
 	    tests/assets/templates $(LLAMA_CPP_SOURCE)/models/templates $(LLAMA_CPP_ENV)/templates
 
 bench-gpu:

@@ -14,7 +14,7 @@ import argparse
 import ast
 import json
 import re
-import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,16 +23,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from sftron.checks.served_causes import Ids, Render, cause_of, render_prompt
 from sftron.checks.served_prompts import LlamaServerPrompts
 from sftron.checks.servers import RefusedError
+from sftron.commands.arguments import refusing
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, Role
-from sftron.errors import show
+from sftron.errors import exit_with, show
 from sftron.visible_text import counted
 from tests.checks.llama_cpp import llama_server, write_gguf
 from tests.checks.test_served_turns import MORE
@@ -64,6 +67,8 @@ class Difference(NamedTuple):
 
 def templates(places: Sequence[Path]) -> dict[str, str]:
     """Returns the sources by their names, each source once."""
+    if missing := [place for place in places if not place.exists()]:
+        raise ValueError(f"{missing[0]}: no such file or folder")
     files = [file for place in places for file in (sorted(place.rglob("*")) if place.is_dir() else [place])]
     sources = dict[str, str]()
     for file in files:
@@ -216,18 +221,23 @@ def smallest_row(source: str, row: Given, cause: str) -> Given:
     return row
 
 
-def main() -> None:
+@refusing(ValueError, OSError, tool="llama_cpp_templates")
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="a folder that is not there, or empty")
     parser.add_argument("places", type=Path, nargs="+")
     parser.add_argument("--every", type=int, default=1, help="take each Nth template only")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--trials", type=int, default=200)
-    options = parser.parse_args()
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
-
+    options = parser.parse_args(arguments)
     found = templates(options.places)
+    if not found:
+        named = ", ".join(map(str, options.places))
+        raise ValueError(f"no chat template is in {named}; name files or folders with *.jinja, *.json or *.py")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if any(options.out.iterdir()):
+        raise ValueError(f"{options.out} is not empty; name a folder that is not there")
+
     counts, by_cause, first = Counter[str](), dict[str, set[str]](), dict[str, tuple[str, str, Given]]()
 
     def note(cause: str, name: str, source: str, row: Given) -> None:
@@ -274,7 +284,8 @@ def main() -> None:
         (options.out / f"{cause}.jinja").write_text(source, encoding="utf-8")
         shown = {"template": name, "cause": cause, "messages": row.messages, "tools": row.tools}
         (options.out / f"{cause}.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(lambda: main(sys.argv[1:]))

@@ -13,6 +13,8 @@ SmolLM2's tokenizer, so record with models/SmolLM2-135M-Instruct, and as many te
 
 import argparse
 import json
+import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -20,11 +22,14 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from sftron.checks.served_prompts import VllmPrompts
 from sftron.checks.served_turns import _conversations, compare_turns, open_rows_to_serve
 from sftron.checks.servers import RefusedError
+from sftron.commands.arguments import refusing
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.errors import show
+from sftron.errors import exit_with, show
 from tests.checks.test_served_turns import MORE
 from tests.data.family_conversations import CONVERSATIONS
 
@@ -97,22 +102,23 @@ def write_conversations(file: Path) -> Path:
     return file
 
 
-def main() -> None:
+@refusing(ValueError, OSError, tool="record_served")
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("fixture", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="the folder that is served")
     parser.add_argument("--data", type=Path, help="rows of messages (JSON lines)")
     parser.add_argument("--served-model", help="its name there, if the server has several")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        data = options.data or write_conversations(Path(folder) / "rows.jsonl")
+        fixture = record(options.url, options.model, data, options.served_model)
     options.fixture.parent.mkdir(parents=True, exist_ok=True)
-    data = options.data or write_conversations(options.fixture.with_suffix(".jsonl"))
-    fixture = record(options.url, options.model, data, options.served_model)
     options.fixture.write_text(json.dumps(fixture, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    if not options.data:
-        data.unlink()
     show(f"{options.fixture}: {len(fixture['exchanges'])} answers, causes {fixture['causes'] or 'none'}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(lambda: main(sys.argv[1:]))

@@ -1,7 +1,6 @@
 """tools/llama_cpp_templates.py on two templates, one of which llama.cpp renders otherwise."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,13 @@ UNLIKE = (
 )
 
 
-def test_the_table_and_the_smallest_program_of_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_smallest_program_of_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, place = tmp_path / "out", tmp_path / "templates"
     place.mkdir()
     (place / "equal.jinja").write_text(EQUAL)
     write_jsonl(place / "unlike.json", {"chat_template": UNLIKE, "prompt": "messages {% if x %}", "again": [EQUAL]})
     (place / "code.py").write_text(f"TEMPLATE = {UNLIKE!r}\nOTHER = '{{% for m in messages %}}'\n")
-    monkeypatch.setattr(sys, "argv", ["llama_cpp_templates.py", str(out), str(place)])
-    llama_cpp_templates.main()
+    assert llama_cpp_templates.main([str(out), str(place)]) == 0
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == ["0 of 2 templates left out", "2 templates", "1 templates equal"]
@@ -40,3 +36,20 @@ def test_the_table_and_the_smallest_program_of_a_difference(
     ]
     first = json.loads((out / "differences.jsonl").read_text().splitlines()[0])
     assert (first["transformers"], first["llama_cpp"]) == ("<|user|>Who?a", "<|%s|>Who?a")
+
+
+def test_a_place_without_templates_and_a_folder_with_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, place = tmp_path / "mine" / "notes.txt", tmp_path / "equal.jinja"
+    kept.parent.mkdir()
+    kept.write_text("kept")
+    place.write_text(EQUAL)
+    for out, of, problem in (
+        (kept.parent, place, "mine is not empty; name a folder that is not there"),
+        (tmp_path / "out", kept.parent, "mine; name files or folders with *.jinja, *.json or *.py"),
+        (tmp_path / "out", tmp_path / "none", "none: no such file or folder"),
+    ):
+        assert llama_cpp_templates.main([str(out), str(of)]) == 2
+        assert problem in capsys.readouterr().err
+    assert kept.read_text() == "kept"

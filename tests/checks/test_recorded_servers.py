@@ -5,7 +5,6 @@ records it. The other fixtures are recorded here, from the stand-in: a recording
 """
 
 import json
-import sys
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -68,14 +67,13 @@ def replayed(fixture: dict[str, Any]) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def recorded(home: Path, planted: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
+def recorded(home: Path, planted: str, *more: str) -> Path:
     folder, file = (
         folder_with(home / "recorded", TEMPLATE.read_text(encoding="utf-8")),
         home / "served" / "fixture.json",
     )
     with serving(serve_prompts(Rendering(folder, **PLANTED[planted]))) as url:
-        monkeypatch.setattr(sys, "argv", ["record_served.py", url, str(file), "--model", str(folder), *more])
-        record_served.main()
+        assert record_served.main([url, str(file), "--model", str(folder), *more]) == 0
     return file
 
 
@@ -85,11 +83,9 @@ def some_rows(file: Path) -> Path:
 
 
 @pytest.mark.parametrize("source", [*PLANTED, *RECORDED], ids=str)
-def test_a_recorded_server_is_compared_as_when_it_ran(
-    tmp_path: Path, source: str | Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_server_is_compared_as_when_it_ran(tmp_path: Path, source: str | Path) -> None:
     if isinstance(source, str):
-        file = recorded(tmp_path, source, monkeypatch, "--data", str(some_rows(tmp_path / "given.jsonl")))
+        file = recorded(tmp_path, source, "--data", str(some_rows(tmp_path / "given.jsonl")))
     else:
         file = source
     fixture = json.loads(file.read_text(encoding="utf-8"))
@@ -109,9 +105,9 @@ def test_a_recorded_server_is_compared_as_when_it_ran(
         assert set(facts["causes"]) == CAUSES[source]
 
 
-def test_a_recording_holds_what_vllm_and_sglang_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_holds_what_vllm_and_sglang_take(tmp_path: Path) -> None:
     """The names of TokenizeChatRequest in vLLM 0.33 and of TokenizeRequest in SGLang 0.5.23."""
-    fixture = json.loads(recorded(tmp_path, "nothing", monkeypatch).read_text(encoding="utf-8"))
+    fixture = json.loads(recorded(tmp_path, "nothing").read_text(encoding="utf-8"))
     models, *asked = fixture["exchanges"]
     assert models == {"path": "/v1/models", "body": None, "status": 200, "reply": {"data": [{"id": "tiny"}]}}
     assert {each["path"] for each in asked} == {"/tokenize"}
