@@ -183,6 +183,53 @@ def test_the_parts_of_an_update_add_up_and_the_factor_that_differs_is_named(name
         assert found.parts[name] == pytest.approx(np.log(factor), abs=1e-5)
 
 
+class Lion(torch.optim.Optimizer):
+    """Updates each weight by the sign of its gradient, and decays it apart."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * each.grad.sign())
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+def stepped_by(kind: Any) -> Trainer:
+    return few(trainer=with_optimizer(kind))
+
+
+def with_optimizer(kind: Any) -> type[Trainer]:
+    class Stepped(Trainer):
+        def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+            self.optimizer = kind(self.model.parameters(), lr=1e-3)
+            return self.optimizer
+
+    return Stepped
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "adagrad", "adafactor", "Lion", "RAdam"])
+def test_the_update_of_an_optimizer_whose_parts_are_not_known_is_not_decomposed(name: str) -> None:
+    kinds: dict[str, Any] = {"Lion": Lion, "RAdam": torch.optim.RAdam}
+    found = compared(few(), stepped_by(kinds[name]) if name in kinds else few(optim=name))
+    assert None not in found.update.norms
+    assert not found.update.parts
+    text = as_text(found).lower()
+    assert f"it is not decomposed: {name.lower()}: only adam and sgd have known parts." in text
+
+
+def test_the_update_of_a_class_made_of_adamw_is_decomposed() -> None:
+    found = compared(few(learning_rate=1e-3, weight_decay=0.01), stepped_by(OwnAdamW)).update
+    assert found.parts["moments"] == pytest.approx(0.0, abs=1e-9)
+    assert found.parts["residual"] == pytest.approx(0.0, abs=1e-3)
+
+
 def test_an_update_that_bfloat16_swallows_is_a_residual() -> None:
     small = {"learning_rate": 1e-6}
     found = compared(few(**small), in_bfloat16(few(**small)))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from sftcheck.faults import Fault
-from sftron.report.token_record import TokenRecord
+from sftron.report.token_record import ADAM, TokenRecord
 
 _SAME = 1e-3
 """Relative, of two norms of a gradient, or of a factor from 1."""
@@ -52,7 +52,7 @@ def update_size(a: TokenRecord, b: TokenRecord) -> UpdateSize:
 
     gradient      its norm; for Adam, whose first update has no size of the gradient, the weights that have one
     clipping      min(1, max_grad_norm / norm); nothing for Adam
-    moments       one of Adam's kind against one that takes the gradient as it is
+    moments       Adam against SGD, which takes the gradient as it is
     rate          before the schedule, which the facts have
     weight decay  as a term of its own
     residual      what this leaves out: eps, decay in moments, weights too coarse for their update
@@ -66,6 +66,9 @@ def update_size(a: TokenRecord, b: TokenRecord) -> UpdateSize:
     ]
     if missing:
         return UpdateSize((norms[0], norms[1]), {}, f"{'; '.join(missing)}: record it again, with its optimizer")
+    others = {str(each["optimizer"]["name"]): None for each in facts if not each["update"].get("kind")}
+    if others:
+        return UpdateSize((norms[0], norms[1]), {}, f"{' and '.join(others)}: only Adam and SGD have known parts")
     one, other = _Step(a.facts), _Step(b.facts)
     if not all(each > 0 for step in (one, other) for each in (step.norm, step.without_decay, step.gradient, step.rate)):
         return UpdateSize((one.norm, other.norm), {}, "an update, a gradient or a rate is 0, which has no logarithm")
@@ -90,7 +93,7 @@ class _Step:
         )
         self.gradient = math.hypot(*map(float, facts["gradient_norms"].values()))
         self.limit = float(facts.get("max_grad_norm") or math.inf)
-        self.has_moments = "adam" in str(optimizer["name"]).lower()
+        self.has_moments = update["kind"] == ADAM
         groups = optimizer["groups"]
         weights = sum(each["num_weights"] for each in groups) or 1
         self.rate = math.sqrt(sum(each["lr"] ** 2 * each["num_weights"] for each in groups) / weights)

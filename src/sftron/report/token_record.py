@@ -25,6 +25,8 @@ import numpy as np
 
 FORMAT = "sftron-record/1"
 UNKNOWN_ROLE, NO_TARGET = 255, -100
+ADAM, SGD = "Adam", "SGD"
+"""The kinds of optimizers whose first update has known parts."""
 ROLE_NAMES = (
     "template",
     "system prompts",
@@ -138,9 +140,9 @@ class TokenArrays:
         return {name: np.concatenate(parts) for name, parts in self._parts.items()}
 
 
-def read_record(path: Path) -> TokenRecord:
+def read_record(path: str | Path) -> TokenRecord:
     """Raises RecordError, with the name of the file, if it is cut, changed or no record; OSError if it is not there."""
-    data = path.read_bytes()
+    data = Path(path).read_bytes()
     try:
         return _parsed(data)
     except RecordError as error:
