@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_EXIT_REMEDY = "return the trainer, and exit only under if __name__ == '__main__'"
+
 
 def place_of(error: BaseException) -> str:
     """Returns the line where an exception began: the innermost line of the user's own code, if any."""
@@ -18,16 +20,30 @@ def place_of(error: BaseException) -> str:
 
 
 @contextmanager
+def naming_the_line(what: str, remedy: str = "") -> Iterator[None]:
+    """Raises ValueError in place of an exception of code that is not ours, with the line where it began."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"{what} {type(error).__name__}: {words} ({place_of(error)}){remedy}") from error
+
+
+@contextmanager
 def naming_the_users_line() -> Iterator[None]:
     """Raises ValueError with the line in place of an exception that came through the user's own code."""
     try:
         yield
-    except Exception as error:
-        is_of_user = isinstance(error, SyntaxError) or _user_frames(error)
-        if isinstance(error, BrokenPipeError) or not is_of_user:
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except BaseException as error:  # an exit of the user's would be taken for a verdict
+        if not isinstance(error, SyntaxError) and not _user_frames(error):
             raise
         words = " ".join(str(error).split())
-        raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}") from error
+        remedy = f"; {_EXIT_REMEDY}" if isinstance(error, SystemExit) else ""
+        raise ValueError(f"{place_of(error)}: {type(error).__name__}{': ' * bool(words)}{words}{remedy}") from error
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -130,8 +130,14 @@ def with_frozen_embeddings(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def with_fused_head(trainer: Trainer, smoothing: float = 0.0, shift: int = 1) -> Trainer:
-    """Computes the loss from the weights of the head, of two tokens at a time, and returns no logits (TRL 1.9)."""
+def with_fused_head(
+    trainer: Trainer, smoothing: float = 0.0, shift: int = 1, *, in_float32: bool = True, needs_labels: bool = False
+) -> Trainer:
+    """Computes the loss from the weights of the head, of two tokens at a time, and returns no logits (TRL 1.9).
+
+    Args:
+        in_float32: Whether the product with the head is computed in float32, whatever type both have.
+    """
     model: Any = trainer.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     original, config = base.forward, base.config
@@ -139,14 +145,15 @@ def with_fused_head(trainer: Trainer, smoothing: float = 0.0, shift: int = 1) ->
     def forward(
         input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **given: Any
     ) -> CausalLMOutputWithPast:
-        if labels is None:
+        if labels is None and not needs_labels:
             return original(input_ids=input_ids, **given)
         hidden = base.base_model(input_ids=input_ids, **given).last_hidden_state[:, :-1]
         targets, loss = labels[:, shift : labels.shape[1] - 1 + shift], torch.zeros(())
-        is_trained, head = targets != -100, base.get_output_embeddings().weight.float()
-        pairs = zip(hidden[is_trained].float().split(2), targets[is_trained].split(2), strict=True)
+        is_trained, head = targets != -100, base.get_output_embeddings().weight
+        hidden, head = (hidden.float(), head.float()) if in_float32 else (hidden, head)
+        pairs = zip(hidden[is_trained].split(2), targets[is_trained].split(2), strict=True)
         for own, wanted in pairs:
-            logits = own @ head.T / getattr(config, "logits_scaling", 1.0)
+            logits = (own @ head.T).float() / getattr(config, "logits_scaling", 1.0)
             if cap := getattr(config, "final_logit_softcapping", None):
                 logits = cap * torch.tanh(logits / cap)
             loss = loss + cross_entropy(logits, wanted, reduction="sum", label_smoothing=smoothing)

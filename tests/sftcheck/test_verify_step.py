@@ -291,7 +291,7 @@ def test_what_cannot_be_checked_is_refused_with_its_remedy() -> None:
             lambda each: -llama(each["input_ids"]).logits.softmax(-1)[..., :9].sum())),
         "the head gives logits for 4 of": lambda: check(of_all(
             lambda each: llama(each["input_ids"], logits_to_keep=1).logits.logsumexp(-1).sum())),
-        "step raised ZeroDivisionError: division by zero": lambda: check(lambda _: 1 / 0),
+        "the step raises ZeroDivisionError: division by zero": lambda: check(lambda _: 1 / 0),
         "the batches hold token 99,999, and the model has embeddings for": lambda: check(
             sound, given=[{**batch, "input_ids": batch["input_ids"] + 99_999 - int(batch["input_ids"].max())}
                           for batch in batches]),

@@ -232,6 +232,13 @@ def test_a_script_that_fails_and_a_bad_line_are_refused_in_one_line_that_says_wh
         ("def made():\n    return {}['a\\nb']\n", f"{script}:2, in made: KeyError: 'a\\nb'"),
         ("def made():\n    raise RuntimeError('a\\nb')\n", f"{script}:2, in made: RuntimeError: a b"),
         ("def made():\n    raise MemoryError\n", f"{script}:2, in made: MemoryError"),
+        (
+            "import sys\n\ndef made():\n    sys.exit(0)\n",
+            f"{script}:4, in made: SystemExit: 0; return the trainer, and exit only under if __name__ == '__main__'",
+        ),
+        ("raise SystemExit(0)\n", f"{script}:1, in <module>: SystemExit: 0; return the trainer, and exit only under"),
+        ("class Stop(BaseException):\n    pass\n\ndef made():\n    raise Stop\n", f"{script}:5, in made: Stop"),
+        ("def made(model):\n    return model\n", f"{script}:made: missing a required argument: 'model'; give"),
         ("def made(:\n", f"{script}:1: SyntaxError: invalid syntax (failing.py, line 1)"),
         (
             "import transformers\ndef made():\n    transformers.AutoTokenizer.from_pretrained('/no/such')\n",

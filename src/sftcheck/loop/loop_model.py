@@ -21,7 +21,7 @@ from sftcheck.restore import restored
 from sftcheck.tolerances import UNKNOWN_ROUNDING
 from sftron.checks.isolation import rounding_of
 from sftron.checks.report import NotMeasuredError
-from sftron.user_code import place_of
+from sftron.user_code import naming_the_line
 
 Step = Callable[[list[Any]], Any]
 
@@ -174,14 +174,10 @@ class LoopModel:
                 return leaves[-1][-1].clone()  # as a loop may change it in place
 
         try:
-            with torch.enable_grad(), without_scaler():
+            with naming_the_line("the step raises"), torch.enable_grad(), without_scaler():
                 result = self.run(batches, on_call, on_logits)
                 if not any(leaf.grad is not None for each in leaves for leaf in each):
                     backward(result)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(f"step raised {type(error).__name__}: {error} ({place_of(error)})") from error
         finally:
             self.module.zero_grad(set_to_none=True)
         self._require(batches, calls, leaves)

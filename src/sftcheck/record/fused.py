@@ -20,6 +20,7 @@ from sftcheck.loop.call import Call
 from sftcheck.loop.loop_model import LoopModel
 from sftcheck.loop.reading import Reading
 from sftron.data.types import IGNORE_INDEX
+from sftron.user_code import naming_the_line
 
 OF_THE_LOSS = (
     *("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep", "num_logits_to_keep"),
@@ -42,7 +43,7 @@ class FusedHead:
     """
 
     def __init__(self, model: LoopModel, decoder: nn.Module | None, call: Call) -> None:
-        self._model, self._call = model.unwrapped, call
+        self._owner, self._model, self._call = model, model.unwrapped, call
         head = self._model.get_output_embeddings() if hasattr(self._model, "get_output_embeddings") else None
         self._targets = targets_of(call)
         if decoder is None or head is None or self._targets is None:
@@ -68,12 +69,28 @@ class FusedHead:
 
         given = {name: value for name, value in self._call.seen.items() if name not in OF_THE_LOSS}
         with (
+            naming_the_line("without its labels, the model raises", f"; {NO_LOGITS_REMEDY}"),
             calls_instead(self._decoder, lambda *_, **__: decoded),
             calls_instead(self._head, head),
             without_autocast(self._model),
             torch.autocast(self._head.weight.device.type, autocast, enabled=autocast is not None),
         ):
-            return self._model(**given).logits
+            found = self._owner.logits_of(self._model(**given))
+        if found is None:
+            raise ValueError(f"the model gives no logits without its labels; {NO_LOGITS_REMEDY}")
+        return found
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Gives the head float32 weights, as hidden states of float32 have an exact gradient."""
+        own = {each: each.data for each in self._head.parameters() if each.is_floating_point()}
+        try:
+            for each, data in own.items():
+                each.data = data.float()
+            yield
+        finally:
+            for each, data in own.items():
+                each.data, each.grad = data, None
 
     def read(self, decoded: Any, gradient: Tensor) -> Reading:
         """Returns what the loss trains, by its gradient at the last hidden states [B, T, H]."""

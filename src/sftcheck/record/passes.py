@@ -18,12 +18,13 @@ from sftcheck.interception import intercepted
 from sftcheck.loop.call import Call
 from sftcheck.loop.loop_model import LoopModel, backward, without_scaler
 from sftcheck.loop.reading import Reading, read
-from sftcheck.record.fused import FusedHead, calls_instead, targets_of, with_hidden, without_autocast
+from sftcheck.record.fused import NO_LOGITS_REMEDY, FusedHead, calls_instead, targets_of, with_hidden, without_autocast
 from sftcheck.tolerances import Tolerance
 from sftron.checks.report import NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 from sftron.report.first_update import FirstUpdate
 from sftron.report.token_record import groups_of
+from sftron.user_code import naming_the_line
 
 _ROWS_AT_ONCE = 256
 _LINEAR = Tolerance(1e-6, 2**-7)
@@ -170,12 +171,14 @@ class Passes:
             return with_hidden(decoded, seen[-1].hidden)
 
         outputs = iter(own.decoded)
-        with ExitStack() as stack, torch.enable_grad(), without_scaler():
+        remedy = f"; {NO_LOGITS_REMEDY}" if own.fused else ""
+        with naming_the_line("the step raises", remedy), ExitStack() as stack, torch.enable_grad(), without_scaler():
             stack.enter_context(intercepted([self.model.module], on_output=on_output))
             if self._decoder is not None and own.decoded:
                 stack.enter_context(calls_instead(self._decoder, decode))
             if own.fused:  # whose gradient autocast would round
                 stack.enter_context(without_autocast(self.model.module))
+                stack.enter_context(next(iter(own.fused.values())).in_float32())
             result = self.model.run(self.batches, on_call, on_logits)
             if not any(each.has_gradient for each in seen):
                 backward(result)
@@ -288,7 +291,7 @@ class Passes:
         def add(name: str, gradient: Tensor) -> None:
             summed[name] = summed[name] + gradient if name in summed else gradient.detach().clone()
 
-        with ExitStack() as stack, torch.enable_grad():
+        with naming_the_line("the step raises"), ExitStack() as stack, torch.enable_grad():
             for name, each in parameters.items():
                 stack.callback(each.register_hook(lambda gradient, name=name: add(name, gradient)).remove)
             stack.enter_context(intercepted([self.model.module], on_output=on_output))

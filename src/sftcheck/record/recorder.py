@@ -41,6 +41,7 @@ from sftron.report.token_record import (
 _SAME_LOSS = 1e-5
 """Relative, of the loss that a step returns from the loss whose gradient it leaves: sums of the same numbers."""
 _NUM_RATES = 5
+_NO_NUMBER_REMEDY = "look for NaN or infinity in the model's weights before you record it"
 
 
 def record_trainer(
@@ -303,10 +304,20 @@ class _Recorder:
         before = np.concatenate([[np.uint64(0)], digests[:-1]])
         return np.where(starts == np.arange(len(ids)), np.uint64(0), before)
 
+    def _require_numbers(self) -> None:
+        """Raises ValueError if a loss, or a log-probability of the reference, is NaN or infinite."""
+        for n, loss in enumerate(self._losses, 1):
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {n} is {loss}; {_NO_NUMBER_REMEDY}")
+        context = self._tokens.joined()["context"]
+        if number := int((~np.isfinite(context)).sum()):
+            raise ValueError(f"the model in float32 gives {number:,} tokens no finite probability; {_NO_NUMBER_REMEDY}")
+
     def finish(self, facts: Mapping[str, Any]) -> TokenRecord:
         """Returns the record of the steps that were added."""
         if not self._losses:
             raise ValueError("the trainer makes no batch")
+        self._require_numbers()
         tokens, factor = self._tokens.joined(), self._factors[0]
         is_scaled = all(_is_near(each, factor) for each in self._factors) and _is_simple(factor)
         factor = factor if is_scaled and not _is_near(factor, 1.0) else 1.0

@@ -54,12 +54,12 @@ def record(arguments: list[str]) -> int:
     parser.add_argument("--conversations", type=as_path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
     parser.add_argument("--with-text", action="store_true", help="hold the texts of the tokens, to show them")
     options = parser.parse_args(arguments)
-    from sftron.commands.verify_trainer import load_function, read_conversations
+    from sftron.commands.verify_trainer import make_trainer, read_conversations
 
     require_writable(options.out)
     given = None if options.conversations is None else read_conversations(options.conversations)
     with naming_the_users_line():
-        trainer = load_function(options.target)()
+        trainer = make_trainer(options.target)
         from sftcheck.record.recorder import record_trainer
 
         found = record_trainer(trainer, given, options.trained_roles, steps=options.steps, with_text=options.with_text)

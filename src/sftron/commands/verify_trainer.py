@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from sftron.commands.arguments import as_path, make_parser, refusing, write_json
 from sftron.errors import show
 from sftron.regular_file import expand_home, where_missing
 from sftron.user_code import naming_the_users_line
+
+
+def make_trainer(target: str) -> Any:
+    """Returns what the function that `SCRIPT.py:FUNCTION` names returns. Raises ValueError if it takes arguments."""
+    function = load_function(target)
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{target}: {error}; give a function without arguments, which returns the trainer") from error
+    return function()
 
 
 def load_function(target: str) -> Callable[[], Any]:
@@ -70,7 +81,7 @@ def main(arguments: list[str]) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     given = None if options.conversations is None else read_conversations(options.conversations)
     with naming_the_users_line():
-        trainer = load_function(options.target)()
+        trainer = make_trainer(options.target)
         # Imported here, so that --help and wrong arguments take no time.
         from sftcheck.ranks.on_ranks import leave_together
         from sftcheck.verify_trainer import verify_trainer
