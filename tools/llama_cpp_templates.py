@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from sftcheck.program import search
 from sftron.checks.served_causes import Ids, Render, cause_of, render_prompt
 from sftron.checks.served_prompts import LlamaServerPrompts
 from sftron.checks.servers import RefusedError
-from sftron.commands.arguments import refusing
+from sftron.commands.arguments import count, positive, refusing
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, Role
@@ -66,15 +67,17 @@ class Difference(NamedTuple):
 
 
 def templates(places: Sequence[Path]) -> dict[str, str]:
-    """Returns the sources by their names, each source once."""
+    """Returns the sources by their names, each source once. A name ends as the file's path does."""
     if missing := [place for place in places if not place.exists()]:
         raise ValueError(f"{missing[0]}: no such file or folder")
     files = [file for place in places for file in (sorted(place.rglob("*")) if place.is_dir() else [place])]
-    sources = dict[str, str]()
+    sources, seen = dict[str, str](), Counter[str]()
     for file in files:
         for number, source in enumerate(texts(file)):
             if isinstance(source, str) and source not in sources and is_template(source):
-                sources[source] = "/".join(file.parts[-3:]) + (f":{number}" if number else "")
+                name = "/".join(file.parts[-3:]) + (f":{number}" if number else "")
+                seen[name] += 1
+                sources[source] = name + (f" ({seen[name]})" if seen[name] > 1 else "")
     return {name: source for source, name in sources.items()}
 
 
@@ -88,7 +91,11 @@ def texts(file: Path) -> Iterator[object]:
         with suppress(SyntaxError):
             yield from (each.value for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Constant))
     else:
-        values = [json.loads(text)]
+        try:
+            values = [json.loads(text)]
+        except ValueError as error:
+            show(f"{file} is left out: {error}")
+            return
         while values:
             value = values.pop()
             values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -167,20 +174,10 @@ def first_difference(chat: ChatTokenizer, own: Ids, theirs: Ids | None) -> tuple
     return ours[max(at - 30, 0) :][:120], there[max(at - 30, 0) :][:120]
 
 
-def shrink(parts: list[Any], is_kept: Callable[[list[Any]], bool], trials: int = 10**6) -> list[Any]:
-    """Leaves out runs of parts, long ones first, as long as `is_kept`."""
-    size = len(parts) // 2
-    while size and trials > 0:
-        at = 0
-        while at < len(parts) and trials > 0:
-            fewer = parts[:at] + parts[at + size :]
-            trials -= 1
-            if is_kept(fewer):
-                parts = fewer
-            else:
-                at += size
-        size //= 2
-    return parts
+def shrink(parts: Sequence[Any], is_kept: Callable[[list[Any]], bool], trials: int = 10**6) -> list[Any]:
+    """Leaves out runs of parts, long ones first, as long as `is_kept`, in at most so many trials."""
+    left = iter(range(trials))
+    return search.smallest(parts, list, lambda fewer: next(left, None) is not None and is_kept(fewer), least=1)
 
 
 def has_cause(differences: Callable[[Given], list[Difference] | None], row: Given, cause: str) -> bool:
@@ -226,9 +223,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a folder that is not there, or empty")
     parser.add_argument("places", type=Path, nargs="+")
-    parser.add_argument("--every", type=int, default=1, help="take each Nth template only")
+    parser.add_argument("--every", type=positive, default=1, help="take each Nth template only")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--trials", type=count, default=200)
     options = parser.parse_args(arguments)
     found = templates(options.places)
     if not found:

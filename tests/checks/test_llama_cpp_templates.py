@@ -38,6 +38,19 @@ def test_the_table_and_the_smallest_program_of_a_difference(tmp_path: Path, caps
     assert (first["transformers"], first["llama_cpp"]) == ("<|user|>Who?a", "<|%s|>Who?a")
 
 
+def test_templates_of_one_path_are_kept_apart_and_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("one/a/b/x.jinja", EQUAL), ("two/a/b/x.jinja", UNLIKE), ("bad.json", "{messages")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert llama_cpp_templates.templates([tmp_path]) == {"a/b/x.jinja": EQUAL, "a/b/x.jinja (2)": UNLIKE}
+    assert f"{tmp_path / 'bad.json'} is left out: Expecting property name" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        llama_cpp_templates.main([str(tmp_path / "out"), str(tmp_path), "--every", "0"])
+    assert "argument --every: invalid positive value: '0'" in capsys.readouterr().err
+
+
 def test_a_place_without_templates_and_a_folder_with_files_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
