@@ -115,10 +115,10 @@ def test_an_invalid_value_is_refused_in_one_line_with_the_value_and_the_remedy(
         for models, completed in ((MODELS, each) for each in REPLIES):
             reply = (models, completed)
             line = refusal(url)
-            assert line.endswith("; check that this is an OpenAI-like server of this model"), completed
+            assert line.endswith("; check that this is an OpenAI-like server with this model"), completed
         for models in ({"data": [5]}, {"data": [{}]}, [], {}):
             reply = (models, {})
-            assert "check that this is an OpenAI-like server of this model" in refusal(url)
+            assert "check that this is an OpenAI-like server with this model" in refusal(url)
         reply = (MODELS, completion())
         assert "'a' is not an id from 0 to" in refusal(url)
 

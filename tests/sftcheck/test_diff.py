@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
+from sftcheck.diff.causes import _span
 from sftcheck.diff.difference import RESIDUAL, Difference, as_text, difference
 from sftcheck.diff.matching import _scored
 from sftcheck.diff.parts import Factor
@@ -276,7 +277,7 @@ def test_micro_batches_that_a_step_leaves_out_are_counted() -> None:
     found = compared(sound(), few(trainer=SkipsSecond))
     weights = next(each.cause for each in found.named if each.factor is Factor.WEIGHTS)
     assert (weights.fault, weights.side) == (Fault.ROWS_SKIPPED, "B")
-    assert weights.sentence.endswith("tokens are trained: 1 micro-batches leave no gradient")
+    assert weights.sentence.endswith("tokens are trained, as no gradient is kept of 1 micro-batch")
     assert "B lacks 4 of A's 8" in found.parts[0].cause.sentence
 
 
@@ -360,6 +361,15 @@ def test_a_record_is_equal_to_itself_whatever_its_type_and_its_faults(kind: str)
     same = difference(found, found)
     assert not same.named
     assert any(each.cause.sentence.startswith("the same: ") for each in same.parts)
+
+
+def test_numbers_have_their_nouns_and_the_digits_that_tell_them_apart() -> None:
+    rows = features()
+    sentences = {each.factor: each.cause.sentence for each in compared(few(rows[:2]), few(rows[1:2], bf16=True)).parts}
+    assert sentences[Factor.ROWS].endswith("1 conversation is in both")
+    assert "without dropout (float32, autocast to bfloat16)" in sentences[Factor.MODEL]
+    assert _span(np.array([1.00004, 1.0, 1.00012])) == "1 to 1.00012"
+    assert _span(np.array([0.5, 1.25])) == "0.5 to 1.25"
 
 
 def test_repeated_rows_are_no_conversations_that_are_lacking() -> None:

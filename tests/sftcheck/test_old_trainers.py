@@ -19,6 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sftcheck.diff.difference import difference
 from sftcheck.diff.parts import Factor
+from sftcheck.verify_trainer import RULES
 from sftron import record_trainer, verify_trainer
 from sftron.report.token_record import read_record
 
@@ -78,8 +79,7 @@ def test_a_sound_trainer_passes_every_row(tmp_path: Path) -> None:
     report = verify_trainer(trainer(tmp_path, ANSWERS))
     print(report)
     assert report.passed, report.verdict
-    measured = {row.name for row in report.checks if row.status == "PASS"}
-    assert {"ids", "trained tokens", "stop tokens", "isolation", "truncation", "loss", "gradients"} <= measured
+    assert {row.name: row.status for row in report.checks} == {rule.name: "PASS" for rule in RULES}
 
 
 BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {

@@ -15,6 +15,7 @@ from sftcheck.diff.matching import Matching, Pair, own_prefixes, trains_itself
 from sftcheck.diff.parts import Factor
 from sftcheck.faults import Fault
 from sftron.report.token_record import ROLE_NAMES, UNKNOWN_ROLE, TokenRecord
+from sftron.visible_text import counted
 
 _SAME_WEIGHT = 1e-4
 _SAME_LOG_PROBABILITY = 1e-3
@@ -70,7 +71,8 @@ class _Causes:
         same += len({_key(self.b, each.b.number) for each in matching.pairs if each.cut == "A"})
         moved = sum(self._step_of(self.a, each.a) != self._step_of(self.b, each.b) for each in matching.pairs)
         count = len(matching.only_a) + len(matching.only_b) + moved
-        words = f"{same:,} conversations are in both" if lacks else f"the same {same:,} conversations"
+        words = counted(same, "conversations")
+        words = f"{words} {'is' if same == 1 else 'are'} in both" if lacks else f"the same {words}"
         words += f", {moved:,} of them in other steps" if moved else ""
         if not same and count:
             words = "no conversation is in both: record more steps, or the same rows"
@@ -101,7 +103,7 @@ class _Causes:
             return Cause(0, "the same ids")
         more = sum(len(each.b.ids) - len(each.aligned) for each in unlike)
         fewer = sum(len(each.a.ids) - len(each.aligned) for each in unlike)
-        words = f"B writes {len(unlike):,} of {len(whole):,} conversations with other ids: "
+        words = f"B writes {len(unlike):,} of {counted(len(whole), 'conversations')} with other ids: "
         words += f"{more:,} tokens more, {fewer:,} fewer"
         if texts := self._roles_of_other_text(unlike):
             return Cause(more + fewer, f"{words}; other text {_of_roles(texts)}")
@@ -251,7 +253,7 @@ class _Causes:
         for name in "AB":
             if parts := [each for each in self.matching.pairs if each.cut == name]:
                 number = len({(each.b if name == "A" else each.a).number for each in parts})
-                words.insert(0, f"{name} cuts {number:,} conversations into {len(parts):,} parts")
+                words.insert(0, f"{name} cuts {counted(number, 'conversations')} into {len(parts):,} parts")
                 faults.append((Fault.CUT_BY_PACKING, name))
                 counts[name] = max(counts[name], int(sum(len(each.aligned) for each in parts)))
         if not any(counts.values()):
@@ -280,6 +282,8 @@ class _Causes:
             number = int((apart > _SAME_LOG_PROBABILITY).sum())
             if number:
                 kinds = ", ".join(record.facts.get("dtypes", []))
+                if (autocast := record.facts.get("autocast", "none")) != "none":
+                    kinds += f", autocast to {autocast}"
                 words.append(f"{name} computes {number:,} tokens otherwise than in float32 without dropout ({kinds})")
                 count += number
         if words and self._is_equal("own", "context", "reference"):
@@ -346,17 +350,17 @@ class _Weights:
             if not _is_its_sum(record):
                 return None, f"{divided}; the loss is no sum of cross-entropies, as with label smoothing"
             if number := record.facts.get("num_skipped"):
-                return Fault.ROWS_SKIPPED, f"{divided}: {number:,} micro-batches leave no gradient"
+                return Fault.ROWS_SKIPPED, f"{divided}, as no gradient is kept of {counted(number, 'micro-batches')}"
             return Fault.OTHER_COUNT, divided
         of_micro = [own[micro == each] for each in np.unique(micro)]
         if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in of_micro):
-            of = f"tokens weigh {own.min():.3g} to {own.max():.3g} by their micro-batch, {total:.4g} in all"
+            of = f"tokens weigh {_span(own)} by their micro-batch, {total:.4g} in all"
             return Fault.MEAN_OF_MEANS, f"a mean of means: {of}"
         group = micro * 100_000 + record.document[at]
         rows = [own[group == each] for each in np.unique(group)]
         if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in rows):
             return Fault.MEAN_BY_SEQUENCE, "each conversation weighs the same, however many tokens it has"
-        return None, f"tokens weigh {own.min():.3g} to {own.max():.3g}, {total:.4g} in all"
+        return None, f"tokens weigh {_span(own)}, {total:.4g} in all"
 
     def _divided(self, divisors: list[float]) -> str:
         """Returns what the divisors of the steps are."""
@@ -380,6 +384,13 @@ class _Weights:
     @property
     def sentence(self) -> str:
         return self._kind[1]
+
+
+def _span(values: np.ndarray) -> str:
+    """Returns the least and the largest value, with as many digits as tell them apart."""
+    texts = ([f"{each:.{digits}g}" for each in (values.min(), values.max())] for digits in (3, 6, 9))
+    least, largest = next((each for each in texts if each[0] != each[1]), [f"{values[0]:.3g}"] * 2)
+    return f"{least} to {largest}"
 
 
 def _is_its_sum(record: TokenRecord) -> bool:

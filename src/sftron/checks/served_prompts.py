@@ -144,7 +144,7 @@ _MOST_UNUSED_IDS = 65_536
 
 class LlamaServerPrompts(_PromptServer):
     source = "/apply-template and /tokenize"
-    start_command = "llama-server --model FILE"
+    kind, start_command = "llama-server", "llama-server --model FILE"
 
     def _rendered(self, conversation: Conversation) -> Ids:
         with self._as_expected("/apply-template"):
@@ -184,7 +184,7 @@ class OllamaPrompts(_PromptServer):
     """
 
     source = "/api/chat, in the folder's tokenizer"
-    start_command = "ollama serve"
+    kind, start_command = "Ollama", "ollama serve"
 
     def __init__(self, url: str, chat: ChatTokenizer, model: str | None, timeout: float) -> None:
         super().__init__(url, chat, model, timeout)

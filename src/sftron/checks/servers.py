@@ -226,7 +226,7 @@ class Server:
     """
 
     is_quantized = False
-    start_command = "vllm serve FOLDER"
+    kind, start_command = "an OpenAI-like server", "vllm serve FOLDER"
 
     def __init__(
         self, url: str, model: str | None, timeout: float, vocab_size: int, dtype: torch.dtype | None = None
@@ -236,7 +236,7 @@ class Server:
         with self._as_expected("/v1/models"):
             names = [str(each["id"]) for each in self._request("/v1/models")["data"]]
         if not names:
-            raise ValueError(f"{self._url}/v1/models lists no model; give the URL of an OpenAI-like server")
+            raise ValueError(f"{self._url}/v1/models lists no model; give the URL of {self.kind}")
         if model not in names if model else len(names) > 1:
             wanted = f"--served-model is {model}, but" if model else "give one of them as --served-model:"
             raise ValueError(f"{wanted} {self._url} serves {on_one_line(', '.join(names)[:1000])}")
@@ -293,9 +293,7 @@ class Server:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{url}: {content[:60]!r} is not JSON; check that this is an OpenAI-like server"
-            ) from error
+            raise ValueError(f"{url}: {content[:60]!r} is not JSON; check that this is {self.kind}") from error
 
     def _ids(self, value: Any) -> Ids | None:
         """Returns the ids of a reply; None if it has none. Raises TypeError if one is not in the vocabulary."""
@@ -310,14 +308,12 @@ class Server:
 
     @contextmanager
     def _as_expected(self, path: str) -> Iterator[None]:
-        """Raises ValueError about a reply that no OpenAI-like server of the model would give."""
+        """Raises ValueError about a reply that no server of this kind would give."""
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             problem = f"the reply lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(
-                f"{self._url}{path}: {problem}; check that this is an OpenAI-like server of this model"
-            ) from error
+            raise ValueError(f"{self._url}{path}: {problem}; check that this is {self.kind} with this model") from error
 
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}

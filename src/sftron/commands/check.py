@@ -122,7 +122,7 @@ def _problem(options: argparse.Namespace) -> str:
     if options.data and not kind:
         return "give --data only with --against KIND WHERE"
     if (options.served_model or options.timeout) and kind not in ("vllm", *(_OTHER_SERVERS if options.data else ())):
-        return "give --served-model and --timeout only with --against vllm URL"
+        return f"give --served-model and --timeout only with --against {'KIND' if options.data else 'vllm'} URL"
     if kind in _OTHER_SERVERS and not options.data:
         return f"give --against {kind} only with --data: answers are compared with vllm and gguf"
     if options.weights and not options.data:

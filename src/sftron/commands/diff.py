@@ -18,6 +18,7 @@ from sftron.commands.arguments import as_path, make_parser, positive, refusing, 
 from sftron.errors import show
 from sftron.report.token_record import TokenRecord, read_record
 from sftron.user_code import naming_the_users_line
+from sftron.visible_text import counted
 
 
 @refusing(ValueError)
@@ -39,7 +40,7 @@ def compare(arguments: list[str]) -> int:
     try:
         found = difference(*map(read_record, (options.a, options.b)))
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}") from error
+        raise ValueError(f"{error.filename}: {error.strerror}; write a record with sftron diff record") from error
     show(as_text(found, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")), is_visible=True, end="")
     write_json(options.json, found.as_dict())
     return 0 if found.is_explained else 1
@@ -65,7 +66,7 @@ def record(arguments: list[str]) -> int:
         found = record_trainer(trainer, given, options.trained_roles, steps=options.steps, with_text=options.with_text)
     write(found, options.out)
     if found.num_steps < options.steps:
-        show(f"found {found.num_steps:,} of {options.steps:,} steps: an epoch has no more")
+        show(f"found {found.num_steps:,} of {counted(options.steps, 'steps')}: an epoch has no more")
     return 0
 
 
@@ -83,5 +84,7 @@ def write(found: TokenRecord, path: Path) -> None:
     with writing(path):
         found.write(path)
     trained = int(found.is_trained.sum())
-    show(f"{len(found.id):,} tokens, {trained:,} trained, in {found.num_steps:,} steps; loss {found.loss:.6g}")
+    show(
+        f"{len(found.id):,} tokens, {trained:,} trained, in {counted(found.num_steps, 'steps')}; loss {found.loss:.6g}"
+    )
     show(f"written: {path}")
