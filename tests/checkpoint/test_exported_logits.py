@@ -125,11 +125,11 @@ def _refusal(model_type: str, kind: str, spelling: str, rotary_dim: int) -> str 
     """Returns a part of the message for a combination that is refused, each for a reason in rope_config.py."""
     keys, rope_type = _keys(model_type), ROPES[kind]["rope_type"]
     if keys.only_parameters and spelling != "5":
-        return "sftron does not implement this key"
+        return "sftron does not support this key"
     if keys.original is not None and rope_type == "yarn":
         return "short_factor: missing in rope_type 'longrope'"  # yarn is the first name of longrope there
     if rope_type not in keys.types:
-        return f"rope_type: '{rope_type}'; sftron implements"
+        return f"rope_type: '{rope_type}'; sftron supports only"
     # transformers 5 takes its default of rope_parameters instead; of scales_queries, rope_scaling is never null.
     is_null = kind == "default" and spelling in ("4", "4, first") and not keys.scales_queries
     if is_null and "rope_theta" in keys.parameters:
@@ -137,7 +137,7 @@ def _refusal(model_type: str, kind: str, spelling: str, rotary_dim: int) -> str 
     if rope_type == "dynamic" and rotary_dim == 2:
         return "2 rotated dimensions, but rope_type 'dynamic' needs more than 2"
     if keys.sliding_theta is not None and ROPES[kind].get("truncate") is False:
-        return "truncate: False; sftron implements only True"
+        return "truncate: False; sftron supports only True"
     if keys.sliding_theta is not None and spelling == "4, first" and kind != "default":
         return "which transformers 5 ignores in this family; name it rope_type"
     return None

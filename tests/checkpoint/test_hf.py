@@ -63,7 +63,7 @@ def test_every_key_that_differs_from_the_config_is_named_with_its_shape(tmp_path
     with pytest.raises(ValueError, match=r"the weights do not match config\.json") as caught:
         load_model(tmp_path)
     assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == [
-        "model.layers.0.mlp.up_proj.weight: stored as I8; sftron implements F32, BF16, F16",
+        "model.layers.0.mlp.up_proj.weight: stored as I8; sftron supports only F32, BF16, F16",
         "model.layers.0.self_attn.q_norm.weight: unexpected, has [8]",
         "model.layers.1.mlp.up_proj.weight: has [47, 32], expected [48, 32]",
         "model.norm.weight: missing, expected [32]",

@@ -270,8 +270,8 @@ def test_a_tensor_that_no_part_of_the_model_has_is_refused_by_name(tmp_path: Pat
     [
         ({"text_config": None}, r"text_config is None"),
         ({"tie_word_embeddings": None}, r"tie_word_embeddings: None is neither true nor false"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder: True, but sftron does not implement"),
-        ({"sliding_window": 9}, "sliding_window: 9, but sftron does not implement"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: True, but sftron does not support"),
+        ({"sliding_window": 9}, "sliding_window: 9, but sftron does not support"),
         ({"text_config": {"model_type": "cohere", "head_dim": None}}, "its logits have a factor, which Mistral3For"),
         ({"text_config": {"model_type": "gemma2"}}, "its logits have a soft cap, which Mistral3For"),
         ({"text_config": {"model_type": "phi", "head_dim": None}}, "its logits have a bias, which Mistral3For"),
@@ -394,5 +394,5 @@ def test_a_constant_among_the_weights_is_carried_and_another_value_of_it_is_refu
 
     reference.model.layers[1].mlp.act_fn.beta.fill_(0.25)
     reference.save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn\.beta: 0\.25; sftron implements only 0\.5"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn\.beta: 0\.25; sftron supports only 0\.5"):
         load_model(tmp_path / "source")

@@ -461,7 +461,7 @@ CHAT = json.dumps({"messages": [user("Hi"), assistant("Yo")]})
     ("content", "message"),
     [
         (b"\x89PNG\r\n\x1a\n", "byte 1 is not UTF-8, in "),
-        (b"PK\x03\x04\x00\x00", "`text` has a NUL at character 5, which plain text does not have; remove it"),
+        (b"PK\x03\x04\x00\x00", "`text` has a NUL at character 5, which plain text must not contain; remove it"),
         ("Tee".encode("utf-16"), "byte 1 is not UTF-8"),
         (b"", "`text` is empty; write the text, or remove the row"),
         (b" \n\t\n", "`text` is empty"),

@@ -369,13 +369,13 @@ _HAS_NO_EFFECT_IN |= {key: {*CORRECTED_IRRELEVANT, "qk_head_dim"} for key in _CO
 def test_a_key_of_a_later_transformers_is_refused_unless_it_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_keys, "_default_config", lambda _: SimpleNamespace(later=1.5))
     assert LlamaConfig.from_hf(BASE | {"later": 1.5}) == LlamaConfig.from_hf(BASE)
-    with pytest.raises(ValueError, match=r"later: 2\.5, but sftron does not implement this key"):
+    with pytest.raises(ValueError, match=r"later: 2\.5, but sftron does not support this key"):
         LlamaConfig.from_hf(BASE | {"later": 2.5})
 
 
 REFUSED = {
-    "deepseek-ai/DeepSeek-V3": r"quantization_config: .*'fp8'.*, but sftron does not implement this key",
-    "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but sftron does not implement this key",
+    "deepseek-ai/DeepSeek-V3": r"quantization_config: .*'fp8'.*, but sftron does not support this key",
+    "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but sftron does not support this key",
 }
 
 
@@ -384,17 +384,17 @@ def test_what_is_not_implemented_is_refused_with_the_key_its_value_and_what_is(n
     with pytest.raises(ValueError, match=REFUSED[name]) as caught:
         LlamaConfig.from_hf(PUBLISHED["refused"][name])
     if PUBLISHED["refused"][name]["model_type"] not in FAMILIES:
-        assert "sftron implements llama, mistral" in str(caught.value)
+        assert "sftron supports only llama, mistral" in str(caught.value)
 
 
 def test_all_problems_are_named_at_once_with_both_values() -> None:
     wrong = {"hidden_act": "mish", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "axial"}}
-    with pytest.raises(ValueError, match="does not implement") as caught:
+    with pytest.raises(ValueError, match="does not support") as caught:
         LlamaConfig.from_hf({key: value for key, value in BASE.items() if key != "vocab_size"} | wrong)
     assert set(str(caught.value).splitlines()[1:-1]) == {
-        f"  hidden_act: 'mish'; sftron implements {', '.join(ACTIVATIONS)}",
-        "  quantization_config: {'bits': 4}, but sftron does not implement this key",
-        "  rope_scaling.rope_type: 'axial'; sftron implements default, linear, dynamic, llama3, yarn, longrope",
+        f"  hidden_act: 'mish'; sftron supports only {', '.join(ACTIVATIONS)}",
+        "  quantization_config: {'bits': 4}, but sftron does not support this key",
+        "  rope_scaling.rope_type: 'axial'; sftron supports only default, linear, dynamic, llama3, yarn, longrope",
         "  vocab_size: None is not a whole number from 1 to 134217728",
     }
 
@@ -407,7 +407,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": None}, "model_type is None; sftron implements llama, mistral"),
+        ({"model_type": None}, "model_type is None; sftron supports only llama, mistral"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
         ({"model_type": "?", "kv_lora_rank": 512, "n_routed_experts": 8}, r"experts .*, latent attention .*rank: 512"),
         ({"model_type": "?", "mamba_d_state": 16}, r"It has state-space layers \(mamba_d_state: 16\)\."),
@@ -416,18 +416,18 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "?", "text_config": {"kv_lora_rank": 8}, "vision_config": {"depth": 1}}, "attention .*images"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number from 1"),
         ({"model_type": "olmoe", "num_experts_per_tok": 65}, "num_experts_per_tok: 65 exceeds the 64 experts"),
-        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0; sftron implements only None"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0; sftron supports only None"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers: 3 is not a list"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "num_local_experts: 8 contradicts"),
         ({"model_type": "gpt_oss", "swiglu_limit": 0.0}, "swiglu_limit: 0.0 is not a finite number above 0"),
-        ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "hidden_act: 'gelu'; sftron implements only 'silu'"),
-        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1; sftron implements only 0.0"),
-        ({**_DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads: 2; sftron implements only 4"),
+        ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "hidden_act: 'gelu'; sftron supports only 'silu'"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1; sftron supports only 0.0"),
+        ({**_DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads: 2; sftron supports only 4"),
         ({**_DEEPSEEK, "kv_lora_rank": 0}, "kv_lora_rank: 0 is not a whole number from 1"),
         ({**_DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim: 7 is not even"),
-        ({**_DEEPSEEK, "head_dim": 128}, "head_dim: 128; sftron implements only qk_rope_head_dim: 64"),
+        ({**_DEEPSEEK, "head_dim": 128}, "head_dim: 128; sftron supports only qk_rope_head_dim: 64"),
         ({**_DEEPSEEK, "attention_bias": True, "q_lora_rank": None}, "attention_bias: True, .* if q_lora_rank is null"),
-        ({**_DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: 'softmax'; sftron implements only 'sigmoid'"),
+        ({**_DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: 'softmax'; sftron supports only 'sigmoid'"),
         ({"model_type": "dots1"}, "n_routed_experts is missing or null, and experts need it"),
         ({**_DEEPSEEK, "n_group": 3}, "n_group: 3 does not divide the 256 experts into groups of at least 2"),
         ({**_DEEPSEEK, "n_group": 256}, "n_group: 256 does not divide the 256 experts"),
@@ -453,7 +453,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0 is not a finite number above 0"),
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta: 1.0 contradicts .* 2.0"),
         ({"rope_scaling": LINEAR_ROPE, "rope_parameters": LLAMA3_ROPE}, "rope_scaling: .* contradicts rope_parameters"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5; sftron implements only 1.0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5; sftron supports only 1.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate: 1 is neither true nor false"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
@@ -464,10 +464,10 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
             {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
             "short_factor: .* is not a list of 4 finite numbers",
         ),
-        ({"model_type": "phi3", "rope_scaling": LINEAR_ROPE}, "'linear'; sftron implements default, longrope"),
+        ({"model_type": "phi3", "rope_scaling": LINEAR_ROPE}, "'linear'; sftron supports only default, longrope"),
         (
             {"model_type": "ministral3", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "'dynamic'; sftron implements default, linear, llama3, yarn",
+            "'dynamic'; sftron supports only default, linear, llama3, yarn",
         ),
         (
             {"model_type": "olmo3", "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -484,7 +484,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "phi", "partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of head_dim 8"),
         ({"model_type": "phi", "partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4 of head_dim 8"),
         ({"model_type": "phi", "partial_rotary_factor": True}, "partial_rotary_factor: True of head_dim 8"),
-        ({"partial_rotary_factor": True}, "partial_rotary_factor: True; sftron implements only 1.0"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor: True; sftron supports only 1.0"),
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_theta: 1 is not above 1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim: 2 rotated dimensions"),
         (
@@ -498,19 +498,22 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers: \[1\]; it must have 0 or 1 for each"),
         ({"model_type": "smollm3", "no_rope_layers": [1, "0"]}, "no_rope_layers: .*; it must have 0 or 1 for each"),
-        ({"rope_interleaved": True}, "rope_interleaved: True; sftron implements only False"),
-        ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*sftron does not implement this key"),
-        ({"sliding_window": 4096}, "sliding_window: 4096, but sftron does not implement"),
-        ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias: True; sftron implements only False"),
+        ({"rope_interleaved": True}, "rope_interleaved: True; sftron supports only False"),
+        ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*sftron does not support this key"),
+        ({"sliding_window": 4096}, "sliding_window: 4096, but sftron does not support"),
+        ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias: True; sftron supports only False"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0 is not a positive"),
-        ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False; sftron implements only True"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "it must be a list with one for each of num"),
+        ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False; sftron supports only True"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"]},
+            "a list of 1; wanted a list of num_hid",
+        ),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
-        ({"model_type": "granitemoehybrid"}, "layer_types: 'mamba'; sftron implements full_attention"),
+        ({"model_type": "granitemoehybrid"}, "layer_types: 'mamba'; sftron supports only full_attention"),
         ({"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]}, "layer_types: 'mamba'"),
         (
             {"model_type": "granitemoehybrid", "layer_types": ["full_attention", "linear_attention"]},
-            "layer_types: 'linear_attention'; sftron implements full_attention",
+            "layer_types: 'linear_attention'; sftron supports only full_attention",
         ),
         ({"model_type": "granitemoeshared", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number"),
         (
@@ -529,7 +532,7 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "lfm2", "block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier: inf is not a"),
         ({"model_type": "lfm2", "full_attn_idxs": 3}, "full_attn_idxs: 3 is not a list of whole numbers"),
         ({"model_type": "lfm2", "tie_embedding": 1}, "tie_embedding: 1 is neither true nor false"),
-        ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True; sftron implements only"),
+        ({"model_type": "qwen3_next", "use_sliding_window": True}, "use_sliding_window: True; sftron supports only"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes' is neither true nor false"),
     ],
 )

@@ -123,9 +123,9 @@ def test_without_its_statement_in_the_config_or_with_another_one_a_quantized_fol
     config = json.loads((folders["mxfp4"] / "config.json").read_text())
     (tmp_path / "model.safetensors").symlink_to(folders["mxfp4"] / "model.safetensors")
     for stated, message in (
-        ({"quant_method": "gptq"}, "quantization_config.quant_method: 'gptq'; sftron implements only 'mxfp4'"),
-        ({"bits": 4}, "quantization_config.quant_method: None; sftron implements only 'mxfp4'"),
-        ("mxfp4 ", "quantization_config.quant_method: 'mxfp4 '; sftron implements only 'mxfp4'"),
+        ({"quant_method": "gptq"}, "quantization_config.quant_method: 'gptq'; sftron supports only 'mxfp4'"),
+        ({"bits": 4}, "quantization_config.quant_method: None; sftron supports only 'mxfp4'"),
+        ("mxfp4 ", "quantization_config.quant_method: 'mxfp4 '; sftron supports only 'mxfp4'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
         with pytest.raises(ValueError, match=message):
@@ -135,7 +135,7 @@ def test_without_its_statement_in_the_config_or_with_another_one_a_quantized_fol
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     with pytest.raises(ValueError, match="gate_up_proj_scales: unexpected"):
         load_model(tmp_path)
-    with pytest.raises(ValueError, match=r"quantization_config: .*, but sftron does not implement this key"):
+    with pytest.raises(ValueError, match=r"quantization_config: .*, but sftron does not support this key"):
         make_native(make_reference(), read_llama_with(tmp_path, config["quantization_config"]))
 
 

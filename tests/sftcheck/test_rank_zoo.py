@@ -22,7 +22,7 @@ FAST = {
     "one_fabricated_document": ("gradients", "from one process; worst"),
     "size_that_is_silently_one": (
         "rows",
-        "that 2 ranks share each row, but each computes the whole row",
+        "that 2 ranks share the same rows, but each computes whole rows",
     ),
     "ddp_of_trl": ("gradients", "from one process at most, in 21 tensors"),
     "rows_that_fill_the_last_batch": ("rows", "3 repeated at the end, where the last batches are filled"),

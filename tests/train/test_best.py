@@ -125,5 +125,5 @@ def test_with_another_metric_the_search_for_the_best_starts_again(
     run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 2}))
     options |= {"tokens__train_steps": 3, "checkpoints__keep_best": "eval/other/token_accuracy"}
     trainer = run(make_config(tmp_path, model_folder, **options))
-    assert "its eval/other/loss was measured under other settings" in capfd.readouterr().out
+    assert "its eval/other/loss was measured under different settings" in capfd.readouterr().out
     assert trainer._evaluator.best_step == 3

@@ -548,7 +548,7 @@ def test_the_best_rate_of_stops_is_of_its_prompts(
     prompts(tmp_path).write_text(json.dumps({"messages": [{"role": "user", "content": "Another?"}]}) + "\n")
     capsys.readouterr()
     opened(config)
-    assert "its eval/stop_rate was measured under other settings" in capsys.readouterr().out
+    assert "its eval/stop_rate was measured under different settings" in capsys.readouterr().out
 
 
 def test_metrics_of_answers_without_prompts_are_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -434,7 +434,7 @@ def require_not_best_above(
     options["tokens__train_steps"] = NUM_STEPS
     capfd.readouterr()
     resumed = opened(make_config(tmp_path, model_folder, **options))
-    said = f"best       step {step} exceeds the current limits of evaluation.keep"
+    said = f"best       step {step} does not meet the current limits of evaluation.keep"
     assert said in capfd.readouterr().out
     assert resumed.train() == 4
     ended = result(resumed)

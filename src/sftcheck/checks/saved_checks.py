@@ -59,7 +59,8 @@ def adapters(subject: Subject) -> Finding:
     detail = [f"{name}: {', '.join(each[:_MOST_NAMED])}" for name, each in counts.items() if each]
     detail += [f"{token}: {why}" for token, why in untrained.items()]
     if stuck:
-        detail.append(f"{len(stuck):,} tensors have a gradient but do not move: their type rounds the step away")
+        why = "the update is too small for their type, and rounds to zero"
+        detail.append(f"{len(stuck):,} tensors have a gradient but do not change: {why}")
     faults = {
         Fault.TOKENS_FROZEN: untrained,
         Fault.NOT_SAVED: not_saved,

@@ -96,7 +96,7 @@ def borders(subject: RankSubject) -> Finding:
         for rank in micro.group_of(first) if micro.is_split(first) else [first]:
             places, found, _ = by_rank[rank]
             if found is None or found.shape != places.shape[:2]:
-                raise NotMeasuredError("the check finds no decoder in the model, so it cannot see the trained tokens")
+                raise NotMeasuredError("the check finds no decoder, so it cannot tell which tokens are trained")
             RowMap(np.where(found[..., None], places, -1)).write(is_trained, found)
         lost, extra = lost + int((expected & ~is_trained).sum()), extra + int((is_trained & ~expected).sum())
         total += int(expected.sum())
@@ -121,7 +121,7 @@ def across_ranks(subject: RankSubject) -> Finding:
         after = subject.on_ranks.hidden([each.ids for each in changes])
         for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
             if one.shape[1] != micro.computed.shape[1]:
-                raise NotMeasuredError("the check finds no decoder in the model, whose logits cover only some tokens")
+                raise NotMeasuredError("the check finds no decoder, and the model's logits cover only some tokens")
             difference = (one - two).abs().amax(dim=-1).cpu().numpy()
             is_kept, is_changed = (micro.computed.read(each, False) for each in (change.is_kept, change.is_changed))
             apart = max(apart, float(difference[is_kept].max(initial=0.0)))

@@ -24,7 +24,7 @@ def rows(subject: RankSubject) -> Finding:
     lost = sum(subject.exchange.gather("lost tokens", lost))
     num_rows = sum(subject.exchange.gather("the rows", num_rows))
     if lost > num_rows:  # one of each row may be the last, which predicts nothing
-        wrong.append(f"no rank computes {lost:,} tokens of the rows")
+        wrong.append(f"no rank computes {lost:,} of the tokens in these rows")
     counted, notes = _counted_rows(subject)
     wrong += counted
     faults = {Fault.BATCHES_UNEQUAL: unequal, Fault.ROWS_REPEATED: wrong}
@@ -47,9 +47,9 @@ def _unlike_declared(subject: RankSubject) -> list[str]:
     groups = subject.exchange.gather("the groups", (size, is_split))
     found = list[str]()
     if min(size for size, _ in groups) < declared:
-        found.append(f"the trainer declares that {declared} ranks share each row, but gives them different rows")
+        found.append(f"the trainer declares that {declared} ranks share the same rows, but gives them different rows")
     elif not all(is_split for _, is_split in groups):
-        found.append(f"the trainer declares that {declared} ranks share each row, but each computes the whole row")
+        found.append(f"the trainer declares that {declared} ranks share the same rows, but each computes whole rows")
     return found
 
 

@@ -124,7 +124,7 @@ class CalledModel:
         """
         found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
         if found.shape[1] < ids.shape[1]:
-            raise NotMeasuredError("the check finds no decoder in the model, whose logits cover only some tokens")
+            raise NotMeasuredError("the check finds no decoder, and the model's logits cover only some tokens")
         return found
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class CalledModel:
         The gradient is taken at the last hidden states: each predicts the next token.
         """
         if self.decoder is None:
-            raise NotMeasuredError("the check finds no decoder in the model, so it cannot see the loss's tokens")
+            raise NotMeasuredError("the check finds no decoder, so it cannot tell which tokens the loss trains")
         leaves = list[Tensor]()
 
         def cut(_module: nn.Module, output: Any) -> Any:

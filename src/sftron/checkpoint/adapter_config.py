@@ -81,7 +81,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         problems += [f"{problem['loc'][0]}: {problem['input']!r}: {problem['msg']}" for problem in error.errors()]
     # Every other key that peft has is off by default: null, false or empty.
     unknown = sorted(stated.keys() - AdapterConfig.model_fields.keys() - _IRRELEVANT)
-    problems += [f"{key}: {stated[key]!r}; sftron implements only null or false" for key in unknown if stated[key]]
+    problems += [f"{key}: {stated[key]!r}; sftron supports only null or false" for key in unknown if stated[key]]
     if problems:
         raise ValueError(f"{folder / CONFIG}: not implemented:\n  " + "\n  ".join(problems))
     return config
@@ -96,7 +96,7 @@ def spec_of(folder: Path, stated: AdapterConfig, adapted: Sequence[str], config:
     saved = {_last(name) for name in stated.modules_to_save or ()}
     if unknown := sorted(saved - SAVED_MODULES.keys()):
         raise ValueError(
-            f"{folder / CONFIG}: modules_to_save: {unknown[0]!r}; sftron implements {', '.join(SAVED_MODULES)}"
+            f"{folder / CONFIG}: modules_to_save: {unknown[0]!r}; sftron supports only {', '.join(SAVED_MODULES)}"
         )
     if config.tie_word_embeddings and saved:
         if saved != SAVED_MODULES.keys() and not stated.ensure_weight_tying:

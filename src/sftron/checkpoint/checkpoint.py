@@ -305,8 +305,9 @@ def _read_optimizer_state(
         fields = {name: shapes_of(parameters[name]) for name in trained}
         expected = {f"{field}/{name}": shape for name in trained for field, shape in fields[name].items()}
         remedy = (
-            "Set optimizer.name to the optimizer of the checkpoint's run; with adamw_8bit, resume with as many ranks, "
-            "because each rank holds whole blocks of 256 values. Or load only the weights (checkpoints.load: weights)"
+            "Set optimizer.name to the optimizer of the checkpoint's run; with adamw_8bit, also resume with the same "
+            "number of ranks, because each rank holds whole blocks of 256 values. Or load only the weights "
+            "(checkpoints.load: weights)"
         )
         _require_same_shapes(folder, expected, stored, remedy)
     index_of = {name: index for index, name in enumerate(trained)}

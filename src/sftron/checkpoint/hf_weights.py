@@ -399,7 +399,7 @@ def wrong_tensors(found: Mapping[str, tuple[torch.Size, str]], expected: Mapping
         if shape != expected[name]:
             problems.append(f"{name}: has {list(shape)}, expected {list(expected[name])}")
         if dtype not in DTYPES:
-            problems.append(f"{name}: stored as {dtype}; sftron implements {', '.join(DTYPES)}")
+            problems.append(f"{name}: stored as {dtype}; sftron supports only {', '.join(DTYPES)}")
     return sorted(problems)
 
 

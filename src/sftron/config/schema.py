@@ -142,8 +142,10 @@ class Parallelism(Section):
             problem = f"{self.context} ranks cannot share a pack of {budget} tokens: lower context"
             yield "parallelism.context tokens.sequence_length", problem
         if self.context > 1 and (general := before.get("general")) and general.deterministic == "layout":
-            problem = f"is {self.context}, but general.deterministic: layout needs one rank for each pack, because "
-            problem += "each rank rounds its part of a gradient: set context to 1, or deterministic to true"
+            problem = f"is {self.context}, but general.deterministic: layout requires that one rank compute each whole "
+            problem += (
+                "pack, because each rank rounds its part of a gradient: set context to 1, or deterministic to true"
+            )
             yield "parallelism.context general.deterministic", problem
 
 

@@ -174,7 +174,7 @@ class LlamaConfig:
         of_model = {} if problems else _resolve(MODEL | dict(family.model), values)
         if problems := problems or wrong_head(whole, of_model):
             raise ValueError(
-                "sftron does not implement the model that config.json describes:\n  "
+                "sftron does not support the model that config.json describes:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )

@@ -76,7 +76,7 @@ def unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> l
         del found["quantization_config"]
     known = read | {"head_dim"} | fixed.keys() | IRRELEVANT | family.irrelevant
     return unknown_keys(found, known, given.get("model_type")) + [
-        f"{key}: {found[key]!r}; sftron implements only {value!r}"
+        f"{key}: {found[key]!r}; sftron supports only {value!r}"
         for key, value in fixed.items()
         if key in found and found[key] != value
     ]
@@ -100,7 +100,7 @@ def unknown_keys(given: Mapping[str, Any], known: Set[str], model_type: Any) -> 
             continue
         never_ignored = key in ("auto_map", "quantization_config") or key in _OF_SOME_FAMILY
         if never_ignored or getattr(_default_config(model_type), key, value) != value:
-            problems.append(f"{key}: {value!r}, but sftron does not implement this key")
+            problems.append(f"{key}: {value!r}, but sftron does not support this key")
     return problems
 
 
@@ -131,7 +131,7 @@ def wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
         if key not in _MAY_BE_ZERO and is_number and not (is_finite(values[key]) and values[key] > 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number above 0")
         if key in _ACTIVATION_KEYS and values[key] not in [*ACTIVATIONS]:
-            problems.append(f"{key}: {values[key]!r}; sftron implements {', '.join(ACTIVATIONS)}")
+            problems.append(f"{key}: {values[key]!r}; sftron supports only {', '.join(ACTIVATIONS)}")
     return problems
 
 
@@ -157,7 +157,7 @@ def complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     if head_dim is None and family.defaults.get("head_dim") is None:
         head_dim = values["head_dim"] = derived
     if "head_dim" not in family.defaults and head_dim != derived:
-        problems.append(f"head_dim: {head_dim!r}; sftron implements only hidden_size / num_attention_heads: {derived}")
+        problems.append(f"head_dim: {head_dim!r}; sftron supports only hidden_size / num_attention_heads: {derived}")
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
     delta_heads, delta_kv_heads = values.get("linear_num_value_heads", 1), values.get("linear_num_key_heads", 1)
@@ -191,12 +191,12 @@ def wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
         return [*problems, f"max_window_layers: {first!r} is not a whole number"]
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            number = f"{len(layer_types)} entries" if isinstance(layer_types, list) else repr(layer_types)
-            problem = f"layer_types: {number}; it must be a list with one for each of num_hidden_layers: {num_layers}"
+            number = f"a list of {len(layer_types)}" if isinstance(layer_types, list) else repr(layer_types)
+            problem = f"layer_types: {number}; wanted a list of num_hidden_layers: {num_layers}"
             return [*problems, problem]
         known = (FULL, SLIDING, *family.layer_of)
         if other := [name for name in layer_types if name not in known]:
-            return [*problems, f"layer_types: {other[0]!r}; sftron implements {', '.join(known)}"]
+            return [*problems, f"layer_types: {other[0]!r}; sftron supports only {', '.join(known)}"]
     if any(_sliding(values, family)) and not any(windows_of_layers(values, family)):
         use = values.get("use_sliding_window", True)
         problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")

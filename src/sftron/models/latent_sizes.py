@@ -52,15 +52,15 @@ def complete_latent_sizes(values: dict[str, Any], largest: int) -> list[str]:
     if sizes.qk_rope_head_dim % 2:
         problems.append(f"qk_rope_head_dim: {sizes.qk_rope_head_dim} is not even; halves of it are rotated")
     if values["num_key_value_heads"] != num_heads:
-        problems.append(f"num_key_value_heads: {values['num_key_value_heads']}; sftron implements only {num_heads}")
+        problems.append(f"num_key_value_heads: {values['num_key_value_heads']}; sftron supports only {num_heads}")
     if values.get("head_dim") not in (None, sizes.qk_rope_head_dim):
         problems.append(
-            f"head_dim: {values['head_dim']!r}; sftron implements only qk_rope_head_dim: {sizes.qk_rope_head_dim}"
+            f"head_dim: {values['head_dim']!r}; sftron supports only qk_rope_head_dim: {sizes.qk_rope_head_dim}"
         )
     if values.get("qk_head_dim") not in (None, sizes.qk_head_dim):
         # The first releases of transformers 5 take it, and later ones the sum.
         problems.append(
-            f"qk_head_dim: {values['qk_head_dim']!r}; sftron implements only qk_nope_head_dim + qk_rope_head_dim: "
+            f"qk_head_dim: {values['qk_head_dim']!r}; sftron supports only qk_nope_head_dim + qk_rope_head_dim: "
             f"{sizes.qk_head_dim}"
         )
     if sizes.q_lora_rank is None and values["attention_bias"]:

@@ -223,11 +223,11 @@ def _read_rope(
     # In Python, True == 1.0.
     is_whole = partial == 1.0 and type(partial) is not bool
     if keys.partial is None and not is_whole:
-        problems.append(f"{name}.partial_rotary_factor: {partial!r}; sftron implements only 1.0")
+        problems.append(f"{name}.partial_rotary_factor: {partial!r}; sftron supports only 1.0")
     elif head_dim and (rotary_dim % 2 or not rotary_dim) and not is_whole:
         problems.append(f"{name}.partial_rotary_factor: {partial!r} of head_dim {head_dim} is not an even number")
     if rope_type not in keys.types:
-        return None, [*problems, f"{name}.rope_type: {rope_type!r}; sftron implements {', '.join(keys.types)}"]
+        return None, [*problems, f"{name}.rope_type: {rope_type!r}; sftron supports only {', '.join(keys.types)}"]
     needed, optional = _NEEDED[rope_type], _OPTIONAL.get(rope_type, ())
     if keys.scales_queries:
         needed = tuple(dict.fromkeys((*needed, _BETA, _ORIGINAL)))
@@ -238,7 +238,7 @@ def _read_rope(
     problems += [f"{name}.{key}: {entries[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(unknown)]
     if keys.sliding_theta is not None and entries.get("truncate") is False:
         # transformers reads the key along with the types of layers; this project does not.
-        problems.append(f"{name}.truncate: False; sftron implements only True")
+        problems.append(f"{name}.truncate: False; sftron supports only True")
     if rope_type == "yarn" and is_finite(entries["rope_theta"]) and entries["rope_theta"] <= 1:
         problems.append(f"rope_theta: {entries['rope_theta']!r} is not above 1, as rope_type 'yarn' needs")
     if rope_type == "dynamic" and rotary_dim == 2:

@@ -256,7 +256,7 @@ def wrong_constants(carried: Mapping[str, Callable[[], Tensor]], model_type: Any
         for constant in (value for end, value in _constants(model_type).items() if name.endswith(end)):
             stored = read().double()
             if not torch.allclose(stored, torch.full_like(stored, constant), atol=0, rtol=2**-8):
-                problems.append(f"{name}: {stored.tolist()}; sftron implements only {constant}")
+                problems.append(f"{name}: {stored.tolist()}; sftron supports only {constant}")
     return problems
 
 

@@ -466,7 +466,7 @@ class Evaluator:
             if (watched.metric, watched.fingerprint) == (self._watched_metric, self._measured_on(watched.metric)):
                 self.watched = watched
             else:
-                line = f"patience   starts again: it watched {watched.metric} under other settings"
+                line = f"patience   starts again: until now, it watched {watched.metric} under different settings"
                 console.write(line, is_needed=True)
         if best:
             is_there = main_or_raise(self._ranks, (checkpoints / f"step-{best.step}").is_dir)
@@ -474,8 +474,8 @@ class Evaluator:
             if is_there and is_comparable and is_within(self._data.evaluation_sets, self.kept, best.kept):
                 self.best = best
             elif is_there and is_comparable:
-                what = f"step {best.step} exceeds the current limits of evaluation.keep"
+                what = f"step {best.step} does not meet the current limits of evaluation.keep"
                 console.write(f"best       {what}; the search for the best starts again", is_needed=True)
             else:
-                what = f"step {best.step} is gone, or its {best.metric} was measured under other settings"
+                what = f"step {best.step} is gone, or its {best.metric} was measured under different settings"
                 console.write(f"best       {what}; the search for the best starts again", is_needed=True)

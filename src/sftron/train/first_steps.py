@@ -152,7 +152,8 @@ class FirstSteps:
 
     def finish(self, trainer: Trainer) -> TokenRecord:
         if not self._sketches:
-            raise ValueError("--record: no step is left to record in this run; choose another general.run_name")
+            remedy = "choose another general.run_name to start a new run"
+            raise ValueError(f"--record: this run has no steps left to record; {remedy}")
         config, model, named = self._setup.config, self._model, list(self._model.named_parameters())
         optimizer: Any = trainer.optimizer
         facts = {

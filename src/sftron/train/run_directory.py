@@ -176,8 +176,8 @@ class RunDirectory:
             ) from None
         except OSError as error:  # ENOLCK, EOPNOTSUPP, ENOSYS: NFS without lockd, Lustre without -o flock
             console.warn(
-                f"the file system cannot lock {self.folder} ({error.strerror}), so sftron would not notice a "
-                "second run there. Do not start one, or choose a general.output_dir on another file system"
+                f"the file system cannot lock {self.folder} ({error.strerror}), so sftron cannot detect a "
+                "second run there. Do not start one, or set general.output_dir to a folder on another file system"
             )
         appended = (self.metrics, self.evaluations, self.console_log)
         if irregular := [path for path in appended if path.exists() and not path.is_file()]:

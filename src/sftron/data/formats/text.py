@@ -21,7 +21,8 @@ def problem_of(text: str) -> tuple[str, str] | None:
     if not text.strip():
         return "empty_text", "is empty; write the text, or remove the row"
     if "\0" in text:
-        return "not_text", f"has a NUL at character {text.index(chr(0)) + 1}, which plain text does not have; remove it"
+        at = text.index("\0") + 1
+        return "not_text", f"has a NUL at character {at}, which plain text must not contain; remove it"
     return None
 
 

@@ -71,12 +71,12 @@ def _problems_of_gemma_4(values: Values) -> list[str]:
     problems = []
     if values["use_bidirectional_attention"] not in (None, "vision"):
         stated = values["use_bidirectional_attention"]
-        problems.append(f"use_bidirectional_attention: {stated!r}; sftron implements null and 'vision'")
+        problems.append(f"use_bidirectional_attention: {stated!r}; sftron supports only null and 'vision'")
     if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
         problems.append(f"hidden_size_per_layer_input: {size!r} is not a whole number from 0 to {LARGEST_SIZE}")
     elif size and num_tokens != values["vocab_size"]:
         problems.append(
-            f"vocab_size_per_layer_input: {num_tokens!r}; sftron implements only vocab_size: {values['vocab_size']}"
+            f"vocab_size_per_layer_input: {num_tokens!r}; sftron supports only vocab_size: {values['vocab_size']}"
         )
     if types[-1] != FULL:
         problems.append(f"layer_types: the last is {types[-1]!r}, which transformers replaces by {FULL!r}")
@@ -100,7 +100,8 @@ def _wrong_sizes_of_gemma_4(values: Values) -> list[str]:
         if not is_table or not stated.keys() <= numbers:
             return [f"per_layer_config: {stated!r} is not an object with the sizes of some layers by their number"]
         if other := {key for sizes in stated.values() for key in sizes} - {"head_dim", "num_key_value_heads"}:
-            return [f"per_layer_config: {', '.join(sorted(other))}; sftron implements head_dim and num_key_value_heads"]
+            named = ", ".join(sorted(other))
+            return [f"per_layer_config: {named}; sftron supports only head_dim and num_key_value_heads"]
     usual = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
     of_type: dict[str, dict[str, Any]] = {}
     for layer_type, sizes in zip(values["layer_types"], _stated_sizes(values), strict=True):
@@ -111,7 +112,7 @@ def _wrong_sizes_of_gemma_4(values: Values) -> list[str]:
         if type(num_kv_heads) is not int or num_kv_heads < 1 or num_heads % num_kv_heads:
             return [f"{name}: {num_kv_heads!r} key-value heads do not divide num_attention_heads: {num_heads}"]
         if of_type.setdefault(layer_type, whole) != whole:
-            return [f"{name}: {whole} and {of_type[layer_type]} in layers of one type; sftron implements only one size"]
+            return [f"{name}: {whole} and {of_type[layer_type]} in layers of one type; sftron supports only one size"]
     return []
 
 

@@ -55,6 +55,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             kinds.append(f"{kind} ({values})")
     has = f" It has {', '.join(kinds)}." if kinds else ""
     raise ValueError(
-        f"config.json: model_type is {model_type!r}; sftron implements {', '.join(FAMILIES)}.{has} "
+        f"config.json: model_type is {model_type!r}; sftron supports only {', '.join(FAMILIES)}.{has} "
         "Choose a checkpoint of one of these architectures."
     )
