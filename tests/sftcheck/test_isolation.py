@@ -12,7 +12,7 @@ from torch import nn
 
 from sftcheck.check_isolation import POSITIONS_ALONE
 from sftron import FlattenPacks, check_isolation
-from sftron.checks.isolation import measure_isolation
+from sftron.checks.isolation import compare_documents, measure_isolation
 from sftron.data.types import DataError, Pack
 from tools.isolation_table import CASES, LENGTHS, Case, make_model, make_pack
 
@@ -111,6 +111,36 @@ def test_the_smallest_leak_is_found_in_either_direction(pack: Pack) -> None:
     assert check_isolation(_Toy(), [pack]).isolated
     for shift in (1, -1):
         assert "_Toy does not keep" in problem_of(_Toy(leak=1e-5, shift=shift), [pack])
+
+
+LEAKS = [(a, b) for a in range(5) for b in range(5) if a != b]
+
+
+@pytest.mark.parametrize("across_rows", [False, True])
+@pytest.mark.parametrize("leak", [*LEAKS, "future", None])
+def test_a_leak_between_any_two_conversations_is_found_and_is_not_called_the_future(
+    leak: tuple[int, int] | str | None, *, across_rows: bool
+) -> None:
+    lengths = [4, 6, 5, 7, 3]
+    bounds = [slice(end - length, end) for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)]
+    rows = range(5) if across_rows else [0] * 5
+    of = torch.full((max(rows) + 1, sum(lengths)), -1)
+    for number, (row, each) in enumerate(zip(rows, bounds, strict=True)):
+        of[row, each] = number
+    place, flat = torch.arange(of.shape[1]).repeat(len(of)), of.flatten()
+    sees = (flat[:, None] == flat) & (flat[:, None] >= 0)
+    if leak != "future":
+        sees &= place[:, None] >= place
+    if isinstance(leak, tuple):
+        sees |= (flat[:, None] == leak[1]) & (flat == leak[0])
+    ids = torch.randint(0, 50, of.shape, generator=torch.Generator().manual_seed(0))
+    found = compare_documents(
+        lambda given: (sees.double() @ given.flatten().double()).reshape(*of.shape, 1),
+        ids, list(zip(rows, bounds, strict=True)), lambda _: 0.0,
+    )  # fmt: skip
+    assert found.isolated == (leak is None)
+    assert found.shows_future == (leak == "future")
+    assert (found.difference > 0) == isinstance(leak, tuple)
 
 
 def test_rounding_that_depends_on_the_batch_alone_is_no_leak(pack: Pack) -> None:

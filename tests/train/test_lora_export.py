@@ -219,6 +219,38 @@ def test_a_checkpoint_is_merged_into_the_base_that_it_was_trained_with(
     assert "An adapter (LoRA) of" not in (tmp_path / "merged" / "README.md").read_text()
 
 
+def test_an_adapter_of_a_base_in_nf4_is_merged_and_loaded_on_that_base_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    base = make_model_folder(tmp_path / "wide", hidden_size=64, intermediate_size=128)
+    made = run(config_of(tmp_path, base, model__frozen_dtype="nf4"))
+    adapter, expected = made.directory.adapter(4), logits_of(made.model, TEXT)[0]
+    limit = 1e-4 * expected.abs().max()
+    assert " in NF4, as README.md in it shows" in capsys.readouterr().out
+
+    alone = shutil.copytree(made.directory.checkpoints / "step-4", tmp_path / "alone" / "step-4")
+    for source, options in ((adapter, {}), (alone, {"merge": True})):
+        target = tmp_path / f"merged-{source.parent.name}"
+        convert(source, target, model=base, dtype=torch.float32, **options)
+        assert "merged onto the base's matrices in NF4" in capsys.readouterr().out
+        assert (logits_in(target) - expected).abs().max() <= limit
+    convert(alone, tmp_path / "as-adapter", model=base)
+
+    for folder in (adapter, tmp_path / "as-adapter"):
+        code = (folder / "README.md").read_text().partition("```python\n")[2].partition("messages = ")[0]
+        assert "BitsAndBytesConfig(load_in_4bit=True" in code
+        monkeypatch.chdir(folder)
+        stated = json.loads(Path("adapter_config.json").read_text())
+        Path("adapter_config.json").write_text(json.dumps(stated | {"base_model_name_or_path": str(base)}))
+        scope: dict[str, Any] = {}
+        exec(code.replace("torch.bfloat16", "torch.float32"), scope)
+        # In eval mode, bitsandbytes computes in bfloat16 on a CPU.
+        loaded = scope["model"].train()(torch.tensor(TEXT)).logits[0]
+        assert (loaded - expected).abs().max() <= limit
+
+
 def test_an_adapter_is_not_taken_for_a_model(trained: Trainer) -> None:
     with pytest.raises(ValueError, match="is an adapter, not a whole model; merge it"):
         load_model(trained.directory.adapter(4))

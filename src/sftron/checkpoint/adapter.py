@@ -47,6 +47,8 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.wrappers import TEXT_MODEL, WRAPPED, in_wrapper
 
 WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."
+_BASE_DTYPE, _IN_NF4 = "sftron.base_dtype", "nf4"
+"""An entry of the file's metadata: peft has none for the type of the base, with which an adapter is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class AdapterFolder:
     vocab_size: int
     base_model: str | None
     """The name or path of the base model in adapter_config.json."""
+    in_nf4: bool = False
+    """Whether the base was in NF4 while sftron trained the adapter; the file's metadata say so."""
 
 
 # --- Reading ---
@@ -89,6 +93,7 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
         found = {name: (source.shape(key), source.dtype(key)) for name, key in keys.items()}
         _require_tensors(folder, found, expected)
         tensors = {name: source.read(keys[name]).float() for name in expected}
+        in_nf4 = source.metadata().get(_BASE_DTYPE) == _IN_NF4
     _require_finite(folder, tensors)
     if HEAD in tensors and config.tie_word_embeddings and not tensors.pop(HEAD).equal(tensors[EMBEDDINGS]):
         raise ValueError(
@@ -96,7 +101,11 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
             "adapter with peft into a model with tie_word_embeddings: false, and train that."
         )
     return AdapterFolder(
-        spec=spec, tensors=tensors, vocab_size=config.vocab_size, base_model=stated.base_model_name_or_path
+        spec=spec,
+        tensors=tensors,
+        vocab_size=config.vocab_size,
+        base_model=stated.base_model_name_or_path,
+        in_nf4=in_nf4,
     )
 
 
@@ -179,6 +188,7 @@ def write_adapter(
     source: ExportSource,
     base_model: str,
     base_revision: str | None = None,
+    in_nf4: bool = False,
     stop_token_ids: Collection[int] = (),
     dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
@@ -193,6 +203,7 @@ def write_adapter(
         tensors: All trained tensors, by name without the prefix.
         source: The base model's folder, and the tokenizer's.
         base_model: The name or path by which others load the base model.
+        in_nf4: Whether the base was in NF4 in training.
 
     Raises:
         ValueError: The tensors do not match the spec, or are not finite.
@@ -209,7 +220,7 @@ def write_adapter(
     in_file = {f"{_PREFIX}{renamed(name, TEXT_MODEL, prefix)}": tensor for name, tensor in stored.items()}
 
     def write(unfinished: Path) -> None:
-        write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"})
+        write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"} | ({_BASE_DTYPE: _IN_NF4} if in_nf4 else {}))
         base = {"base_model_name_or_path": base_model, "revision": base_revision}
         write_json(unfinished / CONFIG, adapter_config(spec, model_projections(config), config, prefix) | base)
         # peft ignores this file. A merge reads it (train/exports.py), and so can anyone who loads the adapter.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sftron.models.adapters import LoraSpec, peft_name
 from sftron.models.architecture import OF_THE_MODEL, LlamaConfig, architecture_facts
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.mixtures import spelling_of
+from sftron.models.quantization import NF4, as_computed
 
 BASE_WEIGHTS = f"{OF_THE_MODEL}base weights"
 """The entry of a checkpoint's fingerprint for the hash of the base model, if it holds adapters."""
@@ -55,8 +57,8 @@ class ExportPlan:
     """The hash of the weights that the adapters were trained on; a merge refuses any other base."""
     base_model: str = ""
     """The name or path by which others load the base of an adapter."""
-    read_base: Callable[[str, Tensor], Tensor] | None = None
-    """See `merged_weights`."""
+    base_dtype: torch.dtype | None = None
+    """The type of the base's frozen matrices in training; None for the stored one."""
     card: Callable[[MergeReport | None], str] | None = None
     """Returns the content of README.md, given the report of a finished merge."""
 
@@ -111,8 +113,9 @@ def write_export(plan: ExportPlan, weights: NamedTensors, folder: Path) -> Merge
     options: dict[str, Any] = {"dtype": plan.dtype, "vocab_size": plan.vocab_size}
     options |= {"stop_token_ids": plan.stop_token_ids, "model_card": plan.card and plan.card(None)}
     if plan.spec is not None and plan.is_adapter:
-        base = {"base_model": plan.base_model, "base_revision": plan.source.model.revision}
-        write_adapter(folder, dict(weights), plan.spec, source=plan.source, **base, **options)
+        options |= {"base_model": plan.base_model, "base_revision": plan.source.model.revision}
+        options |= {"in_nf4": plan.base_dtype == NF4}
+        write_adapter(folder, dict(weights), plan.spec, source=plan.source, **options)
         return None
     if plan.base_sha256 is not None:
         require_base(plan.source.folder, plan.base_sha256)
@@ -256,7 +259,8 @@ def _whole(plan: ExportPlan, weights: NamedTensors) -> tuple[NamedTensors, Merge
     if plan.spec is None:
         return weights, None
     report = MergeReport(plan.dtype)
-    return merged_weights(plan.source.folder, dict(weights), plan.spec, report, read_base=plan.read_base), report
+    read_base = None if plan.base_dtype is None else partial(as_computed, dtype=plan.base_dtype)
+    return merged_weights(plan.source.folder, dict(weights), plan.spec, report, read_base=read_base), report
 
 
 def differing_weights(weights: NamedTensors, folder: Path) -> tuple[int, list[str]]:

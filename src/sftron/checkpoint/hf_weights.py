@@ -107,6 +107,10 @@ class SafetensorsFolder:
         """Returns the names of all tensors except those that follow from the config."""
         return sorted(name for name in self.stored_names if not name.endswith(_DERIVED))
 
+    def metadata(self) -> dict[str, str]:
+        """Returns the metadata of all files."""
+        return {key: value for file in set(self._files.values()) for key, value in (file.metadata() or {}).items()}
+
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._slice(name).get_shape())
 

@@ -3,7 +3,9 @@
     a pack of three conversations    a a a | b b b b | c c
     every second one is changed      a x x | b b b b | c y
     the logits that are compared     ^       ^ ^ ^ ^   ^       equal in every bit; otherwise b attends to its neighbors,
-                                                               or a token attends to later ones
+                                                               c to a, or a token to later ones
+    the others are changed           a a a | b b x x | c c
+    the logits that are compared     ^ ^ ^   ^ ^       ^ ^
 
 Isolation depends on the model's class, the keys of the batch, the attention implementation and the cache. No model
 reports that it lacks isolation; docs/isolation.md has a table of model types.
@@ -26,17 +28,17 @@ from sftron.checks.report import Finding, NotMeasuredError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """The change of the logits after the second half of every second conversation was changed."""
+    """The change of the logits after the second half of every second conversation was changed, and of the others."""
 
     num_conversations: int
     difference: float
-    """The maximum |difference| of a logit in an unchanged conversation; 0.0 means bitwise equal."""
+    """The maximum |difference| of a logit by another conversation; 0.0 means bitwise equal."""
     rounding: float
     """The maximum difference that the backend's rounding can cause; measured only if the difference is not 0.0."""
     own_difference: float
     """The maximum |difference| of a logit in a changed conversation."""
     past_difference: float = 0.0
-    """The maximum |difference| of a logit in front of the changed tokens of a conversation."""
+    """The maximum |difference| of a logit by later tokens of its own conversation."""
 
     @property
     def isolated(self) -> bool:
@@ -96,7 +98,7 @@ def compare_documents(
     documents: Sequence[tuple[int, slice]],
     rounding: Callable[[Tensor], float],
 ) -> Isolation:
-    """Changes the second half of every second document, and measures the change of all other outputs.
+    """Changes the second halves of every second document, then of the others, and measures all other outputs.
 
     Args:
         outputs: Returns logits or hidden states [B, T, any] for ids [B, T].
@@ -105,23 +107,41 @@ def compare_documents(
 
     Raises NotMeasuredError if the measurement allows no conclusion.
     """
-    halves = [(row, each.start, (each.start + each.stop) // 2, each.stop) for row, each in documents[::2]]
-    past = [(row, slice(start, middle)) for row, start, middle, _ in halves if start < middle]
-    changed = [(row, slice(middle, end)) for row, _, middle, end in halves]
-    changed_ids, other = ids.clone(), _other_tokens(ids)
-    for part in changed:
-        changed_ids[part] = other[part]
-    before, after = (outputs(each) for each in (ids, changed_ids))
-    difference, past_difference, own = (
-        max((_largest_difference(before[each], after[each]) for each in parts), default=0.0)
-        for parts in (documents[1::2], past, changed)
-    )
+    before, other = outputs(ids), _other_tokens(ids)
+    parts = [(row, each.start, (each.start + each.stop) // 2, each.stop) for row, each in documents]
+
+    def change(chosen: range) -> _Change:
+        changed = ids.clone()
+        for row, _, middle, end in (parts[n] for n in chosen):
+            changed[row, middle:end] = other[row, middle:end]
+        after = outputs(changed)
+
+        def largest(row: int, start: int, end: int) -> float:
+            return _largest_difference(before[row, start:end], after[row, start:end]) if start < end else 0.0
+
+        return _Change(
+            others=max((largest(row, each.start, each.stop) for n, (row, each) in enumerate(documents)
+                        if n not in chosen), default=0.0),
+            past={n: largest(*parts[n][:3]) for n in chosen},
+            own=max(largest(row, middle, end) for row, _, middle, end in (parts[n] for n in chosen)),
+        )  # fmt: skip
+
+    found = [change(range(first, len(documents), 2)) for first in (0, 1)]
+    difference, own = max(each.others for each in found), max(each.own for each in found)
+    past = {number: value for each in found for number, value in each.past.items()}
+    worst = max(past, key=lambda number: past[number])
+    past_difference = past[worst]
     if not own > 0:
         raise NotMeasuredError("its logits do not depend on the tokens; check that these are the weights to train")
     allowed = 0.0
     if max(difference, past_difference) > 0:
-        row, longest = max(documents[1::2], key=lambda each: each[1].stop - each[1].start)
+        row, longest = max(documents, key=lambda each: each[1].stop - each[1].start)
         allowed = 4 * rounding(ids[row, longest][None])
+    if past_difference > allowed:
+        # By later tokens of its own, or by another conversation that was changed too?
+        alone = change(range(worst, worst + 1))
+        if alone.past[worst] <= allowed:
+            difference, past_difference = max(difference, past_difference), alone.past[worst]
     return Isolation(
         num_conversations=len(documents),
         difference=difference,
@@ -129,6 +149,16 @@ def compare_documents(
         own_difference=own,
         past_difference=past_difference,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The largest changes of outputs: in unchanged documents, in front of what is changed, and in what is changed."""
+
+    others: float
+    past: Mapping[int, float]
+    """By the number of the changed document."""
+    own: float
 
 
 def isolation_of_pack(

@@ -35,7 +35,7 @@ from sftron.errors import show
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
-from sftron.models.quantization import as_computed, dtype_name
+from sftron.models.quantization import NF4, dtype_name
 from sftron.models.sharding import whole
 from sftron.regular_file import read_regular
 from sftron.train.build_data import load_chat_tokenizer
@@ -289,7 +289,8 @@ class Exporter:
         def card(report: MergeReport | None) -> str:
             facts = None
             if plan.spec is not None and (plan.is_adapter or report is not None):
-                facts = AdapterFacts(spec=plan.spec, base_sha256=plan.base_sha256, merge=report)
+                in_nf4 = frozen_dtype(config) == NF4
+                facts = AdapterFacts(spec=plan.spec, base_sha256=plan.base_sha256, merge=report, in_nf4=in_nf4)
             # If the merge is in the root of the repository, the adapter is in a folder.
             is_in_root = not (plan.is_adapter and lora is not None and lora.merge)
             return model_card(
@@ -310,7 +311,7 @@ class Exporter:
             model_dtype=getattr(torch, config.model.compute_dtype),
             merge=merge,
             base_model=source.model.name,
-            read_base=partial(as_computed, dtype=frozen_dtype(config)),
+            base_dtype=frozen_dtype(config),
             card=card,
         )
         return plan
@@ -319,7 +320,8 @@ class Exporter:
         """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
         plan = self.plan()
         write_export(plan, tensors.items(), folder)
-        console.write(f"adapter    {folder}, which peft loads onto {plan.base_model}")
+        in_nf4 = " in NF4, as README.md in it shows" if plan.base_dtype == NF4 else ""
+        console.write(f"adapter    {folder}, which peft loads onto {plan.base_model}{in_nf4}")
         for limit in vllm_limits(plan.spec) if plan.spec else ():
             console.write(f"           {limit}")
 
@@ -372,7 +374,8 @@ class Exporter:
         else:
             remove(unchecked)
             console.warn(
-                f"not merged: {measured}. Serve the adapter, or merge it in float32 (`sftron convert --dtype float32`)"
+                f"not merged: {measured}. Serve the adapter, or merge it in float32: sftron convert "
+                f"{self.run_folder / 'checkpoints' / folder.name} TARGET --merge --dtype float32"
             )
         for line in report.lines():
             console.write(f"           {line}")
@@ -431,8 +434,9 @@ def convert(
             exporter = Exporter(**of_run, state=state, run_folder=run_config.parent, vocab_size=vocab_size)
             plan = exporter.plan(dtype=dtype, merge=merge)
         else:
-            spec = None if merge else lora_of(state)
-            card = plain_model_card(base.model, state["step"], None if spec is None else AdapterFacts(spec=spec))
+            spec, in_nf4 = None if merge else lora_of(state), _was_in_nf4(state)
+            facts = None if spec is None else AdapterFacts(spec=spec, in_nf4=in_nf4)
+            card = plain_model_card(base.model, state["step"], facts)
             plan = plan_export(
                 state,
                 base,
@@ -441,6 +445,7 @@ def convert(
                 model_dtype=torch.bfloat16,
                 merge=merge,
                 base_model=base.model.name if hub_id(base.model.name) else str(model),
+                base_dtype=NF4 if in_nf4 else None,
                 card=lambda _: card,
             )
         compared = _write_and_check(plan, read, target)
@@ -469,12 +474,21 @@ def _merge_adapter(
         vocab_size=adapter.vocab_size,
         spec=adapter.spec,
         is_merged=True,
+        base_dtype=NF4 if adapter.in_nf4 else None,
         card=lambda _: card,
     )
     return _write_and_check(plan, adapter.tensors.items, target)
 
 
+def _was_in_nf4(state: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint's adapters were trained on a base in NF4."""
+    settings = state.get("settings")  # a converted checkpoint has none
+    return bool(settings) and Settings.from_state(settings).config["model"].get("frozen_dtype") == "nf4"
+
+
 def _write_and_check(plan: ExportPlan, read: Callable[[], NamedTensors], target: Path) -> tuple[int, list[str]]:
+    if plan.is_merged and plan.base_dtype == NF4:
+        show("merged onto the base's matrices in NF4, on which the adapter was trained")
     report = write_export(plan, read(), target)
     for line in report.lines() if report else ():
         show(line)

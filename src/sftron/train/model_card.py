@@ -60,6 +60,8 @@ class AdapterFacts:
     base_sha256: str | None = None
     merge: MergeReport | None = None
     """For a merged model, the report of the merge."""
+    in_nf4: bool = False
+    """Whether the base's matrices were in NF4 in training."""
 
 
 # --- The card of a run ---
@@ -285,6 +287,7 @@ def fill_template(
         run=run,
         repository=repository,
         is_adapter=is_adapter,
+        in_nf4=is_adapter and adapter is not None and adapter.in_nf4,
         adapter_rows=[] if adapter is None else _adapter_rows(base, adapter),
         adapter_notes=[] if adapter is None else adapter.merge.lines() if adapter.merge else vllm_limits(adapter.spec),
     )
@@ -299,6 +302,7 @@ def _adapter_rows(base: BaseModel, adapter: AdapterFacts) -> list[list[str | Non
         ["Base model", base.name],
         ["Revision of the base", base.revision],
         ["SHA-256 of the base's weights", adapter.base_sha256],
+        ["Its matrices in training", "NF4, 4 bits a weight" if adapter.in_nf4 else None],
         ["Rank", ", ".join(map(str, sorted(set(spec.ranks.values()))))],
         ["Alpha", ", ".join(f"{alpha:g}" for alpha in sorted(set(spec.alphas.values())))],
         ["Scaling", "alpha / sqrt(rank)" if spec.rslora else "alpha / rank"],
