@@ -85,7 +85,11 @@ class Fault(Enum):
         loop="Give the tokens of those answers and their stop tokens no target, or the weight 0.",
     )
     ANSWERS_LEFT_OUT = replace(_MASK, meaning="The loss leaves out answers, or parts of them.")
-    NOTHING_TRAINED = replace(_MASK, meaning="The loss trains no answer.")
+    NOTHING_TRAINED = replace(
+        _MASK,
+        meaning="The loss trains no answer.",
+        loop=f"{_MASK.loop} The check sets the logits to 0: switch off what skips or clamps large losses.",
+    )
     STOP_MASKED = replace(
         _MASK,
         rows=("stop tokens",),
@@ -330,7 +334,12 @@ class Fault(Enum):
         "rate or clipping norm.",
         _OF_STEP,
     )
-    GRADIENT_CHANGED = Entry(("gradients",), "The optimizer does not get the gradients of the step's loss.", _OF_STEP)
+    GRADIENT_CHANGED = Entry(
+        ("gradients", "loss"),
+        "The optimizer does not get the gradients of the step's loss.",
+        _OF_STEP,
+        loop="Clip, scale and change gradients once a step, behind the last backward.",
+    )
     OTHER_COUNT = Entry(
         ("loss",),
         "The step divides the loss by a number that differs from the number of its labels.",

@@ -205,6 +205,20 @@ def gradients_zeroed_within_the_accumulation() -> Loop:
     return of_means(step)
 
 
+@broken(Fault.GRADIENT_CHANGED, "loss",
+        proof=lambda loop: same_weight(loop) and kept_gradient(loop) > 0.1)  # fmt: skip
+def clipped_within_the_accumulation() -> Loop:
+    """What has been accumulated is clipped behind each micro-batch, so the first ones count for less."""
+
+    def step(llama: nn.Module, micro_batches: list[Batch]) -> None:
+        total = sum((batch["labels"][:, 1:] != IGNORE).sum() for batch in micro_batches)
+        for batch in micro_batches:
+            (shifted(logits_of(llama, batch), batch["labels"]).sum() / total).backward()
+            nn.utils.clip_grad_norm_(llama.parameters(), 0.05)
+
+    return of_means(step)
+
+
 @broken(Fault.GRADIENT_LOST, "loss", may="trained tokens, stop tokens, truncation",
         proof=lambda loop: bool((weights(loop, all_tokens=True).flatten(1).sum(1) == 0).any()))  # fmt: skip
 def backward_of_the_last_micro_batch_alone() -> Loop:

@@ -285,6 +285,10 @@ def test_what_cannot_be_checked_is_refused_with_its_remedy() -> None:
         "without ids, as integers": lambda: check(of_all(lambda each: loss(
             {"labels": None}, inputs_embeds=llama.get_input_embeddings()(each["input_ids"])))),
         "no gradient reaches the logits": lambda: check(of_all(lambda each: loss(each).detach())),
+        r"which the check sets to 0, a loss of \d+\.\d a token": lambda: check(
+            of_all(lambda each: (lambda own: own * float(own < 5))(loss(each)).detach())),
+        "step returns a list of 2 losses; return their sum": lambda: check(
+            lambda given: [loss(each) for each in given]),
         "no module of the model gives logits": lambda: (lambda fused: check(of_all(
             lambda each: fused(each["input_ids"], each["labels"])), of=fused))(Hidden()),
         "the loss has several targets at each of": lambda: check(of_all(

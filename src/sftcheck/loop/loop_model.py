@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Update:
 
     summed: dict[str, Tensor] = field(default_factory=dict)
     """The sum of the gradients of all backward passes, by parameter."""
+    last: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of the last backward pass."""
     used: dict[str, Tensor] = field(default_factory=dict)
     """The gradients that the optimizer was given; those after the step if it has taken none."""
     optimized: set[str] = field(default_factory=set)
@@ -197,7 +200,11 @@ class LoopModel:
                 "(Liger's fused_linear_cross_entropy, cut cross-entropy) for this check"
             )
         if not any(leaf.grad is not None for each in leaves for leaf in each):
-            raise ValueError("no gradient reaches the logits; let step return the loss, or call backward itself")
+            loss = math.log(leaves[0][0].shape[-1])
+            raise ValueError(
+                f"no gradient reaches the logits, which the check sets to 0, a loss of {loss:.1f} a token. Let step "
+                "return the loss, or call backward itself; switch off what skips or clamps large losses"
+            )
 
     # -- what is computed --------------------------------------------------------------------------------------------
 
@@ -258,7 +265,7 @@ class LoopModel:
         names, found = {id(each): name for name, each in named.items()}, Update()
 
         def add(name: str, gradient: Tensor) -> None:
-            known = found.summed.get(name)
+            known, found.last[name] = found.summed.get(name), gradient.detach().float().clone()
             found.summed[name] = gradient.detach().float().clone() if known is None else known + gradient.float()
 
         def on_optimizer(stepping: Optimizer) -> None:
@@ -307,8 +314,12 @@ def _seen_by(on_optimizer: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def backward(result: Any) -> None:
-    """Computes the gradients of the loss that a step returns, alone or with others."""
+    """Computes the gradients of the loss that a step returns, alone or with others. Raises ValueError for several."""
     parts = list(result.values()) if isinstance(result, Mapping) else result
+    if isinstance(result, list):
+        losses = [each for each in result if isinstance(each, Tensor) and each.requires_grad and each.numel() == 1]
+        if len(losses) > 1:
+            raise ValueError(f"step returns a list of {len(losses)} losses; return their sum, or call backward")
     for each in parts if isinstance(parts, (tuple, list)) else [parts]:
         if isinstance(each, Tensor) and each.requires_grad:
             each.sum().backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,10 @@ from sftcheck.loop.reading import is_cross_entropy
 from sftcheck.tolerances import LOST_GRADIENT, TOKEN_WEIGHT
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
+from sftron.visible_text import counted
+
+_SAME_GRADIENT = 1e-3
+"""Relative, of a kept gradient from that of the last backward pass, which it is if the others were zeroed."""
 
 
 def loss(subject: StepSubject) -> Finding:
@@ -47,7 +51,7 @@ def _of_step(subject: StepSubject, step: Sequence[LoopBatch]) -> Finding:
     allowed = f"<= {TOKEN_WEIGHT:.0%}"
     if _spread(every) <= TOKEN_WEIGHT:
         if abs(total - 1) <= TOKEN_WEIGHT:
-            measured = f"{len(every):,} targets of {len(step)} micro-batches have the same weight"
+            measured = f"{len(every):,} targets of {counted(len(step), 'micro-batches')} have the same weight"
             return Finding(True, measured, allowed, detail)
         if abs(mean - 1) <= TOKEN_WEIGHT:
             measured = f"{total:,.0f} times the ratio: a sum that is not divided by its {len(every):,} targets"
@@ -126,7 +130,7 @@ def _unless_intended(subject: StepSubject, steps: Sequence[Sequence[LoopBatch]],
     if not all(_spread(each) <= TOKEN_WEIGHT for each in weights):
         return found
     own = sum(float(_weights(subject, batch).sum()) for batch in _step_of(subject))
-    if abs(own * _kept(subject.update)[0] * subject.scale - 1) <= TOKEN_WEIGHT:
+    if abs(own * _kept(subject.update.summed, subject.update.used)[0] * subject.scale - 1) <= TOKEN_WEIGHT:
         measured = "all targets have the same weight; the gradient of their sum is divided afterwards"
     elif not _is_cross_entropy(subject):
         measured = "another loss than the cross-entropy: all targets have the same weight; its size is not measured"
@@ -155,12 +159,12 @@ def _is_cross_entropy(subject: StepSubject) -> bool:
 # -- the gradient that is kept ---------------------------------------------------------------------------------------
 
 
-def _kept(update: Update) -> tuple[float, float]:
-    """Returns the factor by which the kept gradient is the sum of all backward passes, and the median of what a
-    tensor's gradient is off from that, relative; clipping and dividing have a factor, and change no direction."""
+def _kept(passes: Mapping[str, Tensor], used: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Returns the factor by which the kept gradient is that of backward passes, and the median of what a tensor's
+    gradient is off from that, relative; clipping and dividing have a factor, and change no direction."""
     factors, off = list[float](), list[float]()
-    for name, summed in update.summed.items():
-        kept = update.used.get(name)
+    for name, summed in passes.items():
+        kept = used.get(name)
         size = float(summed.norm())
         if kept is None or not size:
             continue
@@ -176,11 +180,13 @@ def _of_gradient(subject: StepSubject, update: Update) -> Finding | None:
     """Returns the failure if the step's gradient is not the sum over its micro-batches; else None."""
     if not all(bool(torch.isfinite(each).all()) for each in update.summed.values()):
         return Finding(False, "the gradient is not finite", "finite", (), (Fault.NOT_FINITE,))
-    _, off = _kept(update)
+    _, off = _kept(update.summed, update.used)
     if off <= LOST_GRADIENT:
         return None
     measured = f"the gradient of the step is {off:.0%} off from the sum of its micro-batches' gradients"
-    return Finding(False, measured, f"<= {LOST_GRADIENT:.0%}", (), (Fault.GRADIENT_LOST,))
+    is_last = _kept(update.last, update.used)[1] <= _SAME_GRADIENT
+    fault = Fault.GRADIENT_LOST if is_last else Fault.GRADIENT_CHANGED
+    return Finding(False, measured, f"<= {LOST_GRADIENT:.0%}", (), (fault,))
 
 
 def _with_unlike_steps(subject: StepSubject, found: Finding) -> Finding:

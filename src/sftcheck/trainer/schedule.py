@@ -68,6 +68,7 @@ def rates_of(trainer: Any, num_steps: int) -> Iterator[float]:
     while True:
         yield float(optimizer.param_groups[0]["lr"])
         try:
-            scheduler.step()
+            with warnings.catch_warnings(action="ignore"):  # no optimizer steps here
+                scheduler.step()
         except ValueError:  # OneCycleLR has an end
             return
