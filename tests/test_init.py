@@ -203,7 +203,10 @@ def test_a_streamed_base_is_suggested_where_only_it_fits(
         (["chats.jsonl", "no_tokenizer"], "no_tokenizer has no tokenizer.json"),
         (["chats.jsonl", "models"], "config.json"),
         (["answers.csv", "models/tiny"], "set `columns: {prompt: a, completion: b}`, or if `b` is the user's"),
-        (["questions.jsonl", "models/tiny"], "rows were dropped, more than data.max_dropped_share"),
+        (
+            ["questions.jsonl", "models/tiny"],
+            "20 of 20 rows were dropped (20 no_trained_token), more than",
+        ),
         (["long.jsonl", "models/tiny"], "longer than the 4,096 positions of models/tiny; shorten"),
         (
             ["chats.jsonl", "models/tiny", "--out", "models"],
@@ -249,10 +252,10 @@ def test_the_sizes_leave_at_most_one_row_in_a_hundred_out(
 ) -> None:
     num_beyond = sum(each > positions for each in lengths)
     if num_beyond > 0.05 * len(lengths):
-        with pytest.raises(ValueError, match="shorten them, or use a model with more"):
-            first_config._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
+        with pytest.raises(ValueError, match=r"shorten them, allow a larger share .*, or use a model with more"):
+            first_config._sizes(LengthCount(lengths), rows, positions, "m", 0.05, on_gpu=on_gpu)
         return
-    sizes = first_config._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
+    sizes = first_config._sizes(LengthCount(lengths), rows, positions, "m", 0.05, on_gpu=on_gpu)
     length, size = sizes["sequence_length"], sizes["micro_batch_size"]
     assert length <= positions
     assert length in (512, 1024) or length % 256 == 0

@@ -38,7 +38,7 @@ FAST = {
     "left_padding_without_mask": "attended: changing it changes others by",
     "trained_padding": "padding tokens trained",
     "new_tokens_never_trained": "control tokens look untrained and are frozen",
-    "head_left_out_of_the_optimizer": "1 trainable tensors are not in the optimizer",
+    "head_left_out_of_the_optimizer": "trainable tensors are not in the optimizer: 1",
     "base_trained_beside_its_adapter": "trained tensors are not saved with the adapter",
     "stop_of_the_base_model": "generation does not end at <|im_end|>",
     "evaluation_over_prompts": "prompt tokens trained",

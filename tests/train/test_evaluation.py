@@ -220,7 +220,10 @@ def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder
     sets = [{"path": str(held_out)}]
     with pytest.raises(DataError, match=r"evaluation set other: .*other\.jsonl:14: is not JSON"):
         start(evaluation__datasets=sets)
-    with pytest.raises(DataError, match=r"evaluation set other: (.|\n)*1 of 14 rows were dropped"):
+    with pytest.raises(
+        DataError,
+        match=r"evaluation set other: (.|\n)*1 of 14 rows were dropped \(1 broken_json\).*mend the data, or allow",
+    ):
         start(evaluation__datasets=sets, data__on_bad_row="skip")
     options = {"data__on_bad_row": "skip", "data__max_dropped_share": 0.1}
     (found,) = start(evaluation__datasets=sets, **options).data.evaluation_sets

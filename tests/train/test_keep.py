@@ -80,7 +80,7 @@ def problem_of(losses: list[float], step: int, max_rise: float) -> str:
     rise = losses[step] - losses[0]
     return (
         f"evaluation.keep: the loss of old has risen by {rise:.4f}, from {losses[0]:.4f} to {losses[step]:.4f}; at "
-        f"most {max_rise:.4f} is allowed"
+        f"most {max_rise:.4g} is allowed"
     )
 
 

@@ -51,7 +51,7 @@ def isolation(subject: Subject) -> Finding:
         measured += f", and tokens before a changed one by {worst.past_difference:.2g}"
     counts = Counter(each.kind for each in found)
     detail = (
-        f"measured {', '.join(f'{number} times {kind}' for kind, number in counts.items())}",
+        f"measured {', '.join(f'{kind} ({number})' for kind, number in counts.items())}",
         f"a changed conversation itself changes by {worst.own_difference:.2g}",
         f"arguments: {', '.join(sorted(chosen.batch.seen))}",
     )

@@ -53,7 +53,7 @@ def adapters(subject: Subject) -> Finding:
     if none_moves:
         counts["trainable tensors do not move (learning rate, or the rounding of their type)"] = stuck
     untrained = _untrained_tokens(subject) if is_adapter else {}
-    found = [f"{len(each):,} {name}" for name, each in counts.items() if each]
+    found = [f"{name}: {len(each):,}" for name, each in counts.items() if each]
     if untrained:
         found.append(f"{len(untrained)} control tokens look untrained and are frozen: {', '.join(untrained)}")
     detail = [f"{name}: {', '.join(each[:_MOST_NAMED])}" for name, each in counts.items() if each]

@@ -160,11 +160,11 @@ class _Causes:
         for name, other, only, lacking in (("B", "A", only_b, only_a), ("A", "B", only_a, only_b)):
             if len(only):
                 roles = self._roles(only)
-                words.append(f"{name} trains {len(only):,} tokens that {other} does not: {_of_roles(roles)}")
+                words.append(f"{name} trains {counted(len(only), 'tokens')} that {other} does not: {_of_roles(roles)}")
                 faults += self._faults_of_more(only, roles, name, other, bool(len(lacking)))
         for name, number in padding.items():
             if number != min(padding.values()):
-                words.append(f"{name} trains {number:,} tokens of padding, or behind the rows")
+                words.append(f"{name} trains {counted(number, 'tokens')} of padding, or behind the rows")
                 faults.append((Fault.PADDING_TRAINED, name))
         for name, record in (("A", a), ("B", b)):
             if odd[name] != min(odd.values()):

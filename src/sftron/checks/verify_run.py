@@ -175,8 +175,8 @@ RULES: tuple[Rule, ...] = (
         run_checks.learning,
         proves="With this optimizer and rate, the loss falls on your data and the stop token becomes more likely.",
         remedy=(
-            "The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; use `sftron inspect` "
-            "to see what is trained."
+            "The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN, and raise it if the "
+            "loss hardly falls: adapters take about ten times the rate. Use `sftron inspect` to see what is trained."
         ),
     ),
 )

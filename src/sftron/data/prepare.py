@@ -128,9 +128,9 @@ class DataSet:
         if not isinstance(self.source, Pieces):
             return ""
         documents, num_cut = counted(self.source.num_documents, "documents"), self.source.num_cut
-        return (
-            f"{documents}, {f'{num_cut:,} of them' if num_cut else 'none'} cut into {self.source.num_pieces:,} pieces"
-        )
+        if not num_cut:
+            return f"{documents}, none of them cut"
+        return f"{documents}, {num_cut:,} of them cut into {self.source.num_pieces:,} pieces"
 
     def first_rows(self, num_rows: int) -> RowSource:
         """Returns the first `num_rows` rows of a stream, without consuming them, or all rows of an indexed source."""

@@ -13,6 +13,7 @@ import numpy as np
 from sftron.data.labels import Targets
 from sftron.data.lanes.lane import PoolDelay
 from sftron.data.types import Pack, Role, TokenizedConversation
+from sftron.visible_text import counted
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
 """The reported quantiles of conversation lengths."""
@@ -152,9 +153,10 @@ class PackingCount:
         if not self.num_packs:
             return
         counts, per_pack = self.as_dict(), self.num_conversations / self.num_packs
-        yield "conversations to packs", f"{self.num_conversations:,} to {self.num_packs:,}, {per_pack:,.1f} a pack"
+        packs = counted(self.num_packs, "packs")
+        yield "conversations", f"{self.num_conversations:,} in {packs}, {per_pack:,.1f} a pack"
         before, after = counts["mean_length_before"], counts["mean_length_after"]
-        yield "mean effective length", f"{before:,.1f} to {after:,.1f} tokens"
+        yield "mean effective length", f"{before:,.1f} tokens before packing, {after:,.1f} after"
         yield "pack fill", f"{100 * counts['fill']:.2f}%"
         yield "attention work of one document a pack", f"{100 * counts['attention_share']:.1f}%"
         yield "positions if padded to the longest", f"{counts['padding_to_longest']:.2f} times"

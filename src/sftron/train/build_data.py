@@ -208,7 +208,7 @@ def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer
         kept = tuple(row for row in rows if not isinstance(row, Dropped))
         dropped = Counter(row.reason for row in rows if isinstance(row, Dropped))
         if not kept or dropped.total() > max_share * len(rows):
-            raise DataError(too_many_dropped(dropped.total(), len(rows), max_share))
+            raise DataError(too_many_dropped(dropped.total(), len(rows), max_share, dropped))
     except DataError as error:
         raise DataError(f"evaluation set {name}: {error}", reason=error.reason) from error
     return EvaluationSet(name, preparation, kept, dropped)

@@ -164,7 +164,7 @@ class Evaluation:
             roles = ", ".join(f"{role} {found['loss']:.4f}" for role, found in each.roles.items())
             conversations = counted(each.conversations, "conversations")
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
-            kept = f" | rise {rounded(each.kept['rise'])} of {rounded(each.kept['max_rise'])}" if each.kept else ""
+            kept = f" | rise {rounded(each.kept['rise'])}, limit {each.kept['max_rise']:.4g}" if each.kept else ""
             yield (
                 f"eval {self.step:>4} | {name} loss {rounded(each.loss)}{kept} | accuracy {accuracy} "
                 f"| {counted(each.tokens, 'tokens')} of {conversations} | by role: {roles}"

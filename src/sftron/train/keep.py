@@ -88,7 +88,7 @@ def problem_of(found: EvaluationSet, kept: KeptLoss) -> str:
     share = "" if limit.max_rise_percent is None else f", {limit.max_rise_percent:g} % of it"
     return (
         f"evaluation.keep: the loss of {found.name} has risen by {kept.rise:.4f}, from {kept.before:.4f}{since} to "
-        f"{kept.loss:.4f}; at most {max_rise:.4f} is allowed{share}"
+        f"{kept.loss:.4f}; at most {max_rise:.4g} is allowed{share}"
     )
 
 

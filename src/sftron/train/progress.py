@@ -176,8 +176,7 @@ class Progress:
         if num_rows is not None:
             enough = min(enough, num_rows - self.before.rows)
         if count.rows >= enough and count.num_dropped > max_share * count.rows:
-            reasons = ", ".join(f"{number} {reason}" for reason, number in Counter(count.dropped).most_common())
-            raise DataError(f"{too_many_dropped(count.num_dropped, count.rows, max_share)} By reason: {reasons}")
+            raise DataError(too_many_dropped(count.num_dropped, count.rows, max_share, count.dropped))
 
 
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:
@@ -190,8 +189,11 @@ def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:
     return np.diff(bounds).tolist(), trained.tolist()
 
 
-def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:
+def too_many_dropped(num_dropped: int, num_rows: int, max_share: float, reasons: Mapping[str, int]) -> str:
+    """Returns the problem with its remedy, which depends on the reasons."""
+    by_reason = ", ".join(f"{number} {reason}" for reason, number in Counter(reasons).most_common())
+    longer = "raise tokens.sequence_length, " if "overlong" in reasons else ""
     return (
-        f"{num_dropped} of {num_rows} rows were dropped, more than data.max_dropped_share {max_share} allows. Look at "
-        "them with `sftron inspect`, then mend the data, raise tokens.sequence_length, or allow a larger share."
+        f"{num_dropped} of {num_rows} rows were dropped ({by_reason}), more than data.max_dropped_share {max_share} "
+        f"allows. Look at them with `sftron inspect`, then mend the data, {longer}or allow a larger share."
     )

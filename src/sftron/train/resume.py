@@ -245,8 +245,12 @@ def _read_start(setup: Setup, folder: Path) -> Start:
         raise CheckpointError(
             f"{folder} was made with {reason}:\n  "
             + "\n  ".join(changed)
-            + "\nRestore them, or start another run (general.run_name). With other data, though not with another "
-            "model, checkpoints.allow_data_change: true continues with the next epoch"
+            + "\nRestore them, or start another run (general.run_name)"
+            + (
+                ""
+                if any(map(is_of_the_model, changed))
+                else ". To go on with the other data at its next epoch, set checkpoints.allow_data_change: true"
+            )
         )
     return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings, watched=watched)
 

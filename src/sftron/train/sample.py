@@ -167,7 +167,7 @@ def _problems_of_drops(preparation: Preparation, audit: Audit, max_dropped_share
     dropped = sum(rate * count.dropped.total() / count.num_rows for rate, count in zip(rates, counts, strict=True))
     share = dropped / sum(rates)
     if share > max_dropped_share:
-        yield too_many_dropped(round(share * audit.num_rows), audit.num_rows, max_dropped_share)
+        yield too_many_dropped(round(share * audit.num_rows), audit.num_rows, max_dropped_share, audit.dropped)
 
 
 def _stops_of_pretokenized(tokenized: TokenizedConversation, control_ids: Collection[int]) -> list[int]:

@@ -92,7 +92,8 @@ def write_first_config(data: str, model: str, out: Path, overrides: Sequence[str
     places = _look_at_model(tree, ranks)
     sample, num_rows, meaning = _look_at_rows(tree, places)
     lengths, positions = sample.audit.lengths, places.architecture.max_position_embeddings
-    tree["tokens"] |= _sizes(lengths, num_rows, positions, model, on_gpu=is_gpu(ranks.device))
+    most_dropped = tree["data"].get("max_dropped_share", Data.model_fields["max_dropped_share"].default)
+    tree["tokens"] |= _sizes(lengths, num_rows, positions, model, most_dropped, on_gpu=is_gpu(ranks.device))
     evaluation = tree.setdefault("evaluation", {})
     if not evaluation.get("datasets"):
         evaluation.setdefault("share", float(f"{min(_HELD_OUT_SHARE, _MOST_HELD_OUT / num_rows):.2g}"))
@@ -182,7 +183,9 @@ def _share_that_fits(lengths: LengthCount, limit: int) -> str:
     return f"{100 * share:.4g} %"
 
 
-def _sizes(lengths: LengthCount, num_rows: int, positions: int, model: str, *, on_gpu: bool) -> dict[str, int]:
+def _sizes(
+    lengths: LengthCount, num_rows: int, positions: int, model: str, most_dropped: float, *, on_gpu: bool
+) -> dict[str, int]:
     """Returns the sizes of `tokens`. Raises ValueError if too many rows are longer than the positions of the model.
 
     The sequence length is a power of two up to 1,024, or a multiple of 256, into which the longest row fits; if a few
@@ -193,10 +196,10 @@ def _sizes(lengths: LengthCount, num_rows: int, positions: int, model: str, *, o
     rounded = -(-wanted // 256) * 256 if wanted > 1024 else max(512, 1 << (wanted - 1).bit_length())
     length = min(rounded, positions)
     too_long = sum(count for each, count in lengths.items() if each > length)
-    if too_long > Data.model_fields["max_dropped_share"].default * lengths.total():
+    if too_long > most_dropped * lengths.total():
         raise ValueError(
             f"{too_long} of {lengths.total()} sampled rows are longer than the {positions:,} positions of {model}; "
-            "shorten them, or use a model with more (max_position_embeddings)"
+            "shorten them, allow a larger share (--data.max_dropped_share=SHARE), or use a model with more positions"
         )
     mean = sum(each * count for each, count in lengths.items()) / lengths.total()
     # A pool of 256 conversations should hold two packs.
