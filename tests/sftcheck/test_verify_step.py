@@ -27,7 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::")
 
 @pytest.mark.parametrize("name", ZOO)
 def test_each_loop_of_the_zoo_fails_the_rows_that_are_wrong_and_no_other(name: str) -> None:
-    assert not ZOO[name].problem(verify_step(**ZOO[name].make().arguments()))
+    report = verify_step(**ZOO[name].make().arguments())
+    assert not ZOO[name].problem(report)
+    assert str(report) == report.as_text()
 
 
 @pytest.mark.parametrize("name", rest_nightly(ZOO, ["one_ratio_over_padded_rows", "loss_mask_off_by_one"]))

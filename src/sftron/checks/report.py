@@ -229,6 +229,9 @@ class Report:
         found = {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
         return found if self.make_script is None else {**found, "card_line": self.card_line}
 
+    def __str__(self) -> str:
+        return self.as_text()
+
     def as_text(self) -> str:
         """Returns the title, one aligned line per check without its duration, and the details and remedies."""
         rows = [("", "check", "measured", "allowed")]

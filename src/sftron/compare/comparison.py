@@ -197,7 +197,7 @@ def _charts(groups: Sequence[Group]) -> Iterator[Chart]:
     yield chart("loss_tokens", "Training loss, as trained", "tokens seen", "loss", _recorded("loss"), note)
     yield chart("loss_time", "Training loss, against time", "minutes in steps", "loss", _recorded("loss"), note)
     yield chart("tokens_per_second", "Speed", "step", "tokens/s", _recorded("tokens_per_second"), zero=True)
-    yield chart("tflops", "Compute", "step", "TFLOP/s a GPU", _recorded("tflops"), zero=True)
+    yield chart("tflops", "Compute", "step", "TFLOP/s a device", _recorded("tflops"), zero=True)
     yield chart("peak_memory_gb", "Peak memory", "step", "GB", _recorded("peak_memory_gb"), zero=True)
 
 

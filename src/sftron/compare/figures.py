@@ -184,7 +184,7 @@ def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
         Figure("answers_loss", "training loss of the answers", partial(mean_at_end, name=ANSWERS_LOSS), "difference"),
         Figure("loss", "training loss as trained", partial(mean_at_end, name="loss")),
         Figure("tokens_per_second", "tokens/s", partial(_median, name="tokens_per_second"), "ratio of each step", 0),
-        Figure("tflops", "TFLOP/s a GPU", partial(_median, name="tflops"), decimals=3),
+        Figure("tflops", "TFLOP/s a device", partial(_median, name="tflops"), decimals=3),
         Figure("peak_memory_gb", "peak memory", partial(_highest, "peak_memory_gb"), "ratio", 2, "GB"),
         Figure("steps", "steps", lambda run: float(run.last_step) or None, decimals=0),
         Figure("tokens", "tokens", lambda run: _last(run.by_step("total_tokens")), decimals=0),

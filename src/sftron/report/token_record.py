@@ -154,7 +154,7 @@ def read_record(path: str | Path) -> TokenRecord:
 def _parsed(data: bytes) -> TokenRecord:
     (size,) = struct.unpack("<Q", data[:8]) if len(data) >= 8 else (len(data),)
     if not 0 < size <= min(len(data) - 8, _LARGEST_HEADER):
-        raise RecordError("not a safetensors file, or one that is cut")
+        raise RecordError("not a safetensors file, or one that is cut: name a file of sftron diff record")
     header, payload = json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :]
     metadata = header.pop("__metadata__", {})
     if (found := metadata.get("format")) != FORMAT:
