@@ -184,18 +184,20 @@ def condensed(found: dict[str, Any]) -> dict[str, Any]:
     """Returns what tools/failures/results.json keeps of a configuration.
 
     It has the status of each row, the faults of each that failed, what was measured where a row did not pass, the
-    status and measurement of each row that passed and missed the fault of its mutant, and a digest of all that was
-    measured.
+    status and measurement of each row that passed and missed the fault of its mutant, the rows whose mutant came
+    later, and a digest of all that was measured.
     """
     if "rows" not in found:
         return found
-    kept = {"option": found["option"], "rows": {}, "measured": {}, "missed": {}, "faults": {}}
+    kept = {"option": found["option"], "rows": {}, "measured": {}, "missed": {}, "faults": {}, "without_mutant": {}}
     for row, each in found["rows"].items():
         kept["rows"][row] = each["status"]
         if each["status"] == "FAIL":
             kept["faults"][row] = each["faults"]
         if each["status"] != "PASS":
             kept["measured"][row] = each["measured"]
+        elif "mutant" not in each:
+            kept["without_mutant"][row] = True
         elif each["mutant"]["status"] != "FAIL":
             kept["missed"][row] = [each["mutant"]["status"], each["mutant"]["measured"]]
     kept["digest"] = hashlib.sha256(json.dumps(found["rows"], sort_keys=True).encode()).hexdigest()[:12]

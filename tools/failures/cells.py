@@ -70,7 +70,7 @@ def _row(check: Check, trainer: Any, configuration: Configuration) -> dict[str, 
     row: dict[str, Any] = {"status": check.status, "measured": check.measured}
     if check.passed is False:
         row |= {"faults": list(check.faults), "remedy": check.remedy, "detail": list(check.detail)}
-    if check.passed:
+    if check.passed and faults_of(check.name):
         mutated = mutated_check(check.name, trainer, configuration)
         row["mutant"] = {"status": mutated.status, "measured": mutated.measured}
     return row
@@ -83,8 +83,7 @@ def mutated_check(row: str, trainer: Any, configuration: Configuration) -> Check
         trainer = made(configuration, FORGED)
         conversations = None if conversations is None else [*conversations, {**conversations[0], "messages": FORGED}]
     with restore_after(trainer):
-        for fault in faults_of(row)[:1]:  # a row that came later has none
-            MUTANTS[fault](trainer)
+        MUTANTS[faults_of(row)[0]](trainer)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         subject = TrainerSubject(trainer, tokenizer, conversations, configuration.roles)
         (check,) = carry_out([rule for rule in RULES if rule.name == row], subject)

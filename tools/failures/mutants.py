@@ -123,6 +123,22 @@ def _weighted_by_size(trainer: Any) -> None:
     trainer.compute_loss = compute_loss
 
 
+def _half_the_gradient(trainer: Any) -> None:
+    """each micro-batch leaves half of what its loss adds to the gradients"""
+    original = trainer.training_step
+
+    def training_step(*given: Any, **options: Any) -> Any:
+        named = [each for each in trainer.model.parameters() if each.requires_grad]
+        before = [None if each.grad is None else each.grad.clone() for each in named]
+        loss = original(*given, **options)
+        for each, kept in zip(named, before, strict=True):
+            if each.grad is not None:
+                each.grad = (each.grad + (0 if kept is None else kept)) / 2
+        return loss
+
+    trainer.training_step = training_step
+
+
 def _without_gradient(trainer: Any) -> None:
     """one trainable tensor gets no gradient"""
     original, named = trainer.training_step, dict(trainer.model.named_parameters())
@@ -161,6 +177,7 @@ MUTANTS: dict[Fault, Callable[[Any], None]] = {
     Fault.POSITIONS_OUT_OF_ORDER: _changes_batches(_run_on),
     Fault.ROWS_CUT: _changes_batches(_cut),
     Fault.MEAN_OF_MEANS: _weighted_by_size,
+    Fault.GRADIENT_SCALED: _half_the_gradient,
     Fault.PADDING_TRAINED: _changes_batches(_padding_labeled),
     Fault.NOT_LEARNING: _without_gradient,
     Fault.NO_END: _other_end,

@@ -10,12 +10,9 @@ from tools.failures.differences import Explained, section
 from tools.failures.known_failures import KNOWN_FAILURES, Failure
 from tools.failures.releases import CONFIGURATIONS, NOT_RUN, RELEASES, Release
 
-NOT_MEASURED = ("gradients",)
-"""The rows of verify_trainer that came after the configurations were measured."""
-
 ROWS = (
-    "ids", "trained tokens", "stop tokens", "isolation", "positions", "truncation", "loss", "padding", "forgery",
-    "adapters", "generation",
+    "ids", "trained tokens", "stop tokens", "isolation", "positions", "truncation", "loss", "gradients",
+    "padding", "forgery", "adapters", "generation",
 )  # fmt: skip
 Results = dict[str, Any]
 
@@ -172,7 +169,8 @@ def _of_mutants(run: Sequence[Release], results: Results) -> list[str]:
     num_passed, num_red, others = Counter[str](), Counter[str](), Counter[tuple[str, str, str]]()
     for release in run:
         for cell in results[release.name]["cells"].values():
-            num_here, missed = [*cell.get("rows", {}).values()].count("PASS"), cell.get("missed", {})
+            missed = cell.get("missed", {})
+            num_here = [*cell.get("rows", {}).values()].count("PASS") - len(cell.get("without_mutant", {}))
             num_passed[release.library] += num_here
             num_red[release.library] += num_here - len(missed)
             for row, (word, measured) in missed.items():
