@@ -89,7 +89,7 @@ def closure(*names: str) -> set[str]:
 
 def test_a_difference_needs_the_format_of_records_and_the_faults_alone() -> None:
     modules = closure("sftcheck.diff.difference")
-    others = {"sftcheck.faults", "sftron.report.token_record"}
+    others = {"sftcheck.faults", "sftron.report.token_record", "sftron.visible_text"}
     assert {name for name in modules if not name.startswith("sftcheck.diff.")} == others
     assert len(modules) <= 8
 

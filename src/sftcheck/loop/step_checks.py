@@ -19,7 +19,6 @@ from sftcheck.loop.reading import is_cross_entropy
 from sftcheck.tolerances import LOST_GRADIENT, TOKEN_WEIGHT
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
-from sftron.visible_text import counted
 
 _SAME_GRADIENT = 1e-3
 """Relative, of a kept gradient from that of the last backward pass, which it is if the others were zeroed."""
@@ -51,7 +50,7 @@ def _of_step(subject: StepSubject, step: Sequence[LoopBatch]) -> Finding:
     allowed = f"<= {TOKEN_WEIGHT:.0%}"
     if _spread(every) <= TOKEN_WEIGHT:
         if abs(total - 1) <= TOKEN_WEIGHT:
-            measured = f"{len(every):,} targets of {counted(len(step), 'micro-batches')} have the same weight"
+            measured = f"{len(every):,} targets have the same weight, in all micro-batches ({len(step)})"
             return Finding(True, measured, allowed, detail)
         if abs(mean - 1) <= TOKEN_WEIGHT:
             measured = f"{total:,.0f} times the ratio: a sum that is not divided by its {len(every):,} targets"
