@@ -34,9 +34,11 @@ from sftron.report.token_record import (
     TokenRecord,
     groups_of,
     installed_versions,
+    not_finite,
     prefix_digests,
     sketch_of,
 )
+from sftron.visible_text import counted
 
 _SAME_LOSS = 1e-5
 """Relative, of the loss that a step returns from the loss whose gradient it leaves: sums of the same numbers."""
@@ -305,13 +307,12 @@ class _Recorder:
         return np.where(starts == np.arange(len(ids)), np.uint64(0), before)
 
     def _require_numbers(self) -> None:
-        """Raises ValueError if a loss, or a log-probability of the reference, is NaN or infinite."""
+        """Raises ValueError if a loss, or a number of a token, is NaN or infinite."""
         for n, loss in enumerate(self._losses, 1):
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {n} is {loss}; {_NO_NUMBER_REMEDY}")
-        context = self._tokens.joined()["context"]
-        if number := int((~np.isfinite(context)).sum()):
-            raise ValueError(f"the model in float32 gives {number:,} tokens no finite probability; {_NO_NUMBER_REMEDY}")
+        for name, number in not_finite(self._tokens.joined()).items():
+            raise ValueError(f"the {name} of {counted(number, 'tokens')} is no finite number; {_NO_NUMBER_REMEDY}")
 
     def finish(self, facts: Mapping[str, Any]) -> TokenRecord:
         """Returns the record of the steps that were added."""

@@ -212,10 +212,17 @@ def _require_arrays(record: TokenRecord) -> None:
         array = record.tokens[name]
         if array.min() < least or array.max() >= most:
             raise RecordError(f"its array {name} has {array.min()} to {array.max()}; wanted {least} to {most - 1}")
+    for name, number in not_finite(record.tokens).items():
+        raise RecordError(f"its array {name} has {number:,} values that are not finite")
+
+
+def not_finite(tokens: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Returns the number of values that are NaN or infinite, by the name of the array that has some."""
+    found = dict[str, int]()
     for name in ("weight", "own", "context", "reference"):  # nothing is before a first token, so it has no reference
-        array = record.tokens[name]
-        if number := int((np.isinf(array) | (np.isnan(array) & (name != "reference"))).sum()):
-            raise RecordError(f"its array {name} has {number:,} values that are not finite")
+        wrong = np.isinf(tokens[name]) | (np.isnan(tokens[name]) & (name != "reference"))
+        found |= {name: int(wrong.sum())} if wrong.any() else {}
+    return found
 
 
 def _is_finite(value: Any) -> bool:
