@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint import export
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import logits_of
+from sftron.checks.parity import check_parity
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.train.build_model import adapter_tensors
 from sftron.train.chat import open_chat_model
@@ -237,6 +238,8 @@ def test_an_adapter_of_a_base_in_nf4_is_merged_and_loaded_on_that_base_wherever_
         assert "merged onto the base's matrices in NF4" in capsys.readouterr().out
         assert (logits_in(target) - expected).abs().max() <= limit
     convert(alone, tmp_path / "as-adapter", model=base)
+    report = check_parity(base, [[{"role": "user", "content": "Hi."}]], max_new_tokens=1, adapter=adapter)
+    assert "(trained on the base in NF4, compared on its unrounded weights)" in report.title
 
     for folder in (adapter, tmp_path / "as-adapter"):
         code = (folder / "README.md").read_text().partition("```python\n")[2].partition("messages = ")[0]

@@ -146,6 +146,8 @@ def check_parity(
         else:
             checks.append(check_adapter_round_trip(native, adapter, folder))
     name = str(folder) if adapter is None else f"{folder} with the adapter {adapter}"
+    if found is not None and found.in_nf4:
+        name += " (trained on the base in NF4, compared on its unrounded weights)"
     return parity_report(name, len(prompts), dtype, native.attention, checks)
 
 
