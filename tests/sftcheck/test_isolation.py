@@ -12,7 +12,7 @@ from torch import nn
 
 from sftcheck.check_isolation import POSITIONS_ALONE
 from sftron import FlattenPacks, check_isolation
-from sftron.checks.isolation import compare_documents, measure_isolation
+from sftron.checks.isolation import compare_documents, measure_isolation, separating_sets
 from sftron.data.types import DataError, Pack
 from tools.isolation_table import CASES, LENGTHS, Case, make_model, make_pack
 
@@ -116,12 +116,13 @@ def test_the_smallest_leak_is_found_in_either_direction(pack: Pack) -> None:
 LEAKS = [(a, b) for a in range(5) for b in range(5) if a != b]
 
 
+@pytest.mark.parametrize("part", ["whole", "reader's last token", "second token that is read"])
 @pytest.mark.parametrize("across_rows", [False, True])
 @pytest.mark.parametrize("leak", [*LEAKS, "future", None])
 def test_a_leak_between_any_two_conversations_is_found_and_is_not_called_the_future(
-    leak: tuple[int, int] | str | None, *, across_rows: bool
+    leak: tuple[int, int] | str | None, *, across_rows: bool, part: str
 ) -> None:
-    lengths = [4, 6, 5, 7, 3]
+    lengths = [4, 6, 1, 7, 3]
     bounds = [slice(end - length, end) for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)]
     rows = range(5) if across_rows else [0] * 5
     of = torch.full((max(rows) + 1, sum(lengths)), -1)
@@ -132,7 +133,12 @@ def test_a_leak_between_any_two_conversations_is_found_and_is_not_called_the_fut
     if leak != "future":
         sees &= place[:, None] >= place
     if isinstance(leak, tuple):
-        sees |= (flat[:, None] == leak[1]) & (flat == leak[0])
+        reads, is_read = flat[:, None] == leak[1], flat == leak[0]
+        if part == "reader's last token":
+            reads &= (place == bounds[leak[1]].stop - 1)[:, None]
+        elif part != "whole":
+            is_read &= place == bounds[leak[0]].start + (lengths[leak[0]] > 1)
+        sees |= reads & is_read
     ids = torch.randint(0, 50, of.shape, generator=torch.Generator().manual_seed(0))
     found = compare_documents(
         lambda given: (sees.double() @ given.flatten().double()).reshape(*of.shape, 1),
@@ -210,3 +216,13 @@ def test_a_model_without_logits_is_told_so() -> None:
 
     with pytest.raises(ValueError, match=r"^Bare: its forward method returns a Tensor, which has no \.logits$"):
         check_isolation(Bare(), [make_pack()])
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 6, 7, 20, 33])
+def test_for_any_two_numbers_a_set_has_the_first_and_not_the_second(number: int) -> None:
+    sets = separating_sets(number)
+    assert len(sets) <= 2 + number.bit_length()
+    assert all(
+        any(one in each and other not in each for each in sets)
+        for one in range(number) for other in range(number) if one != other
+    )  # fmt: skip

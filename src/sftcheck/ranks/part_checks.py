@@ -6,7 +6,7 @@ Each of them is a collective; on_ranks.py says what a pass proves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from sftcheck.ranks.rank_batches import MicroBatch
 from sftcheck.ranks.rank_subject import RankSubject
 from sftcheck.ranks.row_map import RowMap
 from sftcheck.tolerances import CHANGE_ACROSS_RANKS, ROTATION
+from sftron.checks.isolation import separating_sets
 from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 
@@ -112,12 +113,13 @@ def across_ranks(subject: RankSubject) -> Finding:
     numbers = subject.exchange.gather("the documents", [len(each) for each in documents])
     before = subject.on_ranks.hidden([micro.whole.ids for micro in micro_batches])
     apart, own, size = 0.0, 0.0, max(float(each.abs().max()) for each in before)
-    for kind in ("odd", "even", "second halves"):
+    total = max(map(sum, zip(*numbers, strict=True)))  # on all ranks, which take the same passes
+    for chosen in (*separating_sets(total), None):
         changes = list[_Change]()
         for n, micro in enumerate(micro_batches):
             first = micro.group_of(subject.rank)[0] if micro.is_split(subject.rank) else subject.rank
             earlier = sum(numbers[rank][n] for rank in micro.first_of_groups if rank < first)
-            changes.append(_change_of(micro, documents[n], earlier, kind))
+            changes.append(_change_of(micro, documents[n], earlier, chosen))
         after = subject.on_ranks.hidden([each.ids for each in changes])
         for micro, change, one, two in zip(micro_batches, changes, before, after, strict=True):
             if one.shape[1] != micro.computed.shape[1]:
@@ -150,13 +152,16 @@ class _Change:
     """bool [B, T]: unchanged conversations, and what precedes a change; no padding."""
 
 
-def _change_of(micro: MicroBatch, documents: Sequence[tuple[int, slice]], earlier: int, kind: str) -> _Change:
-    """Changes the odd or even conversations, or the second halves of all; `earlier` ones are on other ranks."""
+def _change_of(
+    micro: MicroBatch, documents: Sequence[tuple[int, slice]], earlier: int, chosen: Collection[int] | None
+) -> _Change:
+    """Changes conversations by their numbers, or the second halves of all; `earlier` ones are on other ranks."""
     ids = micro.whole.ids
     is_changed, is_kept = np.zeros(ids.shape, dtype=bool), np.zeros(ids.shape, dtype=bool)
     for number, (row, columns) in enumerate(documents, earlier):
-        begin = columns.start if number % 2 == (kind == "odd") else columns.stop
-        begin = (columns.start + columns.stop) // 2 if kind == "second halves" else begin
+        begin = (columns.start + columns.stop) // 2
+        if chosen is not None:
+            begin = columns.start if number in chosen else columns.stop
         is_kept[row, columns.start : begin] = True
         is_changed[row, begin : columns.stop] = True
     known = np.unique(ids)

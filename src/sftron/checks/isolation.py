@@ -1,11 +1,10 @@
 """Measures whether a model isolates the conversations of a pack from each other, in any trainer (law 7).
 
     a pack of three conversations    a a a | b b b b | c c
-    every second one is changed      a x x | b b b b | c y
-    the logits that are compared     ^       ^ ^ ^ ^   ^       equal in every bit; otherwise b attends to its neighbors,
-                                                               c to a, or a token to later ones
-    the others are changed           a a a | b b x x | c c
-    the logits that are compared     ^ ^ ^   ^ ^       ^ ^
+    in turn, some are changed        a x x | b b b b | c c     no logit of the others may change in any bit; each
+                                     a a a | b x x x | c c     conversation is changed while any other one is not
+                                     a a a | b b b b | c x
+    all second halves are changed    a x x | b b x x | c x     nor one of a first half: no token attends to later ones
 
 Isolation depends on the model's class, the keys of the batch, the attention implementation and the cache. No model
 reports that it lacks isolation; docs/isolation.md has a table of model types.
@@ -13,11 +12,12 @@ reports that it lacks isolation; docs/isolation.md has a table of model types.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from sftron.checks.report import Finding, NotMeasuredError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """The change of the logits after the second half of every second conversation was changed, and of the others."""
+    """The change of the logits after other conversations, or later tokens, were changed."""
 
     num_conversations: int
     difference: float
@@ -38,7 +38,7 @@ class Isolation:
     own_difference: float
     """The maximum |difference| of a logit in a changed conversation."""
     past_difference: float = 0.0
-    """The maximum |difference| of a logit by later tokens of its own conversation."""
+    """The maximum |difference| of a logit of a first half after all second halves were changed."""
 
     @property
     def isolated(self) -> bool:
@@ -98,50 +98,48 @@ def compare_documents(
     documents: Sequence[tuple[int, slice]],
     rounding: Callable[[Tensor], float],
 ) -> Isolation:
-    """Changes the second halves of every second document, then of the others, and measures all other outputs.
+    """Changes some documents but their first tokens, in turn, and then all second halves; measures all other outputs.
 
     Args:
         outputs: Returns logits or hidden states [B, T, any] for ids [B, T].
-        documents: The row and the range of each document.
+        documents: The row and the range of each document, at least two.
         rounding: Returns the rounding for ids [1, n] of one document.
 
     Raises NotMeasuredError if the measurement allows no conclusion.
     """
     before, other = outputs(ids), _other_tokens(ids)
-    parts = [(row, each.start, (each.start + each.stop) // 2, each.stop) for row, each in documents]
 
-    def change(chosen: range) -> _Change:
-        changed = ids.clone()
-        for row, _, middle, end in (parts[n] for n in chosen):
-            changed[row, middle:end] = other[row, middle:end]
+    def changes(starts: Mapping[int, int], *, looks_before: bool = False) -> tuple[float, float]:
+        """Changes documents from these places on; returns the largest change of others, and of what was changed.
+
+        Args:
+            looks_before: Whether the beginnings of changed documents are looked at, in place of the others.
+        """
+        changed, kept, own = ids.clone(), 0.0, 0.0
+        for number, start in starts.items():
+            row, each = documents[number]
+            changed[row, start : each.stop] = other[row, start : each.stop]
         after = outputs(changed)
+        for number, (row, each) in enumerate(documents):
+            start = starts.get(number, each.stop)
+            if each.start < start and (number in starts) == looks_before:
+                kept = max(kept, _largest_difference(before[row, each.start : start], after[row, each.start : start]))
+            if start < each.stop:
+                own = max(own, _largest_difference(before[row, start : each.stop], after[row, start : each.stop]))
+        return kept, own
 
-        def largest(row: int, start: int, end: int) -> float:
-            return _largest_difference(before[row, start:end], after[row, start:end]) if start < end else 0.0
-
-        return _Change(
-            others=max((largest(row, each.start, each.stop) for n, (row, each) in enumerate(documents)
-                        if n not in chosen), default=0.0),
-            past={n: largest(*parts[n][:3]) for n in chosen},
-            own=max(largest(row, middle, end) for row, _, middle, end in (parts[n] for n in chosen)),
-        )  # fmt: skip
-
-    found = [change(range(first, len(documents), 2)) for first in (0, 1)]
-    difference, own = max(each.others for each in found), max(each.own for each in found)
-    past = {number: value for each in found for number, value in each.past.items()}
-    worst = max(past, key=lambda number: past[number])
-    past_difference = past[worst]
+    places = [min(each.start + 1, each.stop - 1) for _, each in documents]
+    found = [changes({n: places[n] for n in chosen}) for chosen in separating_sets(len(documents))]
+    halves = {n: (each.start + each.stop) // 2 for n, (_, each) in enumerate(documents)}
+    of_halves = changes(halves, looks_before=True)
+    difference, past_difference = max(kept for kept, _ in found), of_halves[0]
+    own = max(each[1] for each in (*found, of_halves))
     if not own > 0:
         raise NotMeasuredError("its logits do not depend on the tokens; check that these are the weights to train")
     allowed = 0.0
     if max(difference, past_difference) > 0:
         row, longest = max(documents, key=lambda each: each[1].stop - each[1].start)
         allowed = 4 * rounding(ids[row, longest][None])
-    if past_difference > allowed:
-        # By later tokens of its own, or by another conversation that was changed too?
-        alone = change(range(worst, worst + 1))
-        if alone.past[worst] <= allowed:
-            difference, past_difference = max(difference, past_difference), alone.past[worst]
     return Isolation(
         num_conversations=len(documents),
         difference=difference,
@@ -151,14 +149,17 @@ def compare_documents(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The largest changes of outputs: in unchanged documents, in front of what is changed, and in what is changed."""
+def separating_sets(number: int) -> list[list[int]]:
+    """Returns the fewest sets of 0 to number - 1 such that for any two, a set has the first and not the second.
 
-    others: float
-    past: Mapping[int, float]
-    """By the number of the changed document."""
-    own: float
+    Each number is in another half of the sets (Sperner, 1928), so 6 of them need 4 sets, and 70 need 8.
+    """
+    size = next(size for size in range(2, 64) if math.comb(size, size // 2) >= number)
+    sets: list[list[int]] = [[] for _ in range(size)]
+    for each, chosen in zip(range(number), combinations(range(size), size // 2), strict=False):
+        for at in chosen:
+            sets[at].append(each)
+    return [each for each in sets if each]
 
 
 def isolation_of_pack(
