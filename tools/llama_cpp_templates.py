@@ -93,7 +93,7 @@ def texts(file: Path) -> Iterator[object]:
     else:
         try:
             values = [json.loads(text)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             show(f"{file} is left out: {error}")
             return
         while values:

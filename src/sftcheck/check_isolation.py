@@ -40,7 +40,7 @@ class IsolationError(ValueError):
 def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks | None = None) -> Isolation:
     """Checks that conversations of these packs do not attend to each other if transformers' Trainer calls `model`.
 
-    Runs the model three times on the output of the collator (by default `FlattenPacks()`) without its labels: in
+    Runs the model several times on the output of the collator (by default `FlattenPacks()`) without its labels: in
     training mode, without gradients, and with the model's own `config.use_cache`, which transformers' Trainer sets to
     false when it is created. One or two packs are sufficient. The mode, buffers, gradients and random state of the
     model are preserved.

@@ -338,7 +338,7 @@ class Fault(Enum):
         ("gradients", "loss"),
         "The optimizer does not get the gradients of the step's loss.",
         _OF_STEP,
-        loop="Clip, scale and change gradients once a step, behind the last backward.",
+        loop="Clip, scale and zero gradients once a step, after the last backward pass.",
     )
     OTHER_COUNT = Entry(
         ("loss",),

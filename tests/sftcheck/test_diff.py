@@ -277,7 +277,7 @@ def test_micro_batches_that_a_step_leaves_out_are_counted() -> None:
     found = compared(sound(), few(trainer=SkipsSecond))
     weights = next(each.cause for each in found.named if each.factor is Factor.WEIGHTS)
     assert (weights.fault, weights.side) == (Fault.ROWS_SKIPPED, "B")
-    assert weights.sentence.endswith("tokens are trained, as no gradient is kept of 1 micro-batch")
+    assert weights.sentence.endswith("tokens are trained, because the step loses the gradients of 1 micro-batch")
     assert "B lacks 4 of A's 8" in found.parts[0].cause.sentence
 
 

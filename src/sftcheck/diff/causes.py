@@ -350,7 +350,10 @@ class _Weights:
             if not _is_its_sum(record):
                 return None, f"{divided}; the loss is no sum of cross-entropies, as with label smoothing"
             if number := record.facts.get("num_skipped"):
-                return Fault.ROWS_SKIPPED, f"{divided}, as no gradient is kept of {counted(number, 'micro-batches')}"
+                return (
+                    Fault.ROWS_SKIPPED,
+                    f"{divided}, because the step loses the gradients of {counted(number, 'micro-batches')}",
+                )
             return Fault.OTHER_COUNT, divided
         of_micro = [own[micro == each] for each in np.unique(micro)]
         if all(np.ptp(each) <= _SAME_WEIGHT * abs(each[0]) for each in of_micro):

@@ -66,6 +66,8 @@ def update_size(a: TokenRecord, b: TokenRecord) -> UpdateSize:
     ]
     if missing:
         return UpdateSize((norms[0], norms[1]), {}, f"{'; '.join(missing)}: record it again, with its optimizer")
+    if not all("kind" in each["update"] for each in facts):
+        return UpdateSize((norms[0], norms[1]), {}, "a record is of an earlier release: record it again, with this one")
     others = {str(each["optimizer"]["name"]): None for each in facts if not each["update"].get("kind")}
     if others:
         return UpdateSize((norms[0], norms[1]), {}, f"{' and '.join(others)}: only Adam and SGD have known parts")

@@ -21,7 +21,7 @@ from sftron.checks.report import Finding, NotMeasuredError
 from sftron.data.types import IGNORE_INDEX
 
 _SAME_GRADIENT = 1e-3
-"""Relative, of a kept gradient from that of the last backward pass, which it is if the others were zeroed."""
+"""Relative difference up to which the kept gradient counts as that of the last backward pass alone."""
 
 
 def loss(subject: StepSubject) -> Finding:

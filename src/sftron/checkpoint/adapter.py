@@ -62,7 +62,7 @@ class AdapterFolder:
     base_model: str | None
     """The name or path of the base model in adapter_config.json."""
     in_nf4: bool = False
-    """Whether the base was in NF4 while sftron trained the adapter; the file's metadata say so."""
+    """Whether the base was in NF4 while sftron trained the adapter, according to the file's metadata."""
 
 
 # --- Reading ---

@@ -233,8 +233,8 @@ def _check_packing(
 
 
 def check_neighbors(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
-    """Changes the second half of every second document, then of the others. No bit of another document's logits may
-    change; with experts, they may change by four times the rounding."""
+    """Changes some documents in turn, then all second halves. No bit of the logits of others may change; with experts,
+    they may change by four times the rounding."""
     name = "logits when a packed neighbor changes"
     if len(documents) == 1:
         return Check(name, None, "not measured: a single prompt has no neighbor", "0, to the bit")

@@ -173,8 +173,8 @@ class Data(Section):
     overlong: Literal["drop", "truncate_turns", "error"] = "drop"
     """What to do with a conversation longer than tokens.sequence_length."""
     max_dropped_share: Share = 0.05
-    """The run does not start if more than this share of the sampled rows is dropped, and stops if more is, from 200
-    rows on."""
+    """The run does not start if more than this share of the sampled rows is dropped. From 200 rows on, a larger share
+    stops it."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
     max_row_bytes: Positive = 4 * 2**20

@@ -200,7 +200,10 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
                 "BASE), and train a new adapter on the result without them"
             )
         start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
-        return start, f"{options.adapter}, which names the base {found.base_model or '(none)'}"
+        origin = f"{options.adapter}, which names the base {found.base_model or '(none)'}"
+        if found.in_nf4 and frozen_dtype(config) != NF4:
+            origin += " and was trained on it in NF4; set model.frozen_dtype: nf4 to begin with the same model"
+        return start, origin
     names = match_targets(options.targets, projections, has_experts=has_experts)
     if lost := _lost_by_peft(names, model.config.model_type):
         others = sorted({name.rpartition(".")[2] for name in names} - {*_OF_MLPS})
