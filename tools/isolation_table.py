@@ -173,7 +173,7 @@ class Row:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The result of each way: "refuses", "isolated" (bitwise) or "leaks"."""
+        """The result of each way: "refuses", "isolated" (to the rounding) or "leaks"."""
         return tuple("refuses" if isinstance(each, str) else "leaks" if each else "isolated" for each in self.found)
 
     @property
@@ -213,7 +213,10 @@ def _measure_model(case: Case, attention: str, model: Any) -> Row:
     found: list[float | str] = []
     for collator, model.config.use_cache in WAYS.values():
         result = try_isolation(model, collator([pack]))
-        found.append(result.difference if isinstance(result, Isolation) else _on_one_line(result))
+        if not isinstance(result, Isolation):
+            found.append(_on_one_line(result))
+        else:
+            found.append(result.difference if result.difference > result.rounding else 0.0)
     return Row(case, [attention], found, from_alone)
 
 

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 from sftron.checks.report import Finding, NotMeasuredError
 
+_MOST_ROUNDED = 8
+"""The documents whose rounding is measured: a copy of one alone may happen to change no bit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
@@ -138,8 +141,8 @@ def compare_documents(
         raise NotMeasuredError("its logits do not depend on the tokens; check that these are the weights to train")
     allowed = 0.0
     if max(difference, past_difference) > 0:
-        row, longest = max(documents, key=lambda each: each[1].stop - each[1].start)
-        allowed = 4 * rounding(ids[row, longest][None])
+        longest = sorted(documents, key=lambda each: each[1].start - each[1].stop)[:_MOST_ROUNDED]
+        allowed = 4 * max(rounding(ids[row, each][None]) for row, each in longest)
     return Isolation(
         num_conversations=len(documents),
         difference=difference,
