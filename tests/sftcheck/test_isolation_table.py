@@ -66,7 +66,9 @@ def expect_of_check(row: Row, attention: str) -> None:
     model.config.use_cache = False
     packs = [make_pack()]
     if row.verdict == "isolated":
-        assert check_isolation(model, packs).difference == 0.0
+        found = check_isolation(model, packs)
+        # Its experts multiply other shapes beside other neighbors.
+        assert found.difference <= (found.rounding if row.case.model_type == "ernie4_5_moe" else 0.0)
     else:
         problem = {"leaks": "does not keep the conversations of a pack apart", "refuses": "does not take packed"}
         with pytest.raises(ValueError, match=f"^{row.case.model_type} {problem[row.verdict]}"):
